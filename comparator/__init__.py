@@ -1,0 +1,1 @@
+"""Two runs in, the culprit out."""

@@ -1,0 +1,1 @@
+"""Taps on a running model, and the recorder they stream to."""

@@ -1,0 +1,1 @@
+"""A Hugging Face inference engine that is built to be looked into."""

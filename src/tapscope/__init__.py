@@ -1,0 +1,1 @@
+"""See inside a running model, and find the first tensor where two runs part."""

@@ -1,0 +1,96 @@
+"""Names, widths and numpy types of tensor elements, bf16 and fp8 included (through ml_dtypes)."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .errors import RunCorruptError
+
+# name (as torch spells it) -> (numpy type, safetensors name)
+_TABLE: dict[str, tuple[Any, str]] = {
+    "float64": (np.float64, "F64"),
+    "float32": (np.float32, "F32"),
+    "float16": (np.float16, "F16"),
+    "bfloat16": (ml_dtypes.bfloat16, "BF16"),
+    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
+    "float8_e5m2": (ml_dtypes.float8_e5m2, "F8_E5M2"),
+    "int64": (np.int64, "I64"),
+    "int32": (np.int32, "I32"),
+    "int16": (np.int16, "I16"),
+    "int8": (np.int8, "I8"),
+    "uint64": (np.uint64, "U64"),
+    "uint32": (np.uint32, "U32"),
+    "uint16": (np.uint16, "U16"),
+    "uint8": (np.uint8, "U8"),
+    "bool": (np.bool_, "BOOL"),
+    "complex64": (np.complex64, "C64"),
+}
+
+NAMES: tuple[str, ...] = tuple(_TABLE)
+"""Every element type a record may have, as torch spells it."""
+
+_NUMPY = {name: np.dtype(kind) for name, (kind, _) in _TABLE.items()}
+_SAFETENSORS = {name: st for name, (_, st) in _TABLE.items()}
+_FROM_SAFETENSORS = {st: name for name, st in _SAFETENSORS.items()}
+
+_SHORT = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8e4",
+    "float8_e5m2": "fp8e5",
+}
+
+_EPSILON = {
+    "float64": 2.0**-52,
+    "complex64": 2.0**-23,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy type of ``name``; raises RunCorruptError for a name this version does not know."""
+    try:
+        return _NUMPY[name]
+    except KeyError:
+        raise RunCorruptError(f"unknown dtype {name!r}; known: {', '.join(NAMES)}") from None
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element."""
+    return numpy_dtype(name).itemsize
+
+
+def to_safetensors(name: str) -> str:
+    """The name safetensors files use, e.g. ``bfloat16`` -> ``BF16``."""
+    numpy_dtype(name)
+    return _SAFETENSORS[name]
+
+
+def from_safetensors(name: str) -> str:
+    """The name tapscope uses, e.g. ``BF16`` -> ``bfloat16``."""
+    try:
+        return _FROM_SAFETENSORS[name]
+    except KeyError:
+        raise RunCorruptError(f"unknown safetensors dtype {name!r}; known: {', '.join(_FROM_SAFETENSORS)}") from None
+
+
+def short(name: str | None) -> str:
+    """For screens: ``bfloat16`` -> ``bf16``; integers stay as they are."""
+    return _SHORT.get(name or "", name or "-")
+
+
+def is_float(name: str | None) -> bool:
+    """Whether arithmetic on this type rounds."""
+    return name in _EPSILON
+
+
+def epsilon(name: str) -> float:
+    """Distance from 1 to the next number; 0 for types that do not round."""
+    return _EPSILON.get(name, 0.0)

@@ -1,0 +1,108 @@
+"""Every error tapscope raises on purpose, as one tree.
+
+    TapscopeError
+    ├── UsageError               exit 2: the call cannot mean what it says
+    │   ├── ConfigError          a setting: names field, value and rule
+    │   ├── RuleError            a selection rule that is wrong or matches no site
+    │   ├── SiteError            a site that does not parse
+    │   ├── DimsError            a dims annotation that does not parse or fit
+    │   ├── RunExistsError       the run directory is taken and --force was not given
+    │   ├── ListenError          an address that cannot be listened on
+    │   └── StepError            step() nested, or closed twice
+    ├── DataError                exit 3: what lies on disk cannot be used
+    │   ├── RunNotFoundError     no run at this path
+    │   ├── RunVersionError      written by a newer format version
+    │   ├── RunCorruptError      bytes or lines that do not add up
+    │   ├── CheckpointError      a model directory that is missing, truncated or unknown
+    │   └── NothingInCommonError two runs without one comparable row
+    └── LiveError                exit 4: a live peer
+        ├── UnreachableError     nothing answers at this address
+        ├── RecorderError        the recorder died or refused
+        └── RankLostError        a rank died or did not answer in time
+
+Each message is one sentence that says what, where and what would work.
+"""
+
+
+class TapscopeError(Exception):
+    """Base of every error tapscope raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(TapscopeError):
+    """The call cannot mean what it says."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A setting is wrong; the message names the field, the value and the rule."""
+
+
+class RuleError(UsageError):
+    """A selection rule is wrong or matches no site."""
+
+
+class SiteError(UsageError):
+    """A site does not parse."""
+
+
+class DimsError(UsageError):
+    """A dims annotation does not parse or does not fit the tensor."""
+
+
+class RunExistsError(UsageError):
+    """The run directory is taken and overwriting was not asked for."""
+
+
+class ListenError(UsageError):
+    """An address cannot be listened on."""
+
+
+class StepError(UsageError):
+    """A step was nested, or closed twice."""
+
+
+class DataError(TapscopeError):
+    """What lies on disk cannot be used."""
+
+    exit_code = 3
+
+
+class RunNotFoundError(DataError):
+    """No run lies at this path."""
+
+
+class RunVersionError(DataError):
+    """The run was written by a newer format version."""
+
+
+class RunCorruptError(DataError):
+    """Bytes or lines of a run do not add up."""
+
+
+class CheckpointError(DataError):
+    """A model directory is missing, truncated or of an unknown architecture."""
+
+
+class NothingInCommonError(DataError):
+    """Two runs have not one comparable row."""
+
+
+class LiveError(TapscopeError):
+    """A live peer failed."""
+
+    exit_code = 4
+
+
+class UnreachableError(LiveError):
+    """Nothing answers at this address."""
+
+
+class RecorderError(LiveError):
+    """The recorder died or refused."""
+
+
+class RankLostError(LiveError):
+    """A rank died or did not answer within its time limit."""

@@ -1,0 +1,104 @@
+"""How a host (the engine, a training loop) and an observer (the dumper) meet without knowing each other.
+
+The host calls a :class:`StepObserver` around every step; a module may say what its ports look like through
+two optional attributes, read by whoever taps it:
+
+``tap_dims: dict[str, str]``
+    port -> dims annotation, e.g. ``{"in[input]": "t h[tp]", "out": "t h"}``.
+``tap_rows: dict[str, str]``
+    port -> name of a row set in :attr:`StepInfo.row_sets`, for ports that hold only some of the step's rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+
+class RowRun(NamedTuple):
+    """A stretch of neighbouring token rows that belong to one request."""
+
+    request: str
+    """Request id, the same in every run that is to be compared with this one."""
+    position: int
+    """Position of the first row in its request, from 0."""
+    count: int
+    """Number of rows; positions and slots both go up by one."""
+    visit: int
+    """How many times these positions had been computed before (preemption, recompute)."""
+    slot: int
+    """Index of the first row in the flattened token grid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """What one step computes; equal on all ranks of a tensor-parallel group."""
+
+    step: int
+    """Scheduler step or optimiser iteration, from 0, never reset within a run."""
+    phase: str = "forward"
+    """Open string: ``prefill``, ``decode``, ``mixed``, ``train``, ..."""
+    grid: tuple[int, ...] = ()
+    """Shape of the token axes: ``(tokens,)`` packed or ``(batch, sequence)`` padded; empty when unknown."""
+    rows: tuple[RowRun, ...] = ()
+    """The valid rows, padding left out, in slot order."""
+    token_ids: Sequence[int] = ()
+    """Token id of every valid row, in the order of :attr:`rows`; empty when unknown."""
+    row_sets: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Named subsets of slots, e.g. ``{"logits": (6, 11)}``: the rows whose logits are computed."""
+    epoch: int | None = None
+    """Configuration epoch every rank must apply before this step; None lets each observer decide."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of valid rows."""
+        return sum(run.count for run in self.rows)
+
+
+class Arming(Protocol):
+    """What the host reads to choose how it runs a step."""
+
+    @property
+    def epoch(self) -> int:
+        """Configuration epoch that rank 0 wants from its next step on."""
+        ...
+
+    @property
+    def armed(self) -> bool:
+        """Whether any tap is in place now; a host may run a clean graph when not."""
+        ...
+
+
+class StepObserver(Arming, Protocol):
+    """Called by the host on every rank, in its forward thread."""
+
+    def before_step(self, info: StepInfo) -> None:
+        """A step begins; apply ``info.epoch`` first."""
+        ...
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """The step is over; ``metrics`` are named numbers of it."""
+        ...
+
+    def close(self) -> None:
+        """The host ends; flush and let go of the model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """Who this process is within the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axis -> size, e.g. ``{"tp": 2}``; axes of size 1 may be left out."""
+    coords: Mapping[str, int] = field(default_factory=dict)
+    """Axis -> this rank's coordinate, e.g. ``{"tp": 1}``."""
+    framework: str = "torch"
+    model: str = ""
+    """Name or path of the model, for the manifest."""
+    dtype: str = ""
+
+
+ObserverFactory = Callable[[Any, RankInfo], StepObserver]
+"""Called once on each rank with the built model; must be picklable for spawned ranks."""
