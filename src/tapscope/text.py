@@ -1,0 +1,58 @@
+"""One way to print numbers, bytes, shapes and sites, for every report and screen."""
+
+import math
+from collections.abc import Iterable
+
+
+def number(value: float | None) -> str:
+    """Two significant digits, never shortened further: ``1.9e+00``; ``0`` for zero, ``-`` for None."""
+    if value is None:
+        return "-"
+    if math.isnan(value) or math.isinf(value):
+        return str(value)
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def count(value: int) -> str:
+    """``1132`` -> ``1,132``."""
+    return f"{value:,}"
+
+
+def plural(value: int, noun: str) -> str:
+    """``1 record``, ``1,132 records``."""
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Decimal units with one decimal below ten: ``58 MB``, ``1.2 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.1f} {unit}" if nbytes < 10 and unit != "B" else f"{nbytes:.0f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def shape(sizes: Iterable[int]) -> str:
+    """``(7, 1024)`` -> ``7×1024``; ``scalar`` for no axes."""
+    return "×".join(map(str, sizes)) or "scalar"
+
+
+def duration(seconds: float) -> str:
+    """``950 µs``, ``12 ms``, ``1.3 s``, ``2 min 5 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def middle(text: str, width: int) -> str:
+    """Shorten by losing the middle: the tail of a site says what it is."""
+    if len(text) <= width:
+        return text
+    if width <= 3:
+        return text[len(text) - width :]
+    tail = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
