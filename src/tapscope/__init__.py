@@ -1,1 +1,38 @@
 """See inside a running model, and find the first tensor where two runs part."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .dumper import Dumper, DumperConfig
+    from .engine import LLM
+    from .errors import TapscopeError
+    from .run import Run, open_run
+    from .site import Site
+
+_EXPORTS = {
+    "Dumper": ".dumper",
+    "DumperConfig": ".dumper",
+    "LLM": ".engine",
+    "Run": ".run",
+    "Site": ".site",
+    "TapscopeError": ".errors",
+    "open_run": ".run",
+}
+
+__all__ = ["LLM", "Dumper", "DumperConfig", "Run", "Site", "TapscopeError", "__version__", "open_run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: `import tapscope` alone loads neither torch nor numpy."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'tapscope' has no attribute {name!r}")
+    value = getattr(import_module(_EXPORTS[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,8 +19,11 @@ from functools import lru_cache
 from .errors import DimsError
 
 AXES = (
-    "tp cp ep sp dp etp edp attn_tp attn_dp attn_cp moe_ep moe_tp moe_dp moe_cp recompute_pseudo".split()
-)  # the mesh axes SGLang and Megatron shard tensors over
+    *("tp", "cp", "ep", "sp", "dp", "etp", "edp"),
+    *("attn_tp", "attn_dp", "attn_cp", "moe_ep", "moe_tp", "moe_dp", "moe_cp"),
+    "recompute_pseudo",
+)
+"""The mesh axes SGLang and Megatron shard tensors over."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"(?P<name>1|{_NAME}|\({_NAME}(?:\*{_NAME})+\))(?:\[(?P<mods>[^\[\]]*)\])?")

@@ -30,7 +30,7 @@ _TABLE: dict[str, tuple[Any, str]] = {
 NAMES: tuple[str, ...] = tuple(_TABLE)
 """Every element type a record may have, as torch spells it."""
 
-_NUMPY = {name: np.dtype(kind) for name, (kind, _) in _TABLE.items()}
+_NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, (kind, _) in _TABLE.items()}
 _SAFETENSORS = {name: st for name, (_, st) in _TABLE.items()}
 _FROM_SAFETENSORS = {st: name for name, st in _SAFETENSORS.items()}
 
@@ -64,7 +64,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def itemsize(name: str) -> int:
     """Bytes of one element."""
-    return numpy_dtype(name).itemsize
+    return int(numpy_dtype(name).itemsize)
 
 
 def to_safetensors(name: str) -> str:

@@ -11,10 +11,11 @@ two optional attributes, read by whoever taps it:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 
-class RowRun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RowRun:
     """A stretch of neighbouring token rows that belong to one request."""
 
     request: str

@@ -1,0 +1,130 @@
+"""Ledger: what was expected, seen, sent, dropped and failed, so that silence is never mistaken for sameness."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .observe import RowRun, StepInfo
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What one rank counted in one step."""
+
+    seen: int = 0
+    """Selected values that fired."""
+    sent: int = 0
+    """Handed to the pipeline."""
+    dropped: int = 0
+    """Given up because the pipeline was full or the recorder gone."""
+    failed: int = 0
+    """Could not be captured; an ``event`` line says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """One step of one rank, from its ``step`` lines."""
+
+    info: StepInfo
+    epoch: int = 0
+    counts: StepCounts | None = None
+    """None while the step has not ended, or was cut off."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank reported the end of the step."""
+        return self.counts is not None
+
+
+def begin_line(info: StepInfo, epoch: int) -> dict[str, Any]:
+    """The ``step`` line that opens a step."""
+    return {
+        "type": "step",
+        "at": "begin",
+        "step": info.step,
+        "phase": info.phase,
+        "epoch": epoch,
+        "grid": list(info.grid),
+        "num_rows": info.num_rows,
+        "rows": [[run.request, run.position, run.count, run.visit, run.slot] for run in info.rows],
+        "token_ids": list(info.token_ids),
+        "row_sets": {name: list(slots) for name, slots in info.row_sets.items()},
+    }
+
+
+def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
+    """The ``step`` line that closes a step."""
+    return {
+        "type": "step",
+        "at": "end",
+        "step": step,
+        "seen": counts.seen,
+        "sent": counts.sent,
+        "dropped": counts.dropped,
+        "failed": counts.failed,
+    }
+
+
+def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None) -> StepLine:
+    """Join the two lines of a step; raises KeyError, TypeError or ValueError when malformed."""
+    info = StepInfo(
+        step=int(begin["step"]),
+        phase=str(begin["phase"]),
+        grid=tuple(begin["grid"]),
+        rows=tuple(RowRun(*run) for run in begin["rows"]),
+        token_ids=tuple(begin["token_ids"]),
+        row_sets={name: tuple(slots) for name, slots in begin["row_sets"].items()},
+    )
+    counts = None if end is None else StepCounts(end["seen"], end["sent"], end["dropped"], end["failed"])
+    return StepLine(info, int(begin["epoch"]), counts)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The account of a whole run, or of one rank of it."""
+
+    seen: int = 0
+    recorded: int = 0
+    """Record lines found on disk in steps that ended."""
+    dropped: int = 0
+    failed: int = 0
+    steps: int = 0
+    unfinished_steps: list[tuple[int, int]] = field(default_factory=list)
+    """(rank, step) begun and never ended."""
+    never_fired: list[str] = field(default_factory=list)
+    """Sites with a tap through which no tensor ever came."""
+    open_ranks: list[int] = field(default_factory=list)
+    """Ranks that did not say goodbye: still running, or killed."""
+    missing_ranks: list[int] = field(default_factory=list)
+    """Ranks of the world that never came."""
+    problems: list[str] = field(default_factory=list)
+    """What the reader could not make sense of."""
+
+    @property
+    def lost(self) -> int:
+        """Values that were seen and are neither on disk nor accounted for as dropped or failed."""
+        return max(self.seen - self.dropped - self.failed - self.recorded, 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was selected is on disk, on every rank."""
+        return not (
+            self.dropped or self.failed or self.lost or self.unfinished_steps or self.missing_ranks or self.problems
+        )
+
+    def sentences(self) -> list[str]:
+        """What is missing, one short sentence each; empty when nothing is."""
+        facts = [
+            (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full or the recorder gone)"),
+            (self.failed, f"{self.failed:,} values could not be captured"),
+            (self.lost, f"{self.lost:,} values lost between hook and disk"),
+            (len(self.unfinished_steps), f"unfinished steps (rank, step): {_some(self.unfinished_steps)}"),
+            (len(self.missing_ranks), f"ranks that never came: {_some(self.missing_ranks)}"),
+            (len(self.open_ranks), f"ranks still recording or killed: {_some(self.open_ranks)}"),
+            (len(self.never_fired), f"{len(self.never_fired):,} taps never fired: {_some(self.never_fired)}"),
+        ]
+        return [sentence for amount, sentence in facts if amount] + self.problems
+
+
+def _some(items: list[Any], limit: int = 4) -> str:
+    shown = ", ".join(map(str, items[:limit]))
+    return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")

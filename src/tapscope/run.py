@@ -1,0 +1,356 @@
+"""Run: reading the directory of one observed execution (docs/format.md is normative)."""
+
+import json
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import dtypes, record
+from .errors import RuleError, RunCorruptError, RunNotFoundError, RunVersionError
+from .ledger import Ledger, StepLine, step_from_lines
+from .record import Record
+from .site import Glob, describe_layers, layer_of
+
+FORMAT = "tapscope-run"
+VERSION = 1
+"""Newest format version this reader knows."""
+MANIFEST = "run.json"
+INDEX = "records.jsonl"
+
+
+def rank_dir(run: Path, rank: int) -> Path:
+    """Where a rank's lines and segments lie."""
+    return run / f"rank-{rank:05d}"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteInfo:
+    """What is known of a site once, from its ``site`` line."""
+
+    site: str
+    cls: str
+    """Class name of the module, e.g. ``LlamaRMSNorm``."""
+    params: dict[str, tuple[int, ...]]
+    """The module's own parameters and their local shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A named number of a step."""
+
+    rank: int
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened: ``open``, ``close``, ``config``, ``failed``, ``dropped``, ..."""
+
+    rank: int
+    kind: str
+    fields: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _RankIndex:
+    """The parsed lines of one rank."""
+
+    records: list[Record] = field(default_factory=list)
+    sites: dict[str, SiteInfo] = field(default_factory=dict)
+    begins: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    metrics: list[Metric] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Run:
+    """One run, read only. Use :func:`open_run`.
+
+    The index is read at once; payloads are mapped when asked for. An open run may be read while it is written.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any], ranks: dict[int, _RankIndex]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._ranks = ranks
+        self._maps: dict[Path, np.ndarray[Any, Any]] = {}
+        self.records: list[Record] = [r for rank in sorted(ranks) for r in sorted(ranks[rank].records, key=_seq)]
+        """Every record, by rank and then in the order they were taken."""
+        self.sites: dict[str, SiteInfo] = {}
+        for rank in sorted(ranks, reverse=True):
+            self.sites.update(ranks[rank].sites)
+        self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
+        self.steps: dict[int, dict[int, StepLine]] = _steps(ranks, self.problems)
+        """step -> rank -> line."""
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Run {self.path} {len(self.records)} records, {len(self.ranks)} ranks>"
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that wrote anything."""
+        return tuple(sorted(self._ranks))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the job had."""
+        return int(self.manifest.get("world_size", len(self._ranks)))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Mesh axis -> size, e.g. ``{"tp": 2}``."""
+        return dict(self.manifest.get("mesh", {}))
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Mesh axis -> coordinate of the rank."""
+        opened = next((e for e in self.events(rank) if e.kind == "open"), None)
+        return dict(opened.fields.get("coords", {})) if opened else {}
+
+    def events(self, rank: int | None = None) -> list[Event]:
+        """Events of one rank or all."""
+        return [e for r in self.ranks if rank in (None, r) for e in self._ranks[r].events]
+
+    def metrics(self, rank: int | None = None) -> list[Metric]:
+        """Metrics of one rank or all, in order."""
+        return [m for r in self.ranks if rank in (None, r) for m in self._ranks[r].metrics]
+
+    @property
+    def closed(self) -> bool:
+        """Whether every rank that came has said goodbye."""
+        return all(any(e.kind == "close" for e in self.events(rank)) for rank in self.ranks)
+
+    def select(
+        self,
+        globs: Iterable[str] = (),
+        *,
+        skip: Iterable[str] = (),
+        layers: Iterable[int] | None = None,
+        steps: Iterable[int] | None = None,
+        ranks: Iterable[int] | None = None,
+    ) -> list[Record]:
+        """Records that match any of ``globs`` (all when empty) and none of ``skip``.
+
+        Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
+        """
+        wanted, unwanted = [Glob(g) for g in globs], [Glob(g) for g in skip]
+        sites = {r.key.site for r in self.records}
+        for glob in (*wanted, *unwanted):
+            if not any(glob.matches(site) for site in sites):
+                hint = f"{describe_layers(sites)} (see: tapscope ls {self.path})"
+                raise RuleError(f"no site matches {glob.text!r} in {self.path}; {hint}")
+        chosen = {
+            site
+            for site in sites
+            if (not wanted or any(g.matches(site) for g in wanted)) and not any(g.matches(site) for g in unwanted)
+        }
+        if layers is not None:
+            keep = set(layers)
+            chosen = {site for site in chosen if layer_of(site.rpartition(":")[0]) in keep}
+        step_set, rank_set = (None if s is None else set(s) for s in (steps, ranks))
+        return [
+            r
+            for r in self.records
+            if r.key.site in chosen
+            and (step_set is None or r.key.step in step_set)
+            and (rank_set is None or r.key.rank in rank_set)
+        ]
+
+    def array(self, rec: Record) -> np.ndarray[Any, Any]:
+        """The payload as a read-only array of the record's shape, mapped, not copied.
+
+        bf16 and fp8 come as ml_dtypes types. Raises RunCorruptError when the record has no payload or its
+        bytes are not there.
+        """
+        if rec.entry is None or rec.dtype is None:
+            raise RunCorruptError(
+                f"{rec.key.site} at step {rec.key.step} was kept as statistics only: no values on disk"
+            )
+        dtype = dtypes.numpy_dtype(rec.dtype)
+        expected = int(np.prod(rec.shape, dtype=np.int64)) * dtype.itemsize
+        path = rank_dir(self.path, rec.key.rank) / rec.entry.file
+        if expected != rec.entry.nbytes:
+            raise RunCorruptError(
+                f"{path}: {rec.key.tensor_name} has {rec.entry.nbytes} bytes, its shape needs {expected}"
+            )
+        if expected == 0:
+            return np.empty(rec.shape, dtype)
+        end = rec.entry.offset + expected
+        data = self._map(path, end)
+        return data[rec.entry.offset : end].view(dtype).reshape(rec.shape)
+
+    def _map(self, path: Path, end: int) -> np.ndarray[Any, Any]:
+        mapped = self._maps.get(path)
+        if mapped is None or mapped.nbytes < end:
+            try:
+                with path.open("rb") as file:
+                    mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            except (OSError, ValueError) as error:
+                raise RunCorruptError(f"{path}: cannot be read: {error}") from None
+            if mapped.nbytes < end:
+                raise RunCorruptError(f"{path}: truncated: {mapped.nbytes} bytes, a record needs {end}")
+            self._maps[path] = mapped
+        return mapped
+
+    def tokens(self) -> dict[str, dict[int, int]]:
+        """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
+        table: dict[str, dict[int, int]] = {}
+        for step in sorted(self.steps):
+            for line in self.steps[step].values():
+                ids = iter(line.info.token_ids)
+                for run in line.info.rows:
+                    request = table.setdefault(run.request, {})
+                    request.update(zip(range(run.position, run.position + run.count), ids, strict=False))
+        return table
+
+    def prompts(self) -> dict[str, list[int]]:
+        """The tokens each request came with: those computed in the first step it appears in."""
+        found: dict[str, list[int]] = {}
+        for step in sorted(self.steps):
+            line = self.steps[step][min(self.steps[step])]
+            ids, first_here = iter(line.info.token_ids), set()
+            for run in line.info.rows:
+                tokens = [t for _, t in zip(range(run.count), ids, strict=False)]
+                if run.request not in found or run.request in first_here:
+                    found.setdefault(run.request, []).extend(tokens)
+                    first_here.add(run.request)
+        return found
+
+    def ledger(self) -> Ledger:
+        """What was expected against what is on disk."""
+        account = Ledger(steps=len(self.steps), problems=list(self.problems))
+        account.missing_ranks = sorted(set(range(self.world_size)) - set(self.ranks))
+        lines: dict[tuple[int, int], int] = {}
+        for rec in self.records:
+            lines[rec.key.rank, rec.key.step] = lines.get((rec.key.rank, rec.key.step), 0) + 1
+        for step, by_rank in sorted(self.steps.items()):
+            for rank, line in sorted(by_rank.items()):
+                if line.counts is None:
+                    account.unfinished_steps.append((rank, step))
+                    continue
+                account.seen += line.counts.seen
+                account.dropped += line.counts.dropped
+                account.failed += line.counts.failed
+                account.recorded += lines.get((rank, step), 0)
+        for rank in self.ranks:
+            closes = [e for e in self.events(rank) if e.kind == "close"]
+            if not closes:
+                account.open_ranks.append(rank)
+            account.never_fired += [s for e in closes for s in e.fields.get("never_fired", [])]
+        account.never_fired = sorted(set(account.never_fired))
+        return account
+
+    def close(self) -> None:
+        """Let go of the mapped files (arrays that are still in use keep theirs)."""
+        self._maps.clear()
+
+
+def open_run(path: str | Path) -> Run:
+    """Open the run at ``path``.
+
+    Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, and
+    RunCorruptError when the manifest cannot be read. Damaged lines are reported in :attr:`Run.problems`.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    ranks: dict[int, _RankIndex] = {}
+    for index in sorted(path.glob(f"rank-*/{INDEX}")):
+        rank = int(index.parent.name.removeprefix("rank-"))
+        ranks[rank] = _read_index(index, rank)
+    return Run(path, manifest, ranks)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The checked content of ``run.json``; raises like :func:`open_run`."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        hint = "it does not exist" if not path.exists() else f"it holds no {MANIFEST}"
+        raise RunNotFoundError(f"{path} is no run: {hint}; make one with: tapscope dump MODEL -o {path}") from None
+    except NotADirectoryError:
+        raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise RunCorruptError(f"{file} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
+    version = manifest.get("version")
+    if not isinstance(version, int):
+        raise RunCorruptError(f"{file} has no format version")
+    if version > VERSION:
+        raise RunVersionError(
+            f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
+        )
+    return manifest
+
+
+def _read_index(path: Path, rank: int) -> _RankIndex:
+    index = _RankIndex()
+    for number, line in _lines(path, index):
+        try:
+            _add(index, json.loads(line), rank)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
+    return index
+
+
+def _lines(path: Path, index: _RankIndex) -> Iterator[tuple[int, bytes]]:
+    """Complete lines; a torn last one is what a killed writer leaves, and is said."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        index.problems.append(f"{path}: cannot be read: {error}")
+        return
+    lines = data.split(b"\n")
+    if lines[-1]:
+        index.problems.append(f"{path}:{len(lines)}: the last line is cut off and was left out")
+    yield from ((n, line) for n, line in enumerate(lines[:-1], 1) if line)
+
+
+def _add(index: _RankIndex, line: dict[str, Any], rank: int) -> None:
+    kind = line["type"]
+    if kind == "record":
+        index.records.append(record.from_json(line, rank))
+    elif kind == "site":
+        params = {name: tuple(shape) for name, shape in line["params"].items()}
+        index.sites[line["site"]] = SiteInfo(line["site"], line["class"], params)
+    elif kind == "step":
+        (index.begins if line["at"] == "begin" else index.ends)[int(line["step"])] = line
+    elif kind == "metric":
+        index.metrics.append(Metric(rank, int(line["step"]), line["name"], float(line["value"])))
+    elif kind == "event":
+        index.events.append(Event(rank, line["kind"], {k: v for k, v in line.items() if k not in ("type", "kind")}))
+    else:
+        raise ValueError(f"unknown line type {kind!r}")
+
+
+def _steps(ranks: dict[int, _RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
+    steps: dict[int, dict[int, StepLine]] = {}
+    for rank, index in sorted(ranks.items()):
+        for step, begin in index.begins.items():
+            try:
+                steps.setdefault(step, {})[rank] = step_from_lines(begin, index.ends.get(step))
+            except (KeyError, TypeError, ValueError) as error:
+                problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
+    return dict(sorted(steps.items()))
+
+
+def _seq(rec: Record) -> int:
+    return rec.seq

@@ -1,0 +1,119 @@
+"""Writing a run: what the recorder does with lines and payloads, one writer per rank."""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import RunExistsError
+from .run import FORMAT, INDEX, MANIFEST, VERSION, rank_dir
+from .segment import SEGMENT_BYTES, SegmentWriter
+
+
+def create_run(path: Path, manifest: dict[str, Any]) -> None:
+    """Write ``run.json`` (atomically) into a directory that has none.
+
+    ``manifest`` may hold framework, model, dtype, mesh, world_size, command, seeds, config.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "version": VERSION, "created": _now(), **manifest}
+    temporary = path / f".{MANIFEST}.{os.getpid()}"
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(path / MANIFEST)
+
+
+def clear_run(path: Path, *, force: bool) -> None:
+    """Make sure no finished run lies at ``path``.
+
+    Without ``force`` a taken path raises RunExistsError; with it an old run is removed, but only a directory
+    that is provably a tapscope run and nothing else.
+    """
+    if path.is_file():
+        raise RunExistsError(f"{path} is a file; choose another directory for the run")
+    taken = path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir())
+    if not taken:
+        return
+    is_run = (path / MANIFEST).is_file() and FORMAT in (path / MANIFEST).read_text(errors="replace")
+    if not is_run:
+        raise RunExistsError(f"{path} holds files that are no tapscope run; choose another directory")
+    if not force:
+        raise RunExistsError(f"{path} already holds a run; choose another path or replace it with --force")
+    for entry in path.iterdir():
+        if entry.is_dir() and entry.name.startswith("rank-"):
+            shutil.rmtree(entry)
+        elif entry.name in (MANIFEST, "recorder.json", "recorder.log"):
+            entry.unlink()
+
+
+class RankWriter:
+    """The one writer of a rank in a run; a record's line is written after its bytes, never before."""
+
+    def __init__(self, run: Path, rank: int, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """Raises RunExistsError when the rank already has a writer or lines."""
+        self.rank = rank
+        self._dir = rank_dir(run, rank)
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._segment_bytes = segment_bytes
+        self._segment: SegmentWriter | None = None
+        self._num_segments = 0
+        self.bytes_written = 0
+        self.lines_written = 0
+        self._fd = os.open(self._dir / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise RunExistsError(f"rank {rank} of {run} already has a writer") from None
+        if os.fstat(self._fd).st_size:
+            os.close(self._fd)
+            raise RunExistsError(f"rank {rank} of {run} has already been written")
+
+    def lines(self, blob: bytes) -> None:
+        """Append whole lines, each ended by a newline."""
+        self._write(blob)
+        self.lines_written += blob.count(b"\n")
+
+    def line(self, content: dict[str, Any]) -> None:
+        """Append one line."""
+        self.lines(json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+
+    def record(self, line: bytes, name: str, dtype: str, shape: Sequence[int], payload: Any) -> None:
+        """Append the payload, then the record's ``line`` (without newline or entry) with the entry put in."""
+        nbytes = memoryview(payload).nbytes
+        if self._segment is not None and not self._segment.has_room(name, nbytes):
+            self._segment.seal()
+            self._segment = None
+        if self._segment is None:
+            path = self._dir / f"seg-{self._num_segments:06d}.safetensors"
+            self._segment = SegmentWriter(path, limit=self._segment_bytes)
+            self._num_segments += 1
+        offset, nbytes = self._segment.append(name, dtype, shape, payload)
+        self.bytes_written += nbytes
+        entry = json.dumps([self._segment.path.name, offset, nbytes], separators=(",", ":")).encode()
+        self.lines(line[:-1] + b',"entry":' + entry + b"}\n")
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append an ``event`` line."""
+        self.line({"type": "event", "kind": kind, "time": _now(), **fields})
+
+    def close(self) -> None:
+        """Seal the open segment and let go of the rank."""
+        if self._segment is not None:
+            self._segment.seal()
+            self._segment = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, blob: bytes) -> None:
+        view = memoryview(blob)
+        while view.nbytes:
+            view = view[os.write(self._fd, view) :]
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

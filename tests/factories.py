@@ -1,0 +1,130 @@
+"""Runs made without a model: the real writer, values of the test's choosing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapscope import ledger, record
+from tapscope.kernels.native import summarize_array
+from tapscope.observe import RowRun, StepInfo
+from tapscope.record import Key, Record, Stats
+from tapscope.writer import RankWriter, create_run
+
+
+class RunFactory:
+    """Writes a run step by step::
+
+    with RunFactory(tmp_path / "base", mesh={"tp": 2}) as run:
+        run.step(rows=[RowRun("0", 0, 5, 0, 0)], token_ids=range(5), grid=(5,))
+        run.put("layers.0.mlp:out", {0: left, 1: right}, dims="t h[tp]")     # a dict gives one array a rank
+        run.put("norm:out", whole)                                            # an array goes to rank 0
+    """
+
+    def __init__(self, path: Path, *, mesh: Mapping[str, int] | None = None, **manifest: Any) -> None:
+        self.path = path
+        self.mesh = dict(mesh or {})
+        world = int(np.prod(list(self.mesh.values()))) if self.mesh else 1
+        create_run(path, {"world_size": world, "mesh": self.mesh, "framework": "torch", "model": "toy", **manifest})
+        self.writers = {rank: RankWriter(path, rank) for rank in range(world)}
+        self._seq = dict.fromkeys(self.writers, 0)
+        self._fired: dict[tuple[int, str, int], int] = {}
+        self._counts: dict[int, ledger.StepCounts] = {}
+        self._info: StepInfo | None = None
+        for rank, writer in self.writers.items():
+            coords = dict(zip(self.mesh, np.unravel_index(rank, tuple(self.mesh.values())), strict=True))
+            coords = {axis: int(at) for axis, at in coords.items()}
+            writer.event("open", rank=rank, world_size=world, mesh=self.mesh, coords=coords)
+
+    def __enter__(self) -> "RunFactory":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end_step()
+        for writer in self.writers.values():
+            writer.event("close", never_fired=[])
+            writer.close()
+
+    def step(
+        self,
+        *,
+        phase: str = "prefill",
+        grid: Sequence[int] = (),
+        rows: Sequence[RowRun] = (),
+        token_ids: Sequence[int] = (),
+        row_sets: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Open the next step (and close the last)."""
+        number = self._info.step + 1 if self._info else 0
+        self.end_step()
+        self._info = StepInfo(
+            step=number,
+            phase=phase,
+            grid=tuple(grid),
+            rows=tuple(rows),
+            token_ids=tuple(token_ids),
+            row_sets=row_sets or {},
+        )
+        self._counts = {rank: ledger.StepCounts() for rank in self.writers}
+        for writer in self.writers.values():
+            writer.line(ledger.begin_line(self._info, 0))
+
+    def end_step(self) -> None:
+        """Close the open step, if any."""
+        for rank, counts in self._counts.items():
+            assert self._info is not None
+            self.writers[rank].line(ledger.end_line(self._info.step, counts))
+        self._counts = {}
+
+    def site(self, site: str, cls: str = "Linear", params: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Write the site's line on every rank."""
+        for writer in self.writers.values():
+            writer.line(
+                {"type": "site", "site": site, "class": cls, "params": {k: list(v) for k, v in (params or {}).items()}}
+            )
+
+    def put(
+        self,
+        site: str,
+        values: np.ndarray[Any, Any] | Mapping[int, np.ndarray[Any, Any]],
+        *,
+        dims: str | None = None,
+        rows: Sequence[tuple[int, int]] | None = None,
+        keep: str = "full",
+    ) -> None:
+        """Record one firing of the site."""
+        assert self._info is not None, "call step() first"
+        by_rank = values if isinstance(values, Mapping) else {0: values}
+        for rank, array in by_rank.items():
+            self._put(site, rank, np.asarray(array), dims, rows, keep)
+
+    def _put(self, site: str, rank: int, array: Any, dims: str | None, rows: Any, keep: str) -> None:
+        assert self._info is not None
+        contiguous = np.ascontiguousarray(array).reshape(array.shape)
+        summary = summarize_array(contiguous)
+        stats = Stats(**{name: getattr(summary, name) for name in Stats.__slots__})
+        occurrence = self._fired.get((rank, site, self._info.step), 0)
+        self._fired[rank, site, self._info.step] = occurrence + 1
+        key = Key(site, self._info.step, rank, occurrence)
+        dtype = contiguous.dtype.name
+        item = Record(
+            key,
+            self._seq[rank],
+            dtype,
+            contiguous.shape,
+            dims,
+            None if rows is None else tuple(rows),
+            stats,
+            summary.hash,
+        )
+        self._seq[rank] += 1
+        self._counts[rank].seen += 1
+        self._counts[rank].sent += 1
+        line = json.dumps(record.to_json(item)).encode()
+        if keep == "full":
+            payload = contiguous.reshape(-1).view(np.uint8)
+            self.writers[rank].record(line, key.tensor_name, dtype, contiguous.shape, payload)
+        else:
+            self.writers[rank].lines(line + b"\n")
