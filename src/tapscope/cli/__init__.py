@@ -1,0 +1,108 @@
+"""The `tapscope` command: composes the parts, and loads each only when it is used."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+from .._version import __version__
+from ..errors import TapscopeError
+from . import diagnostics, output
+from .diagnostics import ExitCode
+
+
+class Command(Protocol):
+    """A verb: its docstring is its help."""
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the verb's own flags."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; the return value is the exit code."""
+        ...
+
+
+class _Verb(NamedTuple):
+    group: str
+    module: str
+    cls: str
+    summary: str
+
+
+VERBS = {
+    "dump": _Verb("capture", "dump", "DumpCommand", "run a model once and record its tensors"),
+    "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP, its taps steered at run time"),
+    "ctl": _Verb("capture", "ctl", "CtlCommand", "steer a running dumper: state, configure, capture, reset, sites"),
+    "info": _Verb("look", "info", "InfoCommand", "what a run holds, and what looks wrong in it"),
+    "ls": _Verb("look", "ls", "LsCommand", "list records, one per line"),
+    "show": _Verb("look", "show", "ShowCommand", "one tensor: statistics, histogram, values"),
+    "view": _Verb("look", "view", "ViewCommand", "browse a run in the terminal"),
+    "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
+}
+
+_HEAD = """tapscope: see inside a running model, and find the first tensor where two runs part
+
+  $ tapscope dump MODEL -o base             capture a run
+  $ tapscope diff base target               exit 1 where they differ
+"""
+_EPILOG = "docs: README.md, docs/format.md, docs/architecture.md"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code (0 fine, 1 differences, 2 usage, 3 data, 4 live, 130 stopped)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        output.write_line(_help())
+        return ExitCode.OK
+    if words[0] == "--version":
+        output.write_line(f"tapscope {__version__}")
+        return ExitCode.OK
+    try:
+        return _dispatch(words[0], words[1:])
+    except TapscopeError as error:
+        diagnostics.error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        diagnostics.error("interrupted")
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        output.abandon()
+        return ExitCode.OK
+
+
+def _dispatch(name: str, words: list[str]) -> int:
+    verb = VERBS.get(name)
+    if verb is None:
+        diagnostics.error(f"{name!r} is no command; commands are {', '.join(VERBS)}")
+        return ExitCode.USAGE
+    command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
+    parser = argparse.ArgumentParser(
+        prog=f"tapscope {name}",
+        description=command.__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.prepare(parser)
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour (default: auto)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no notes on stderr, only errors")
+    try:
+        args = parser.parse_args(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    output.configure(color=args.color)
+    diagnostics.configure(quiet=args.quiet)
+    code = command.run(args)
+    output.flush()
+    return code
+
+
+def _help() -> str:
+    lines = [_HEAD]
+    group = ""
+    for name, verb in VERBS.items():
+        lines.append(f"{verb.group if verb.group != group else '':<9} {name:<6} {verb.summary}")
+        group = verb.group
+    lines.append("\ntapscope COMMAND --help says more; tapscope --version says which this is.")
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""The only writer of stdout: stdout is data."""
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_color = "auto"
+
+
+def configure(*, color: str) -> None:
+    """Set by main from ``--color auto|always|never``."""
+    global _color
+    _color = color
+
+
+def write_line(text: str) -> None:
+    """One line of text."""
+    sys.stdout.write(text + "\n")
+
+
+def write_json(item: dict[str, Any]) -> None:
+    """One object on one line; non-finite numbers become null."""
+    sys.stdout.write(json.dumps(_plain(item), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def console() -> "Console":
+    """A rich console on stdout: the terminal's width, 100 columns elsewhere; markup is off."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    width = None if terminal else int(os.environ.get("COLUMNS") or 100)
+    forced = True if _color == "always" else None
+    no_color = _color == "never" or (_color == "auto" and ("NO_COLOR" in os.environ or not terminal))
+    return Console(
+        file=sys.stdout,
+        width=width,
+        force_terminal=forced,
+        no_color=no_color,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=not terminal,
+    )
+
+
+def flush() -> None:
+    """Everything written so far goes out before anything on stderr."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        abandon()
+
+
+def abandon() -> None:
+    """The reader went away (`| head`): write the rest nowhere, without a traceback at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
