@@ -5,13 +5,20 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import RunExistsError
+from .record import Entry
 from .run import FORMAT, INDEX, MANIFEST, VERSION, rank_dir
 from .segment import SEGMENT_BYTES, SegmentWriter
+
+
+RECORDER_FILE = "recorder.json"
+"""Where a live recorder says how to reach it."""
+RECORDER_LOG = "recorder.log"
+"""What a recorder had to say on stderr."""
 
 
 def create_run(path: Path, manifest: dict[str, Any]) -> None:
@@ -45,7 +52,7 @@ def clear_run(path: Path, *, force: bool) -> None:
     for entry in path.iterdir():
         if entry.is_dir() and entry.name.startswith("rank-"):
             shutil.rmtree(entry)
-        elif entry.name in (MANIFEST, "recorder.json", "recorder.log"):
+        elif entry.name in (MANIFEST, RECORDER_FILE, RECORDER_LOG):
             entry.unlink()
 
 
@@ -82,9 +89,24 @@ class RankWriter:
         self.lines(json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
 
     def record(self, line: bytes, name: str, dtype: str, shape: Sequence[int], payload: Any) -> None:
-        """Append the payload, then the record's ``line`` (without newline or entry) with the entry put in."""
-        nbytes = memoryview(payload).nbytes
-        if self._segment is not None and not self._segment.has_room(name, nbytes):
+        """Append one payload and its record's line."""
+        self.batch([line], [(0, name, dtype, shape, payload)])
+
+    def batch(self, lines: list[bytes], payloads: Iterable[tuple[int, str, str, Sequence[int], Any]]) -> list[bytes]:
+        """Append payloads, then all lines (without newlines); returns the lines as written.
+
+        A payload is (index of its line, tensor name, dtype, shape, bytes); its line gets the entry put in.
+        """
+        for index, name, dtype, shape, payload in payloads:
+            file, offset, nbytes = self._payload(name, dtype, shape, payload)
+            entry = json.dumps([file, offset, nbytes], separators=(",", ":")).encode()
+            lines[index] = lines[index][:-1] + b',"entry":' + entry + b"}"
+        if lines:
+            self.lines(b"\n".join(lines) + b"\n")
+        return lines
+
+    def _payload(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> Entry:
+        if self._segment is not None and not self._segment.has_room(name, memoryview(payload).nbytes):
             self._segment.seal()
             self._segment = None
         if self._segment is None:
@@ -93,8 +115,7 @@ class RankWriter:
             self._num_segments += 1
         offset, nbytes = self._segment.append(name, dtype, shape, payload)
         self.bytes_written += nbytes
-        entry = json.dumps([self._segment.path.name, offset, nbytes], separators=(",", ":")).encode()
-        self.lines(line[:-1] + b',"entry":' + entry + b"}\n")
+        return Entry(self._segment.path.name, offset, nbytes)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an ``event`` line."""

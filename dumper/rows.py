@@ -1,0 +1,73 @@
+"""Which token rows a forward of a Hugging Face style model computes, read off its own arguments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..observe import RowRun, StepInfo
+
+
+def step_from_call(step: int, phase: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepInfo:
+    """Describe a call ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)``.
+
+    Request ids are the batch indices. Without 2-D ``input_ids`` the rows are unknown and left empty.
+    """
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
+        return StepInfo(step=step, phase=phase or "forward")
+    batch, length = ids.shape
+    past = _past_length(kwargs.get("past_key_values"))
+    valid = _valid(kwargs.get("attention_mask"), batch, length)
+    positions = _positions(kwargs, batch, length, past)
+    guessed = phase or ("decode" if past and length == 1 else "prefill" if past == 0 else "mixed")
+    return padded_step(step, guessed, ids.tolist(), positions, valid, [str(i) for i in range(batch)])
+
+
+def padded_step(
+    step: int,
+    phase: str,
+    ids: Sequence[Sequence[int]],
+    positions: Sequence[Sequence[int]],
+    valid: Sequence[Sequence[bool]],
+    requests: Sequence[str],
+) -> StepInfo:
+    """A step over a padded ``[batch, sequence]`` grid; rows that are not valid are padding."""
+    runs: list[RowRun] = []
+    tokens: list[int] = []
+    length = len(ids[0]) if ids else 0
+    for b, request in enumerate(requests):
+        for s in range(length):
+            if not valid[b][s]:
+                continue
+            tokens.append(int(ids[b][s]))
+            last = runs[-1] if runs else None
+            slot, position = b * length + s, int(positions[b][s])
+            joins = last is not None and last.request == request and last.slot + last.count == slot
+            if last is not None and joins and last.position + last.count == position:
+                runs[-1] = RowRun(request, last.position, last.count + 1, 0, last.slot)
+            else:
+                runs.append(RowRun(request, position, 1, 0, slot))
+    return StepInfo(step=step, phase=phase, grid=(len(ids), length), rows=tuple(runs), token_ids=tokens)
+
+
+def _past_length(cache: Any) -> int:
+    get = getattr(cache, "get_seq_length", None)
+    return int(get()) if callable(get) else 0
+
+
+def _valid(mask: Any, batch: int, length: int) -> list[list[bool]]:
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length:
+        return [[bool(v) for v in row] for row in mask[:, -length:].tolist()]
+    return [[True] * length for _ in range(batch)]
+
+
+def _positions(kwargs: Mapping[str, Any], batch: int, length: int, past: int) -> list[list[int]]:
+    given = kwargs.get("position_ids")
+    if isinstance(given, torch.Tensor) and given.ndim == 2 and given.shape[1] == length:
+        rows: list[list[int]] = given.tolist()
+        return rows if len(rows) == batch else rows * batch
+    cache_position = kwargs.get("cache_position")
+    if isinstance(cache_position, torch.Tensor) and cache_position.numel() == length:
+        return [cache_position.tolist()] * batch
+    return [list(range(past, past + length))] * batch

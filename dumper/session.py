@@ -1,0 +1,116 @@
+"""Session: the first rank to lock RUN on this host starts its recorder, the others find it."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import errors, wire
+from ..errors import RecorderError, RunExistsError, TapscopeError
+from ..writer import RECORDER_FILE, RECORDER_LOG, clear_run
+
+START_TIMEOUT_S = 30.0
+"""How long a recorder may take to start."""
+
+
+def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dict[str, Any]:
+    """The content of ``recorder.json`` of a live recorder for ``run``, started if need be.
+
+    Raises RunExistsError when a finished run lies there and ``force`` was not given (only rank 0, ``first``,
+    decides that), ListenError when the control port is taken, RecorderError when no recorder comes up.
+    """
+    run.mkdir(parents=True, exist_ok=True) if not run.is_file() else clear_run(run, force=force)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        lock = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if first and _try_lock(lock):
+                clear_run(run, force=force)
+                (run / RECORDER_FILE).unlink(missing_ok=True)
+                return _start(run, options, lock)
+        finally:
+            os.close(lock)
+        found = _announced(run)
+        if found is not None and _pid_alive(found["pid"]):
+            return found
+        time.sleep(0.05)
+    raise RecorderError(f"no recorder came up for {run} within {START_TIMEOUT_S:g} s; is rank 0 running?")
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tapscope.dumper.recorder", str(run)]
+    command += ["--options", json.dumps(options), "--lock-fd", str(lock)]
+    # The child finds tapscope where this process did; the working directory must not shadow it.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONSAFEPATH": "1"}
+    log = run / RECORDER_LOG
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=(lock,),
+            env=environment,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        found = _announced(run)
+        if found is not None and found["pid"] == process.pid:
+            return found
+        if process.poll() is not None:
+            raise _failure(log)
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    raise RecorderError(f"the recorder of {run} did not start within {START_TIMEOUT_S:g} s; see {log}")
+
+
+def _failure(log: Path) -> TapscopeError:
+    text = log.read_text(errors="replace").strip()
+    last = text.splitlines()[-1] if text else "it said nothing"
+    try:
+        said = json.loads(last)
+        kind = getattr(errors, said["error"])
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return RecorderError(f"the recorder did not start: {last} (see {log})")
+    log.unlink(missing_ok=True)
+    return kind(said["message"])  # type: ignore[no-any-return]
+
+
+def _announced(run: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run / RECORDER_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    if found.get("wire") != wire.VERSION:
+        raise RecorderError(f"the recorder of {run} speaks wire version {found.get('wire')}, this one {wire.VERSION}")
+    return dict(found)
+
+
+def _pid_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def require_free(run: Path, *, force: bool) -> None:
+    """Raise RunExistsError early, before a model is loaded for nothing; removes nothing."""
+    if run.is_file() or ((run / "run.json").exists() and not force):
+        raise RunExistsError(f"{run} already exists; choose another path or replace it with --force")
