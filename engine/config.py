@@ -1,0 +1,71 @@
+"""EngineConfig: every setting of the engine, its default and its rule, in one place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tapscope.errors import ConfigError
+
+_CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "logits": ("last", "all")}
+_COUNTS = ("tp", "page_size", "max_running", "kv_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; raises ConfigError naming the field, the value and the rule."""
+
+    model: str
+    """Directory of a Hugging Face checkpoint: config.json, *.safetensors, and tokenizer.json for text."""
+    dtype: str = "auto"
+    """Type of weights and activations: ``float32``, ``bfloat16``, or ``auto`` for what config.json says."""
+    tp: int = 1
+    """Tensor-parallel ranks; divides the key/value heads and the MLP's intermediate size."""
+    page_size: int = 16
+    """Token positions in one page of the KV cache."""
+    num_pages: int | None = None
+    """Pages of the KV cache; None takes as many as ``max_running`` longest requests need, within ``kv_bytes``."""
+    max_running: int = 64
+    """Requests computed in one step; the rest wait in order of arrival."""
+    kv_bytes: int = 1 << 30
+    """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
+    logits: str = "last"
+    """``last``: lm_head sees the rows to sample from; ``all``: every row."""
+    seed: int = 0
+    """Seed of sampling, written into manifests; greedy decoding draws nothing."""
+    rank_timeout_s: float = 60.0
+    """A rank that keeps the others waiting in a collective for longer is lost."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            _require(getattr(self, name) in choices, name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        for name in _COUNTS:
+            _require(_is_count(getattr(self, name)), name, getattr(self, name), "must be a whole number above 0")
+        rule = "must be a whole number above 0, or None to size it from kv_bytes"
+        _require(self.num_pages is None or _is_count(self.num_pages), "num_pages", self.num_pages, rule)
+        _require(type(self.seed) is int and self.seed >= 0, "seed", self.seed, "must be a whole number from 0")
+        timeout = self.rank_timeout_s
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        _require(is_number and timeout > 0, "rank_timeout_s", timeout, "must be a number of seconds above 0")
+
+    @classmethod
+    def build(cls, model: "str | Path | EngineConfig", settings: Mapping[str, Any]) -> "EngineConfig":
+        """From a path and keyword settings; a config passes through, then no settings may come with it."""
+        if isinstance(model, EngineConfig):
+            if settings:
+                raise ConfigError(f"{', '.join(settings)} given beside an EngineConfig; set it in the config instead")
+            return model
+        known = [field.name for field in fields(cls) if field.name != "model"]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ConfigError(f"the engine has no setting {unknown[0]!r}; settings are {', '.join(known)}")
+        return cls(model=str(model), **settings)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={value!r}: {rule}")

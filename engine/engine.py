@@ -1,0 +1,156 @@
+"""Engine: requests in, tokens out, over one rank or several. Knows token ids only; LLM adds text."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.model import check_split
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.plan import StepPlan
+from tapscope.engine.ranks import Ranks
+from tapscope.engine.request import Request
+from tapscope.engine.runner import Runner
+from tapscope.engine.scheduler import Scheduler
+from tapscope.errors import RankLostError, UsageError
+from tapscope.observe import ObserverFactory
+
+
+class Engine:
+    """A loaded model, its cache and its queue; one thread at a time may use it."""
+
+    def __init__(self, config: EngineConfig, observer: ObserverFactory | None) -> None:
+        """Load on every rank. Raises ConfigError, UsageError, CheckpointError, RankLostError."""
+        self.config = config
+        self.model_config = ModelConfig.read(Path(config.model))
+        check_split(self.model_config, config.tp)
+        self._lost: RankLostError | None = None
+        self._ranks: Ranks | None = None
+        num_threads = torch.get_num_threads()
+        if config.tp == 1:
+            self.runner = Runner(config, self.model_config, TensorParallel(), observer)
+        else:
+            self._ranks, self.runner = _start(config, self.model_config, observer)
+        self.scheduler = Scheduler(
+            self.runner.num_pages, config.page_size, config.max_running, self.model_config.eos_token_ids
+        )
+        # Also runs when the engine is dropped, or the program ends, without close().
+        self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, num_threads)
+
+    @property
+    def rank_pids(self) -> dict[int, int | None]:
+        """Process ids of ranks 1 and up."""
+        return self._ranks.pids if self._ranks is not None else {}
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
+        self._check_usable()
+        vocab = self.model_config.vocab_size
+        for name, ids in (("prompt", request.prompt_ids), ("forced tokens", request.forced)):
+            wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise UsageError(f"request {request.id!r}: {name} hold {wrong!r}; token ids run from 0 to {vocab - 1}")
+        if not request.prompt_ids:
+            raise UsageError(f"request {request.id!r} has no prompt tokens; give at least one")
+        limit, asked = self.model_config.max_positions, len(request.prompt_ids) + request.max_new_tokens
+        if asked > limit:
+            raise UsageError(
+                f"request {request.id!r} asks for {asked} positions (prompt {len(request.prompt_ids)}, "
+                f"{request.max_new_tokens} new) but the model has {limit}; shorten the prompt or lower max_new_tokens"
+            )
+        self.scheduler.check(request)
+        self.scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """Compute one step over all running requests; returns the ones it finished, none when nothing is live.
+
+        Raises RankLostError, and from then on only that.
+        """
+        self._check_usable()
+        if not self.scheduler.has_work:
+            return []
+        observer = self.runner.observer
+        plan = self.scheduler.plan(
+            all_logits=self.config.logits == "all", epoch=None if observer is None else observer.epoch
+        )
+        finished = self.scheduler.commit(self._execute(plan))
+        self.runner.finish(plan)
+        return finished
+
+    def abort(self, request_id: str) -> Request | None:
+        """Drop a live request between two steps; None when no such request is live."""
+        return self.scheduler.abort(request_id)
+
+    def state(self) -> dict[str, Any]:
+        """Settings and load, as plain values for a status page."""
+        config, scheduler = self.config, self.scheduler
+        return {
+            "model": config.model,
+            "architecture": self.model_config.architecture,
+            "dtype": self.runner.dtype,
+            "tp": config.tp,
+            "page_size": config.page_size,
+            "max_running": config.max_running,
+            "logits": config.logits,
+            "kv_pages_total": scheduler.pages.num_pages,
+            "kv_pages_used": scheduler.pages.num_used,
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting),
+            "num_steps": scheduler.num_steps,
+        }
+
+    def close(self) -> None:
+        """Close the observers and end the other ranks; safe to call twice."""
+        self._finalizer()
+
+    def _check_usable(self) -> None:
+        if self._lost is not None:
+            raise RankLostError(f"the engine stopped: {self._lost}") from self._lost
+        if not self._finalizer.alive:
+            raise UsageError("the engine is closed; make a new LLM")
+
+    def _execute(self, plan: StepPlan) -> list[int]:
+        """Have every rank compute ``plan``; a step that fails on one of several ranks leaves them out of step."""
+        if self._ranks is None:
+            return self.runner.execute(plan)
+        try:
+            self._ranks.send(plan)
+            try:
+                return self.runner.execute(plan)
+            except RankLostError as error:
+                self._ranks.explain(error)
+        except BaseException as error:
+            self._ranks.abandon()
+            left = RankLostError(f"rank 0 left step {plan.step} by {error!r}")
+            self._lost = error if isinstance(error, RankLostError) else left
+            raise
+
+
+def _start(config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> tuple[Ranks, Runner]:
+    """Spawn the other ranks and load on all of them at once."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # ranks share the cores: contended OpenMP threads cost more than they give
+    ranks = Ranks(config, model_config, observer)
+    try:
+        runner = Runner(config, model_config, ranks.connect(), observer)
+        ranks.await_all("ready")
+    except BaseException:
+        torch.set_num_threads(num_threads)
+        ranks.abandon()
+        ranks.close()
+        raise
+    return ranks, runner
+
+
+def _close(runner: Runner, ranks: Ranks | None, num_threads: int) -> None:
+    try:
+        if ranks is not None:
+            torch.set_num_threads(num_threads)
+            ranks.dismiss()  # observers of all ranks close at the same time: they may share a recorder
+        runner.close()
+    finally:
+        if ranks is not None:
+            ranks.close()

@@ -1,0 +1,170 @@
+"""LLM: the engine's public face. Offline by `generate`; a server drives `submit`, `step` and `abort` itself."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.engine import Engine
+from tapscope.engine.model import LlamaForCausalLM
+from tapscope.engine.request import Generation, Request
+from tapscope.engine.tokenizer import Tokenizer
+from tapscope.errors import CheckpointError, UsageError
+from tapscope.observe import ObserverFactory, StepObserver
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+class LLM:
+    """A model, loaded and ready; one thread at a time may use it. Close it, or use it as a context manager."""
+
+    def __init__(
+        self, model: str | Path | EngineConfig, *, observer: ObserverFactory | None = None, **settings: Any
+    ) -> None:
+        """Load ``model`` with settings of :class:`EngineConfig`; ``observer`` is called once on every rank.
+
+        Raises ConfigError, UsageError (a tp that does not divide the model), CheckpointError, RankLostError.
+        """
+        config = EngineConfig.build(model, settings)
+        self.tokenizer = Tokenizer.find(Path(config.model))
+        self.engine = Engine(config, observer)
+        self._num_named = 0
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 16,
+        request_ids: Sequence[str] | None = None,
+        forced: Sequence[Sequence[int] | None] | None = None,
+        ignore_eos: bool = False,
+    ) -> list[Generation]:
+        """Complete every prompt, greedily, and return them in the order given.
+
+        ``forced[i]`` are tokens that request i takes instead of sampled ones while they last. Raises UsageError,
+        before anything is computed, when one of the requests can never run, and RankLostError.
+        """
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one text; give a list of prompts")
+        if self.has_work:
+            raise UsageError("generate cannot run while submitted requests are live; step() until they are done")
+        ids_given = _one_each("request_ids", request_ids, len(prompts))
+        forced_given = _one_each("forced", forced, len(prompts))
+        try:
+            order = [
+                self.submit(
+                    prompt, max_new_tokens=max_new_tokens, request_id=name, forced=tokens or (), ignore_eos=ignore_eos
+                )
+                for prompt, name, tokens in zip(prompts, ids_given, forced_given, strict=True)
+            ]
+            done: dict[str, Generation] = {}
+            while self.has_work:
+                done |= {generation.request: generation for generation in self.step()}
+        except BaseException:
+            for request in list(self.engine.scheduler.live()):
+                self.abort(request.id)
+            raise
+        return [done[name] for name in order]
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 16,
+        request_id: str | None = None,
+        forced: Sequence[int] = (),
+        ignore_eos: bool = False,
+    ) -> str:
+        """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
+
+        Without ``request_id`` requests are called "0", "1", ... in order. An id may come again once its request
+        is done, but observers then see the same (request, position) twice.
+        """
+        name = self._new_id() if request_id is None else request_id
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"request id {name!r}: it must be a text of at least one character")
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens={max_new_tokens!r}: it must be a whole number above 0")
+        request = Request(
+            id=name,
+            prompt_ids=tuple(self._encode(prompt) if isinstance(prompt, str) else prompt),
+            max_new_tokens=max_new_tokens,
+            forced=tuple(forced),
+            ignore_eos=ignore_eos,
+        )
+        self.engine.submit(request)
+        self._num_named += request_id is None
+        return name
+
+    def step(self) -> list[Generation]:
+        """Compute one step over all running requests; returns the ones it finished. Raises RankLostError."""
+        return [self._generation(request) for request in self.engine.step()]
+
+    def abort(self, request_id: str) -> Generation | None:
+        """Drop a live request between two steps; returns what it had, or None when no such request is live."""
+        request = self.engine.abort(request_id)
+        return None if request is None else self._generation(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live, so that :meth:`step` would compute something."""
+        return self.engine.scheduler.has_work
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings."""
+        return self.engine.config
+
+    @property
+    def model(self) -> LlamaForCausalLM:
+        """Rank 0's model: a plain nn.Module to put hooks on."""
+        return self.engine.runner.model
+
+    @property
+    def observer(self) -> StepObserver | None:
+        """Rank 0's observer."""
+        return self.engine.runner.observer
+
+    def close(self) -> None:
+        """Close the observers and end the other ranks; safe to call twice."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _new_id(self) -> str:
+        """The next number that no live request is called by."""
+        taken = {request.id for request in self.engine.scheduler.live()}
+        while str(self._num_named) in taken:
+            self._num_named += 1
+        return str(self._num_named)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise CheckpointError(f"{self.config.model} has no tokenizer.json; give prompts as token ids")
+        return self.tokenizer.encode(text)
+
+    def _generation(self, request: Request) -> Generation:
+        tokens = request.generated
+        return Generation(
+            request=request.id,
+            prompt_ids=request.prompt_ids,
+            token_ids=tokens,
+            text=None if self.tokenizer is None else self.tokenizer.decode(list(tokens)),
+            finish_reason=request.finish_reason or "abort",
+        )
+
+
+def _one_each(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
+    if values is None:
+        return [None] * count
+    if len(values) != count:
+        raise UsageError(f"{name} has {len(values)} entries for {count} prompts; give one each")
+    return values

@@ -1,0 +1,216 @@
+"""Ranks: the processes of ranks 1 and up, as rank 0 sees them, and what each of them runs.
+
+Rank 0 lives in the caller's process and decides; the others obey plans that arrive over ZMQ as JSON. Sockets and
+the rendezvous file lie in a directory of mode 0700 made for this engine, so engines never meet each other.
+"""
+
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import zmq
+
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.plan import StepPlan
+from tapscope.engine.runner import Runner
+from tapscope.errors import RankLostError
+from tapscope.observe import ObserverFactory
+from tapscope.wire import Message, decode, encode
+
+_POLL_MS = 100
+_LAST_WORDS_S = 2.0  # how long a dying rank's traceback may be on its way
+_CLOSE_S = 10.0  # how long a rank may take to close its observer
+
+
+class Ranks:
+    """The spawned ranks of one engine."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
+        self._config = config
+        self._folder = Path(tempfile.mkdtemp(prefix="tapscope-"))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(_address(self._folder))
+        self._failures: dict[int, str] = {}
+        self._abandoned = self._dismissed = False
+        context = multiprocessing.get_context("spawn")
+        arguments = (config, model_config, observer, str(self._folder))
+        self._processes: dict[int, BaseProcess] = {
+            rank: context.Process(target=rank_main, args=(rank, *arguments), name=f"tapscope-rank-{rank}", daemon=True)
+            for rank in range(1, config.tp)
+        }
+
+    def connect(self) -> TensorParallel:
+        """Start the processes and join rank 0 with them; raises RankLostError."""
+        for process in self._processes.values():
+            process.start()
+        self.await_all("up")
+        try:
+            return TensorParallel.connect(self._folder / "store", 0, self._config.tp, self._config.rank_timeout_s)
+        except RankLostError as error:
+            self.explain(error)
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        """Process id of each spawned rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def await_all(self, kind: str) -> None:
+        """Wait until every rank has sent a message of this kind; raises RankLostError as soon as one is dead."""
+        missing = set(self._processes)
+        while missing:
+            missing -= self._receive(kind, _POLL_MS)
+            self.check()
+
+    def send(self, plan: StepPlan) -> None:
+        """Have every rank compute ``plan``; raises RankLostError when one is dead."""
+        self.check()
+        frames = encode(plan.to_message())
+        for rank in self._processes:
+            self._socket.send_multipart([_identity(rank), *frames])
+
+    def check(self) -> None:
+        """Raise RankLostError when a rank has failed or ended."""
+        self._receive("", 0)
+        dead = self._dead()
+        if dead or self._failures:
+            self._raise(dead, None)
+
+    def explain(self, error: RankLostError) -> NoReturn:
+        """Raise the RankLostError that says which rank broke the collective, with its traceback if it sent one."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not self._failures and not self._dead() and time.monotonic() < deadline:
+            self._receive("", _POLL_MS)
+        self._raise(self._dead(), error)
+
+    def abandon(self) -> None:
+        """The ranks are out of step: :meth:`close` will not wait for them."""
+        self._abandoned = True
+
+    def dismiss(self) -> None:
+        """Tell every rank to close its observer and end; :meth:`close` then waits for it."""
+        if self._dismissed or self._abandoned:
+            return
+        self._dismissed = True
+        for rank in self._processes:
+            self._socket.send_multipart([_identity(rank), *encode(Message("close"))])
+
+    def close(self) -> None:
+        """End every rank, gently unless abandoned; safe to call twice."""
+        if self._socket.closed:
+            return
+        self.dismiss()
+        deadline = time.monotonic() + (0 if self._abandoned else _CLOSE_S)
+        for process in self._processes.values():
+            if process.pid is not None:
+                _end(process, deadline)
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _dead(self) -> list[int]:
+        return [rank for rank, process in self._processes.items() if not process.is_alive()]
+
+    def _receive(self, kind: str, timeout_ms: int) -> set[int]:
+        """Ranks that sent a message of ``kind``; failures are kept for whoever raises next."""
+        seen = set()
+        while self._socket.poll(timeout_ms):
+            sender, *frames = self._socket.recv_multipart()
+            message, rank = decode(frames), int(sender.decode().removeprefix("rank-"))
+            if message.kind == "failed":
+                self._failures[rank] = message["traceback"]
+            elif message.kind == kind:
+                seen.add(rank)
+            timeout_ms = 0
+        return seen
+
+    def _raise(self, dead: list[int], cause: RankLostError | None) -> NoReturn:
+        if dead and not self._failures:
+            self._receive("", 2 * _POLL_MS)  # its last words may still be on their way
+        if self._failures:
+            # A rank whose peer vanished fails too; the one that failed for a reason of its own explains more.
+            rank, text = min(self._failures.items(), key=lambda item: ("RankLostError" in item[1], item[0]))
+            raise RankLostError(f"rank {rank} of {self._config.tp} failed:\n{text.rstrip()}") from cause
+        if dead:
+            code = self._processes[dead[0]].exitcode
+            hint = '; a script that makes an LLM with tp > 1 does so under `if __name__ == "__main__":`'
+            how = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}{hint}"
+            raise RankLostError(f"rank {dead[0]} of {self._config.tp} {how}") from cause
+        raise cause or RankLostError("a rank was lost")
+
+
+def rank_main(
+    rank: int, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, folder: str
+) -> None:
+    """Body of a spawned rank: load, obey plans, end with rank 0. What goes wrong is told to rank 0."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
+    torch.set_num_threads(1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 1000
+        socket.identity = _identity(rank)
+        socket.connect(_address(Path(folder)))
+        try:
+            _obey(rank, config, model_config, observer, Path(folder), socket)
+        except BaseException:  # noqa: BLE001  (told to rank 0, which raises it)
+            socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
+            raise SystemExit(1) from None
+
+
+def _obey(
+    rank: int,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    observer: ObserverFactory | None,
+    folder: Path,
+    socket: "zmq.Socket[bytes]",
+) -> None:
+    socket.send_multipart(encode(Message("up")))
+    tp = TensorParallel.connect(folder / "store", rank, config.tp, config.rank_timeout_s)
+    runner = Runner(config, model_config, tp, observer)
+    try:
+        socket.send_multipart(encode(Message("ready")))
+        while (message := _next_message(socket)) is not None:
+            plan = StepPlan.from_message(message)
+            runner.execute(plan)
+            runner.finish(plan)
+    finally:
+        runner.close()
+
+
+def _next_message(socket: "zmq.Socket[bytes]") -> Message | None:
+    """The next plan; None when rank 0 says close or is no more."""
+    parent = multiprocessing.parent_process()
+    while not socket.poll(_POLL_MS):
+        if parent is not None and not parent.is_alive():
+            return None
+    message = decode(socket.recv_multipart())
+    return None if message.kind == "close" else message
+
+
+def _end(process: BaseProcess, deadline: float) -> None:
+    process.join(max(0.0, deadline - time.monotonic()))
+    if process.is_alive():
+        process.terminate()
+        process.join(1.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
+
+
+def _address(folder: Path) -> str:
+    return f"ipc://{folder / 'plans'}"
+
+
+def _identity(rank: int) -> bytes:
+    return f"rank-{rank}".encode()

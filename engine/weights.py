@@ -1,0 +1,79 @@
+"""Weights: which piece of which checkpoint tensor goes into which parameter, and loading them all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.checkpoint import Checkpoint, open_checkpoint
+from tapscope.errors import CheckpointError
+
+_DERIVED = "rotary_emb.inv_freq"  # old Llama checkpoints store it; it follows from config.json
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [start, start + into.shape[dim]) along ``dim`` of checkpoint tensor ``name`` fill ``into``."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor in the checkpoint."""
+    into: Tensor
+    """A parameter, or a view of one where several tensors are fused."""
+    dim: int = 0
+    start: int = 0
+
+
+class Weighted(nn.Module):
+    """A module that has parameters and knows what they are called in a Hugging Face checkpoint."""
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """What fills this module's parameters when it is known as ``path`` in the model."""
+        raise NotImplementedError
+
+
+def load_weights(model: nn.Module, folder: Path, tied: dict[str, str]) -> None:
+    """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
+
+    ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has
+    both they must be equal. Raises CheckpointError for missing, unexpected, misshaped or unreadable tensors.
+    """
+    pieces = [p for path, module in model.named_modules() if isinstance(module, Weighted) for p in module.pieces(path)]
+    with open_checkpoint(folder) as checkpoint, torch.no_grad():
+        _check_names({piece.name for piece in pieces}, checkpoint, tied)
+        for piece in pieces:
+            count = piece.into.shape[piece.dim]
+            piece.into.copy_(checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count))
+        shapes = {piece.name: piece.shape for piece in pieces}
+        for name, source in tied.items():
+            if name in checkpoint.names:
+                _check_equal(checkpoint, name, source, shapes[source])
+
+
+def _check_names(wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str]) -> None:
+    found = set(checkpoint.names)
+    missing = sorted(wanted - found)
+    if missing:
+        raise CheckpointError(f"{checkpoint.folder}: {_listed(missing)} missing from the checkpoint")
+    unexpected = sorted(name for name in found - wanted - set(tied) if not name.endswith(_DERIVED))
+    if unexpected:
+        file = checkpoint.file_of(unexpected[0])
+        raise CheckpointError(f"{file}: {_listed(unexpected)} unexpected: config.json describes a model without")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        return f"{shown} and {len(names) - 3} more are"
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def _check_equal(checkpoint: Checkpoint, name: str, source: str, shape: tuple[int, ...]) -> None:
+    whole = [checkpoint.read(tensor, shape, 0, 0, shape[0]) for tensor in (name, source)]
+    if not torch.equal(*whole):
+        raise CheckpointError(
+            f"{checkpoint.file_of(name)}: {name} differs from {source}, but config.json says tie_word_embeddings; "
+            "remove one of the two or set tie_word_embeddings to false"
+        )

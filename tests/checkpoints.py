@@ -1,0 +1,73 @@
+"""Tiny real Hugging Face Llama checkpoints for tests, made by transformers itself; no test in here."""
+
+import functools
+import inspect
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 512
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Llama 3.1 scaling whose three wavelength bands all occur within a small head."""
+
+
+@functools.cache
+def tokenizer_json() -> str:
+    """A byte-level BPE of VOCAB_SIZE tokens trained on a few modules of the standard library (about a second)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([inspect.getsource(module) for module in (textwrap, json, functools)], trainer)
+    return tokenizer.to_str()
+
+
+def make_llama(
+    path: Path, *, seed: int = 0, dtype: str = "float32", max_shard_size: str = "1GB", **config: Any
+) -> Path:
+    """Save a random LlamaForCausalLM (hidden 64, 3 layers) with a tokenizer to ``path`` and return it.
+
+    ``config`` overrides fields of LlamaConfig. Norm weights and biases are random too, so that a wrong one shows.
+    """
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.1,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(parameter, 1.0, 0.1)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(parameter, 0.0, 0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    if settings["vocab_size"] <= model.config.vocab_size:
+        (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    return path
