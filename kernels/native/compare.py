@@ -1,0 +1,197 @@
+"""Two matrices of any dtypes, compared row by row in one pass over their bytes, without gathering or casting copies."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tapscope.kernels.native import library
+from tapscope.kernels.native.measure import FLOATS, INTEGERS, RowMeasures, empty
+
+Array = np.ndarray[Any, Any]
+
+CHUNK = 65536
+"""Elements that the numpy backend converts at a time."""
+
+
+def compare_rows(
+    baseline: Array,
+    target: Array,
+    baseline_rows: Array | None = None,
+    target_rows: Array | None = None,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+) -> RowMeasures:
+    """Compare row i of ``baseline`` with row i of ``target``, or ``baseline_rows[i]`` with ``target_rows[i]``.
+
+    Both are [rows, width] views with unit stride along the last axis and any stride between rows; they are only
+    read. A complex64 is taken as two neighbouring float32 columns. The row arrays are integers, shape [pairs].
+
+    Values are compared as numbers: in float32 where both dtypes fit it, else in float64, and two integer dtypes one
+    of which has 64 bits exactly. A 64-bit integer beside a float is rounded to float64.
+
+    Raises ValueError for shapes, strides or tolerances that cannot be meant, IndexError for a row that does not
+    exist, and RunCorruptError for a dtype that tapscope does not know.
+    """
+    baseline, target = _matrix("baseline", baseline), _matrix("target", target)
+    if baseline.shape[1] != target.shape[1]:
+        raise ValueError(f"rows must have one width, not {baseline.shape[1]} (baseline) and {target.shape[1]} (target)")
+    if not (0.0 <= atol < math.inf and 0.0 <= rtol < math.inf):
+        raise ValueError(f"atol={atol} and rtol={rtol} must be finite and not negative")
+    left = _row_index("baseline_rows", baseline_rows, len(baseline))
+    right = _row_index("target_rows", target_rows, len(target))
+    pairs = len(baseline) if left is None else len(left)
+    if pairs != (len(target) if right is None else len(right)):
+        others = len(target) if right is None else len(right)
+        raise ValueError(f"rows must pair up: {pairs} on the baseline side, {others} on the target side")
+    functions = library.functions()
+    if functions is None or not pairs or not baseline.shape[1]:
+        return compare_reference(baseline, target, left, right, pairs=pairs, atol=atol, rtol=rtol)
+    return _compare_native(functions, baseline, target, left, right, pairs, atol, rtol)
+
+
+def _matrix(name: str, array: Array) -> Array:
+    if array.ndim != 2:
+        raise ValueError(f"{name} must have shape [rows, width], not {array.shape}; reshape it first")
+    if not array.dtype.isnative or (array.shape[1] > 1 and array.strides[1] != array.itemsize):
+        raise ValueError(f"{name} must be native and have unit stride along its last axis; copy it first")
+    if array.dtype == np.complex64:
+        array = array.view(np.float32)
+    if array.dtype.name not in library.CODES:
+        raise ValueError(f"{name} has dtype {array.dtype.name}; known: {', '.join(library.CODES)}, complex64")
+    return array
+
+
+def _row_index(name: str, rows: Array | None, limit: int) -> Array | None:
+    if rows is None:
+        return None
+    rows = np.ascontiguousarray(rows, np.int64)
+    if rows.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not of shape {rows.shape}")
+    if rows.size and not (rows.min() >= 0 and rows.max() < limit):
+        raise IndexError(f"{name} holds {rows.min()}..{rows.max()}; rows run 0..{limit - 1}")
+    return rows
+
+
+def _compare_native(
+    functions: library.Functions,
+    baseline: Array,
+    target: Array,
+    left: Array | None,
+    right: Array | None,
+    pairs: int,
+    atol: float,
+    rtol: float,
+) -> RowMeasures:
+    width = baseline.shape[1]
+    floats = np.empty((len(FLOATS), pairs), np.float64)
+    integers = np.empty((len(INTEGERS), pairs), np.int64)
+    functions.compare_rows(
+        baseline.ctypes.data,
+        target.ctypes.data,
+        library.CODES[baseline.dtype.name],
+        library.CODES[target.dtype.name],
+        baseline.strides[0],
+        target.strides[0],
+        None if left is None else left.ctypes.data,
+        None if right is None else right.ctypes.data,
+        pairs,
+        width,
+        atol,
+        rtol,
+        floats.ctypes.data,
+        integers.ctypes.data,
+    )
+    return RowMeasures(
+        **dict(zip(FLOATS, floats, strict=True)),
+        **dict(zip(INTEGERS, integers, strict=True)),
+        width=np.full(pairs, width, np.int64),
+    )
+
+
+# ---- the plain reference, which also serves where no library was built
+
+
+def compare_reference(
+    baseline: Array,
+    target: Array,
+    left: Array | None = None,
+    right: Array | None = None,
+    *,
+    pairs: int,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    chunk: int = CHUNK,
+) -> RowMeasures:
+    """The same in numpy: float64 temporaries of at most ``chunk`` elements, or of one column."""
+    width = baseline.shape[1]
+    if not pairs or not width:
+        return empty(pairs, width)
+    columns = min(width, chunk)
+    height = max(1, chunk // columns)
+    parts = []
+    for top in range(0, pairs, height):
+        rows = slice(top, min(top + height, pairs))
+        index_a = rows if left is None else left[rows]
+        index_b = rows if right is None else right[rows]
+        whole = empty(rows.stop - rows.start, 0)
+        for start in range(0, width, columns):
+            cut = slice(start, start + columns)
+            whole += _compare_block(baseline[index_a, cut], target[index_b, cut], atol, rtol)
+        parts.append(whole)
+    return RowMeasures.concat(parts)
+
+
+def _compare_block(baseline: Array, target: Array, atol: float, rtol: float) -> RowMeasures:
+    a, b = baseline.astype(np.float64), target.astype(np.float64)
+    class_a, class_b = _class(a), _class(b)
+    both = (class_a == 0) & (class_b == 0)
+    mismatch = class_a != class_b
+    a, b = np.where(both, a, 0.0), np.where(both, b, 0.0)
+    with np.errstate(over="ignore", under="ignore"):
+        distance = _exact_distance(baseline, target) if _is_exact(baseline, target) else np.abs(a - b)
+        over = both & (distance > atol + rtol * np.abs(a))
+        squares = {"sum_sq_diff": distance * distance, "sum_sq_baseline": a * a, "sum_sq_target": b * b, "dot": a * b}
+        sums = {name: value.sum(axis=1) for name, value in squares.items()}
+    same = (both & (distance == 0)) | (~both & ~mismatch)
+    counts = {"equal": same, "over": over | mismatch, "finite": both, "nonfinite_mismatch": mismatch}
+    counts |= {"nonfinite_baseline": class_a != 0, "nonfinite_target": class_b != 0}
+    ranked = np.where(both, distance, -1.0)
+    worst = ranked.argmax(axis=1)
+    height, width = a.shape
+    largest = ranked[np.arange(height), worst]
+    return RowMeasures(
+        max_abs=np.maximum(largest, 0.0),
+        argmax=np.where(largest >= 0.0, worst, -1),
+        sum_abs=distance.sum(axis=1),
+        **sums,
+        **{name: value.sum(axis=1, dtype=np.int64) for name, value in counts.items()},
+        width=np.full(height, width, np.int64),
+    )
+
+
+def _class(values: Array) -> Array:
+    """0 finite, 1 NaN, 2 +inf, 3 -inf."""
+    infinite = np.where(values > 0, 2, 3)
+    return np.where(np.isnan(values), 1, np.where(np.isinf(values), infinite, 0))
+
+
+def _is_exact(baseline: Array, target: Array) -> bool:
+    kinds = baseline.dtype.kind, target.dtype.kind
+    whole = all(kind in "iub" for kind in kinds)
+    return whole and max(baseline.itemsize, target.itemsize) == 8
+
+
+def _exact_distance(baseline: Array, target: Array) -> Array:
+    """abs(baseline - target) of two integer arrays, rounded to float64 only at the end."""
+    if np.uint64 not in (baseline.dtype, target.dtype):
+        a, b = baseline.astype(np.int64), target.astype(np.int64)
+        return np.where(a > b, a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64)).astype(
+            np.float64
+        )
+    a, b = baseline.astype(np.uint64), target.astype(np.uint64)
+    exact = np.where(a > b, a - b, b - a).astype(np.float64)
+    # A negative number wrapped around; its distance to an unsigned one is the sum of both magnitudes.
+    negative = (baseline < 0) | (target < 0)
+    return np.where(negative, np.abs(baseline.astype(np.float64) - target.astype(np.float64)), exact)
