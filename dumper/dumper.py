@@ -75,6 +75,7 @@ class Dumper:
         self._root: RootWrapper | None = None
         self._pipeline: Pipeline | None = None
         self._step: StepInfo | None = None
+        self._step_announced = False
         self._step_began = 0.0
         self._next_step = 0
         self._serial = 0
@@ -186,9 +187,8 @@ class Dumper:
         self._serial += 1
         self._counts = StepCounts()
         self._row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
+        self._step_announced = False
         pipeline.at = info.step
-        if self.armed:
-            pipeline.put_line(ledger.begin_line(info, self._epoch))
         self._step_began = time.perf_counter()
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
@@ -197,6 +197,7 @@ class Dumper:
         if info is None or pipeline is None:
             return
         if self.armed:
+            self._announce_step(pipeline, info)
             measured = {"latency_s": time.perf_counter() - self._step_began, "num_tokens": float(info.num_rows)}
             for name, value in (measured | dict(metrics)).items():
                 pipeline.put_line({"type": "metric", "step": info.step, "name": name, "value": float(value)})
@@ -234,7 +235,9 @@ class Dumper:
             return forward(*args, **kwargs)
         alone = self._step is None
         if alone:
-            self._open_own_step(args, kwargs)
+            self.before_step(self._described(StepInfo(step=self._next_step), args, kwargs))
+        elif self._step is not None and not self._step.grid and not self._step_announced:
+            self._step = self._described(self._step, args, kwargs)
         try:
             if self.armed:
                 self._fire(self._root_tap, "in", (args, kwargs))
@@ -246,13 +249,21 @@ class Dumper:
             if alone:
                 self.after_step({})
 
-    def _open_own_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        info = StepInfo(step=self._next_step)
+    def _described(self, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInfo:
+        """The step with the rows that the root's own arguments tell of, where the host told none."""
         try:
-            info = step_from_call(self._next_step, None, args, kwargs)
+            found = step_from_call(info.step, args, kwargs)
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             self._complain("step", f"rows unknown: {type(error).__name__}: {error}")
-        self.before_step(info)
+            return info
+        if info.phase != "forward":
+            found = replace(found, phase=info.phase)
+        return replace(found, epoch=info.epoch)
+
+    def _announce_step(self, pipeline: Pipeline, info: StepInfo) -> None:
+        if not self._step_announced:
+            self._step_announced = True
+            pipeline.put_line(ledger.begin_line(info, self._epoch))
 
     def _fire(self, tap: Tap, kind: str, value: Any) -> None:
         try:
@@ -261,6 +272,7 @@ class Dumper:
             if self._step is None:
                 self._num_outside += 1
                 return
+            self._announce_step(self._pipeline, self._step)
             tap.fired = True
             occurrence = tap.occurrence(self._serial, kind)
             leaves = flatten(tap.named_inputs(*value) if kind == "in" else value)

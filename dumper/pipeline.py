@@ -75,7 +75,7 @@ class Pipeline:
         self._batch = 0
         self._unacknowledged: dict[int, tuple[int, list[Any]]] = {}
         self._heard = time.monotonic()
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(address)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)

@@ -24,7 +24,7 @@ import zmq
 from .. import wire
 from ..errors import ListenError, RecorderError, TapscopeError
 from ..wire import Message
-from ..writer import RECORDER_FILE, RankWriter, create_run
+from ..writer import RECORDER_FILE, RECORDER_LOG, RankWriter, create_run
 from .steering import Steering
 
 _BEAT_S = 0.5
@@ -117,6 +117,10 @@ class Recorder:
         if self._server is not None:
             self._server.stop()
         (self.path / RECORDER_FILE).unlink(missing_ok=True)
+        sys.stderr.flush()
+        log = self.path / RECORDER_LOG
+        if log.is_file() and not log.stat().st_size:
+            log.unlink()
         self._router.close()
         self._live.close()
         shutil.rmtree(self._home, ignore_errors=True)

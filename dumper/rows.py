@@ -8,20 +8,20 @@ import torch
 from ..observe import RowRun, StepInfo
 
 
-def step_from_call(step: int, phase: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepInfo:
+def step_from_call(step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepInfo:
     """Describe a call ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)``.
 
     Request ids are the batch indices. Without 2-D ``input_ids`` the rows are unknown and left empty.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
-        return StepInfo(step=step, phase=phase or "forward")
+        return StepInfo(step=step)
     batch, length = ids.shape
     past = _past_length(kwargs.get("past_key_values"))
     valid = _valid(kwargs.get("attention_mask"), batch, length)
     positions = _positions(kwargs, batch, length, past)
-    guessed = phase or ("decode" if past and length == 1 else "prefill" if past == 0 else "mixed")
-    return padded_step(step, guessed, ids.tolist(), positions, valid, [str(i) for i in range(batch)])
+    phase = "decode" if past and length == 1 else "prefill" if past == 0 else "mixed"
+    return padded_step(step, phase, ids.tolist(), positions, valid, [str(i) for i in range(batch)])
 
 
 def padded_step(

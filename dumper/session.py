@@ -110,6 +110,14 @@ def _pid_alive(pid: int) -> bool:
     return True
 
 
+def find(run: Path) -> dict[str, Any]:
+    """The content of ``recorder.json`` of the recorder that writes ``run`` now; raises RecorderError."""
+    found = _announced(run)
+    if found is None:
+        raise RecorderError(f"no recorder is writing {run}")
+    return found
+
+
 def require_free(run: Path, *, force: bool) -> None:
     """Raise RunExistsError early, before a model is loaded for nothing; removes nothing."""
     if run.is_file() or ((run / "run.json").exists() and not force):

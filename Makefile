@@ -1,0 +1,44 @@
+# `make demo` and `make test` do everything from a fresh clone: venv, install, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := engine dumper comparator dashboard kernels
+# Each part is named through its link: ruff does not follow links on its own.
+SOURCES := src/tapscope $(PACKAGES:%=src/tapscope/%/) tests examples benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lint types contracts snapshots clean
+
+help:  ## What can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kernels/native/*.cpp kernels/native/*.h)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed  ## Make .venv with everything
+
+demo: $(VENV)/.installed  ## Capture two runs, name the culprit, steer a live engine (2 minutes)
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed  ## Run the tests
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed  ## ruff: rules and format
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/.installed  ## mypy --strict
+	$(BIN)/mypy
+
+contracts: $(VENV)/.installed  ## import-linter: arrows only point down
+	$(BIN)/lint-imports
+
+check: lint types contracts test  ## The whole gate
+
+snapshots: $(VENV)/.installed  ## Redraw the screens that the tests compare with
+	$(BIN)/pytest tests -k snapshot --snapshot-update
+
+clean:  ## Remove what make made
+	rm -rf $(VENV) build dist src/*.egg-info .cache

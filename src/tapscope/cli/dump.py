@@ -1,0 +1,92 @@
+"""`tapscope dump`: run a model once and record its tensors."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..text import plural, size
+from . import capture, diagnostics, output, prompts, reference
+from .diagnostics import ExitCode
+
+if TYPE_CHECKING:
+    from ..dumper import DumperConfig
+
+
+class DumpCommand:
+    """Run a model once, greedily, and record its tensors into a run.
+
+    The backend is tapscope's own engine, or transformers as the reference:
+
+      tapscope dump MODEL -o base --backend hf --prompt 'def main():'
+      tapscope dump MODEL -o target --tp 2 --dtype bfloat16 --tokens-from base
+      tapscope diff base target
+    """
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        capture.add_model_flags(parser)
+        parser.add_argument("-o", "--out", type=Path, required=True, metavar="RUN", help="directory of the new run")
+        parser.add_argument("--backend", choices=("engine", "hf"), default="engine", help="default: engine")
+        prompts.add_flags(parser)
+        capture.add_selection_flags(parser, keep="full")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Capture, then say what was captured and what to type next."""
+        from ..dumper.session import require_free
+
+        work = prompts.workload(args)
+        config = capture.config(args)
+        require_free(args.out, force=args.force)
+        capture_with = _with_transformers if args.backend == "hf" else _with_engine
+        texts = capture_with(args, config, work)
+        for request, text in texts.items():
+            output.write_line(f"{request}: {text}")
+        return _report(args.out)
+
+
+def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
+    from ..dumper import attach
+    from ..engine import LLM
+
+    observer = partial(attach, out=str(args.out.absolute()), config=config, force=args.force)
+    forced = any(work.forced)
+    with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
+        if forced:
+            ids = [
+                llm.submit(p, max_new_tokens=n, request_id=name, forced=f, ignore_eos=True)
+                for p, n, name, f in zip(work.prompts, work.max_new_tokens, work.request_ids, work.forced, strict=True)
+            ]
+            done = {}
+            while llm.has_work:
+                done |= {generation.request: generation for generation in llm.step()}
+            return {name: done[name].text for name in ids}
+        generated = llm.generate(work.prompts, max_new_tokens=work.max_new_tokens[0], request_ids=work.request_ids)
+        return {generation.request: generation.text for generation in generated}
+
+
+def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
+    from ..dumper import Dumper
+    from ..errors import UsageError
+
+    if args.tp != 1:
+        raise UsageError("--backend hf runs on one rank; leave out --tp or use --backend engine")
+    model = reference.load(args.model, args.dtype)
+    ids = reference.encode(args.model, work.prompts)
+    with Dumper(model, args.out, config=config, force=args.force) as dumper:
+        new = reference.generate(model, ids, work, dumper)
+    return reference.decode(args.model, new)
+
+
+def _report(path: Path) -> int:
+    from ..run import open_run
+
+    with open_run(path) as run:
+        account = run.ledger()
+        nbytes = sum({(r.key.rank, r.entry): r.nbytes for r in run.records if r.entry}.values())
+        what = f"{plural(len(run.records), 'record')}, {plural(len(run.steps), 'step')}, {size(nbytes)}"
+    diagnostics.note(f"recorded {what} into {path}")
+    for sentence in account.sentences():
+        diagnostics.warn(sentence)
+    diagnostics.note(f"next: tapscope view {path}")
+    return ExitCode.OK if account.complete else ExitCode.DIFFERENT

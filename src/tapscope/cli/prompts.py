@@ -1,0 +1,68 @@
+"""What a capture runs on: prompts from flags or a file, or the very tokens of another run."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DataError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests to run, greedily."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    request_ids: tuple[str, ...]
+    max_new_tokens: tuple[int, ...]
+    forced: tuple[tuple[int, ...], ...]
+    """Tokens each request takes instead of its own; empty for free running."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """``--prompt``, ``--prompts``, ``--max-new``, ``--tokens-from``."""
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
+    parser.add_argument("--max-new", type=int, default=8, metavar="N", help="tokens to generate (default: 8)")
+    parser.add_argument("--tokens-from", type=Path, metavar="RUN", help="compute exactly the tokens that RUN computed")
+
+
+def workload(args: argparse.Namespace) -> Workload:
+    """The requests that the flags mean; raises UsageError, or as open_run does."""
+    texts = [*args.prompt, *_lines(args.prompts)]
+    if args.tokens_from is not None:
+        if texts:
+            raise UsageError("--tokens-from brings its own prompts; leave out --prompt and --prompts")
+        return _from_run(args.tokens_from)
+    if not texts:
+        raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE or --tokens-from RUN")
+    if args.max_new < 1:
+        raise UsageError(f"--max-new {args.max_new}: must be at least 1")
+    names = tuple(str(i) for i in range(len(texts)))
+    return Workload(tuple(texts), names, (args.max_new,) * len(texts), ((),) * len(texts))
+
+
+def _lines(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        return [line for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompts {file} cannot be read: {error}") from None
+
+
+def _from_run(path: Path) -> Workload:
+    from ..run import open_run
+
+    with open_run(path) as run:
+        prompts, tokens = run.prompts(), run.tokens()
+    if not prompts or not any(prompts.values()):
+        raise DataError(f"{path} does not say which tokens it computed; --tokens-from needs a run with token ids")
+    forced: list[tuple[int, ...]] = []
+    for request, prompt in prompts.items():
+        known = tokens[request]
+        if sorted(known) != list(range(len(known))):
+            raise DataError(f"request {request} of {path} lacks some positions; its tokens cannot be replayed")
+        forced.append(tuple(known[position] for position in range(len(prompt), len(known))))
+    # The last token of a request is sampled and never computed: one more new token than forced ones.
+    counts = tuple(len(tokens_) + 1 for tokens_ in forced)
+    return Workload(tuple(tuple(p) for p in prompts.values()), tuple(prompts), counts, tuple(forced))

@@ -1,0 +1,130 @@
+"""A reference run by transformers: greedy, all requests in one left-padded batch, every step described."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, UsageError
+from .prompts import Workload
+
+if TYPE_CHECKING:
+    from ..dumper import Dumper
+
+
+def load(model: str, dtype: str) -> Any:
+    """The model as transformers builds it (eager attention); raises CheckpointError."""
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if not (Path(model) / "config.json").is_file():
+        raise CheckpointError(f"{model} holds no config.json; give the directory of a Hugging Face checkpoint")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, attn_implementation="eager", local_files_only=True
+        )
+    except Exception as error:  # noqa: BLE001 - whatever transformers, safetensors or json make of a bad directory
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"transformers cannot load {model}: {reason}") from None
+    return loaded.eval()
+
+
+def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+    """Token ids of every prompt; texts need a tokenizer beside the model."""
+    if all(not isinstance(prompt, str) for prompt in prompts):
+        return [list(map(int, prompt)) for prompt in prompts]
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise CheckpointError(f"{model} has no usable tokenizer for text prompts: {error}") from None
+    encoded = [tokenizer(p)["input_ids"] if isinstance(p, str) else list(map(int, p)) for p in prompts]
+    empty = next((i for i, ids in enumerate(encoded) if not ids), None)
+    if empty is not None:
+        raise UsageError(f"prompt {empty} has no tokens")
+    return encoded
+
+
+def generate(model: Any, prompts: list[list[int]], work: Workload, dumper: "Dumper") -> dict[str, list[int]]:
+    """Run the workload; returns the new tokens of each request. Finished requests' rows count as padding."""
+    import torch
+
+    from ..dumper.rows import padded_step
+
+    batch = _Batch(prompts, work, _stop_ids(model))
+    cache: Any = None
+    while any(batch.live):
+        ids, positions, valid = batch.next_inputs()
+        phase = "prefill" if cache is None else "decode"
+        info = padded_step(dumper.next_step, phase, ids, positions, valid, work.request_ids)
+        with torch.inference_mode(), dumper.step_of(info):
+            output = model(
+                input_ids=torch.tensor(ids),
+                attention_mask=torch.tensor(batch.mask),
+                position_ids=torch.tensor(positions),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        cache = output.past_key_values
+        batch.accept(output.logits[:, -1].argmax(-1).tolist())
+    return dict(zip(work.request_ids, batch.new, strict=True))
+
+
+class _Batch:
+    """Left-padded requests on their way; ``mask`` covers everything fed so far."""
+
+    def __init__(self, prompts: list[list[int]], work: Workload, stops: frozenset[int]) -> None:
+        self._prompts = prompts
+        self._work = work
+        self._stops = stops
+        self._width = max(map(len, prompts))
+        self.mask: list[list[int]] = [[] for _ in prompts]
+        self.live = [True] * len(prompts)
+        self.new: list[list[int]] = [[] for _ in prompts]
+
+    def next_inputs(self) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
+        """Ids, positions and validity ``[batch, sequence]`` of the next step; extends the mask."""
+        if not self.mask[0]:
+            pads = [self._width - len(p) for p in self._prompts]
+            ids = [[0] * pad + p for pad, p in zip(pads, self._prompts, strict=True)]
+            positions = [[0] * pad + list(range(len(p))) for pad, p in zip(pads, self._prompts, strict=True)]
+            valid = [[False] * pad + [True] * len(p) for pad, p in zip(pads, self._prompts, strict=True)]
+        else:
+            ids = [[new[-1]] for new in self.new]
+            positions = [[len(p) + len(new) - 1] for p, new in zip(self._prompts, self.new, strict=True)]
+            valid = [[live] for live in self.live]
+        for mask, row in zip(self.mask, valid, strict=True):
+            mask.extend(map(int, row))
+        return ids, positions, valid
+
+    def accept(self, sampled: list[int]) -> None:
+        """Take a token a request: the forced one while there are any, else the sampled one."""
+        for i, token in enumerate(sampled):
+            if not self.live[i]:
+                continue
+            forced = self._work.forced[i]
+            at = len(self.new[i])
+            self.new[i].append(forced[at] if at < len(forced) else token)
+            done = len(self.new[i]) >= self._work.max_new_tokens[i]
+            self.live[i] = not done and (bool(forced) or self.new[i][-1] not in self._stops)
+
+
+def _stop_ids(model: Any) -> frozenset[int]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def decode(model: str, tokens: dict[str, list[int]]) -> dict[str, str]:
+    """Texts of the new tokens; the ids where the model has no tokenizer."""
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return {name: " ".join(map(str, ids)) for name, ids in tokens.items()}
+    tokenizer = Tokenizer.from_file(str(file))
+    return {name: tokenizer.decode(ids) for name, ids in tokens.items()}

@@ -1,0 +1,51 @@
+"""`tapscope serve`: the engine over HTTP, its taps steered on the same port."""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+
+from . import capture, diagnostics
+from .diagnostics import ExitCode
+
+
+class ServeCommand:
+    """Serve a model over HTTP; capture is switched on and off at run time on the same port.
+
+      tapscope serve MODEL -o live --listen 127.0.0.1:8000
+      curl -X POST localhost:8000/dumper/capture -d '{"steps": 4}'
+      curl -X POST localhost:8000/generate -d '{"text": "def main():"}'
+
+    Until told otherwise nothing is captured and no hook is on the model.
+    """
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        capture.add_model_flags(parser)
+        parser.add_argument("-o", "--out", type=Path, metavar="RUN", help="run directory (default: runs/MODEL-TIME)")
+        text = "address (default: 127.0.0.1:8000; port 0: any)"
+        parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
+        capture.add_selection_flags(parser, keep="off")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Serve until SIGTERM or Ctrl-C."""
+        from ..dumper import attach
+        from ..dumper.control import ControlClient, make_router, parse_address
+        from ..dumper.session import find, require_free
+        from ..engine import LLM
+        from ..engine.server import bind, make_app, serve
+
+        host, port = parse_address(args.listen)
+        out = args.out or Path("runs") / f"{capture.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        require_free(out, force=args.force)
+        listener = bind(host, port)
+        config = capture.config(args)
+        observer = partial(attach, out=str(out.absolute()), config=config, force=args.force)
+        with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
+            client = ControlClient(find(out)["address"])
+            host, port = listener.getsockname()[:2]
+            diagnostics.note(f"serving {args.model} on http://{host}:{port}; run: {out}")
+            diagnostics.note(f"next: tapscope ctl {host}:{port} capture --steps 4")
+            serve(make_app(llm, routers=[make_router(client)]), listener)
+        diagnostics.note(f"next: tapscope info {out}")
+        return ExitCode.OK
