@@ -1,0 +1,116 @@
+// Element formats and how their bytes are read; shared by stats.cpp and compare.cpp.
+//
+// Non-finite values are told by integer tests on the bits, because the sums are compiled with associative math.
+// Nothing here changes the floating environment: no flush-to-zero, no -ffast-math.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#define TS_ABI 1  // equals ABI in library.py
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the hash reads words as they lie in memory and needs a little-endian machine"
+#endif
+
+// One build serves every x86-64: the loader picks the clone through an ifunc, which needs gcc and glibc.
+#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__)
+#define TS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TS_CLONES
+#endif
+
+#define TS_INLINE inline __attribute__((always_inline))
+#define TS_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace ts {
+
+// Codes of the elements, in the order of CODES in library.py.
+enum Dtype : int {
+    kFloat64, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2,
+    kInt64, kInt32, kInt16, kInt8, kUint64, kUint32, kUint16, kUint8, kBool,
+};
+
+constexpr int64_t kBlock = 2048;  // elements whose sums are taken in float; then double takes over
+
+// A float32 block is trusted while its largest magnitude is 0 or within these: squares neither overflow nor vanish.
+constexpr float kSafeLow = 0x1p-48f, kSafeHigh = 0x1p55f;
+
+template <class T>
+TS_INLINE T load(const uint8_t* bytes, int64_t index) {  // any alignment
+    T value;
+    std::memcpy(&value, bytes + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    return value;
+}
+
+template <class To, class From>
+TS_INLINE To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the width");
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+// A floating format: its bits, the magnitudes where zero-exponent and non-finite values begin, its value.
+struct Float64 {
+    using Bits = uint64_t;
+    using Value = double;
+    static constexpr Bits kNonfinite = 0x7FF0000000000000u, kMinNormal = 0x0010000000000000u;
+    static TS_INLINE Value value(Bits bits) { return bit_cast<double>(bits); }
+};
+
+struct Float32 {
+    using Bits = uint32_t;
+    using Value = float;
+    static constexpr Bits kNonfinite = 0x7F800000u, kMinNormal = 0x00800000u;
+    static TS_INLINE Value value(Bits bits) { return bit_cast<float>(bits); }
+};
+
+struct BFloat16 {
+    using Bits = uint16_t;
+    using Value = float;
+    static constexpr Bits kNonfinite = 0x7F80u, kMinNormal = 0x0080u;
+    static TS_INLINE Value value(Bits bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+};
+
+struct Float16 {
+    using Bits = uint16_t;
+    using Value = float;
+    static constexpr Bits kNonfinite = 0x7C00u, kMinNormal = 0x0400u;
+    static TS_INLINE Value value(Bits bits) {
+        const uint32_t wide = bits, magnitude = wide & 0x7FFFu, sign = (wide & 0x8000u) << 16;
+        const uint32_t rebias = magnitude >= kNonfinite ? 224u << 23 : 112u << 23;  // 31 -> 255, else 15 -> 127
+        const uint32_t normal = (magnitude << 13) + rebias;
+        const uint32_t tiny = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+        return bit_cast<float>((magnitude < kMinNormal ? tiny : normal) | sign);
+    }
+};
+
+template <class F>
+constexpr typename F::Bits kMagnitude = static_cast<typename F::Bits>(~typename F::Bits(0)) >> 1;
+
+// The 256 values of an 8-bit format, worked out once by the compiler. OCP 8-bit Floating Point Specification 1.0.
+struct Table {
+    float values[256];
+};
+
+constexpr Table make_table(int mantissa_bits, int bias, bool has_infinity) {
+    Table table{};
+    for (int code = 0; code < 256; ++code) {
+        const int magnitude = code & 0x7F, exponent = magnitude >> mantissa_bits;
+        const int mantissa = magnitude & ((1 << mantissa_bits) - 1);
+        float value = static_cast<float>(exponent ? mantissa + (1 << mantissa_bits) : mantissa);
+        for (int power = (exponent ? exponent : 1) - bias - mantissa_bits; power != 0; power += power < 0 ? 1 : -1) {
+            value *= power < 0 ? 0.5f : 2.0f;
+        }
+        if (has_infinity && magnitude == 0x7C) value = __builtin_inff();
+        if (magnitude == 0x7F || (has_infinity && magnitude > 0x7C)) value = __builtin_nanf("");
+        table.values[code] = code & 0x80 ? -value : value;
+    }
+    return table;
+}
+
+constexpr Table kE4M3 = make_table(3, 7, false), kE5M2 = make_table(2, 15, true);
+
+}  // namespace ts

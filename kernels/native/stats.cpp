@@ -1,0 +1,260 @@
+// Statistics and the hash of one tensor in one pass: a block is hashed and summed while it lies in the L1 cache.
+// The definition of the hash, and the plain reference of all of this, are in summary.py.
+
+#include <limits>
+
+#include "common.h"
+
+namespace ts {
+namespace {
+
+struct Summary {  // _LAYOUT in summary.py
+    int64_t count = 0, nan = 0, posinf = 0, neginf = 0, zeros = 0, subnormals = 0, finite = 0;
+    double min = std::numeric_limits<double>::infinity(), max = -min, absmax = 0, sum = 0, sumsq = 0;
+    uint64_t h1 = 0, h2 = 0;
+
+    void extend(double low, double high) {
+        if (low < min) min = low;
+        if (high > max) max = high;
+    }
+};
+
+// ---- hash
+
+constexpr uint64_t kStep = 0x9E3779B97F4A7C15u, kMixA = 0xBF58476D1CE4E5B9u, kMixB = 0x94D049BB133111EBu;
+constexpr uint64_t kRound = 0xD6E8FEB86659FD93u;
+
+TS_INLINE uint64_t mix64(uint64_t z) {
+    z = (z ^ (z >> 30)) * kMixA;
+    z = (z ^ (z >> 27)) * kMixB;
+    return z ^ (z >> 31);
+}
+
+TS_CLONES void hash_words(const uint8_t* bytes, int64_t words, uint64_t first, Summary* out) {
+    uint64_t h1 = 0, h2 = 0;
+    for (int64_t i = 0; i < words; ++i) {
+        const uint64_t mixed = mix64(load<uint64_t>(bytes, i) + (first + static_cast<uint64_t>(i) + 1) * kStep);
+        const uint64_t again = mixed * kRound;
+        h1 += mixed;
+        h2 += again ^ (again >> 32);
+    }
+    out->h1 += h1;
+    out->h2 += h2;
+}
+
+void hash_bytes(const uint8_t* bytes, int64_t nbytes, int64_t offset, Summary* out) {
+    const int64_t words = nbytes / 8, tail = nbytes % 8;
+    const uint64_t first = static_cast<uint64_t>(offset / 8);
+    hash_words(bytes, words, first, out);
+    if (tail) {
+        uint8_t last[8] = {};
+        std::memcpy(last, bytes + words * 8, static_cast<size_t>(tail));
+        hash_words(last, 1, first + static_cast<uint64_t>(words), out);
+    }
+}
+
+// ---- floating formats
+
+// Bits as a signed integer that sorts as the value does.
+template <class F>
+TS_INLINE auto sort_key(typename F::Bits bits) {
+    using Signed = std::make_signed_t<typename F::Bits>;
+    const Signed fill = static_cast<Signed>(static_cast<Signed>(bits) >> (8 * sizeof(bits) - 1));
+    return static_cast<Signed>(bits ^ (static_cast<typename F::Bits>(fill) & kMagnitude<F>));
+}
+
+template <class F>
+TS_INLINE double from_key(std::make_signed_t<typename F::Bits> key) {  // sort_key is its own inverse
+    return F::value(static_cast<typename F::Bits>(sort_key<F>(static_cast<typename F::Bits>(key))));
+}
+
+// A block with non-finite values, or with squares that float32 cannot hold: everything masked, in double.
+template <class F>
+TS_INLINE void careful_block(const uint8_t* bytes, int64_t n, Summary* out) {
+    using Bits = typename F::Bits;
+    double sum = 0, sumsq = 0, low = out->min, high = out->max;
+    int64_t nan = 0, infinite = 0, negative = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const Bits bits = load<Bits>(bytes, i), magnitude = bits & kMagnitude<F>;
+        const bool finite = magnitude < F::kNonfinite;
+        const double value = F::value(finite ? bits : Bits(0));
+        nan += magnitude > F::kNonfinite;
+        infinite += magnitude == F::kNonfinite;
+        negative += bits == static_cast<Bits>(F::kNonfinite | ~kMagnitude<F>);
+        sum += value;
+        sumsq += value * value;
+        low = finite && value < low ? value : low;
+        high = finite && value > high ? value : high;
+    }
+    out->nan += nan;
+    out->posinf += infinite - negative;
+    out->neginf += negative;
+    out->finite -= nan + infinite;
+    out->sum += sum;
+    out->sumsq += sumsq;
+    out->extend(low, high);
+}
+
+template <class F>
+TS_INLINE void float_block(const uint8_t* bytes, int64_t n, Summary* out) {
+    using Bits = typename F::Bits;
+    using Signed = std::make_signed_t<Bits>;
+    Bits nonfinite = 0, tiny = 0, zeros = 0;  // n <= kBlock fits 16 bits
+    Signed low = std::numeric_limits<Signed>::max(), high = std::numeric_limits<Signed>::min();
+    typename F::Value sum = 0, sumsq = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const Bits bits = load<Bits>(bytes, i), magnitude = bits & kMagnitude<F>;
+        const Signed key = sort_key<F>(bits);
+        const typename F::Value value = F::value(bits);
+        nonfinite = static_cast<Bits>(nonfinite + (magnitude >= F::kNonfinite));
+        tiny = static_cast<Bits>(tiny + (magnitude < F::kMinNormal));
+        zeros = static_cast<Bits>(zeros + (magnitude == 0));
+        low = key < low ? key : low;
+        high = key > high ? key : high;
+        sum += value;
+        sumsq += value * value;
+    }
+    out->finite += n;
+    out->zeros += zeros;
+    out->subnormals += tiny - zeros;
+    const double least = from_key<F>(low), most = from_key<F>(high), absmax = most > -least ? most : -least;
+    const bool safe = sizeof(typename F::Value) == 8 || absmax == 0 || (absmax >= kSafeLow && absmax <= kSafeHigh);
+    if (nonfinite || !safe) return careful_block<F>(bytes, n, out);
+    out->sum += sum;
+    out->sumsq += sumsq;
+    out->extend(least, most);
+}
+
+// ---- integers
+
+template <class T>
+TS_INLINE void integer_block(const uint8_t* bytes, int64_t n, Summary* out) {
+    T low = std::numeric_limits<T>::max(), high = std::numeric_limits<T>::min();
+    double sum = 0, sumsq = 0;
+    int64_t zeros = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const T item = load<T>(bytes, i);
+        const double value = static_cast<double>(item);
+        low = item < low ? item : low;
+        high = item > high ? item : high;
+        zeros += item == 0;
+        sum += value;
+        sumsq += value * value;
+    }
+    out->finite += n;
+    out->zeros += zeros;
+    out->sum += sum;
+    out->sumsq += sumsq;
+    out->extend(static_cast<double>(low), static_cast<double>(high));
+}
+
+// ---- one byte per element: counting the 256 codes says everything, exactly
+
+struct Histogram {
+    uint64_t counts[4][256] = {};  // four, so that neighbours of equal value do not wait for each other
+};
+
+double byte_value(int dtype, int code) {
+    switch (dtype) {
+        case kFloat8E4M3: return kE4M3.values[code];
+        case kFloat8E5M2: return kE5M2.values[code];
+        case kInt8: return static_cast<int8_t>(code);
+        case kBool: return code != 0;
+        default: return code;
+    }
+}
+
+void digest_histogram(int dtype, const Histogram& histogram, Summary* out) {
+    const bool is_float = dtype == kFloat8E4M3 || dtype == kFloat8E5M2;
+    const int min_normal = dtype == kFloat8E4M3 ? 0x08 : 0x04, infinity = dtype == kFloat8E5M2 ? 0x7C : 0x80;
+    for (int code = 0; code < 256; ++code) {
+        uint64_t total = 0;
+        for (const auto& lane : histogram.counts) total += lane[code];
+        const int64_t n = static_cast<int64_t>(total);
+        const int magnitude = code & 0x7F;
+        if (!n) continue;
+        if (is_float && magnitude == infinity) {
+            (code & 0x80 ? out->neginf : out->posinf) += n;
+        } else if (is_float && (magnitude == 0x7F || magnitude > infinity)) {
+            out->nan += n;
+        } else {
+            const double value = byte_value(dtype, code), times = static_cast<double>(n);
+            out->finite += n;
+            out->zeros += value == 0 ? n : 0;
+            out->subnormals += is_float && magnitude && magnitude < min_normal ? n : 0;
+            out->sum += value * times;
+            out->sumsq += value * value * times;
+            out->extend(value, value);
+        }
+    }
+}
+
+void summarize_bytes(const uint8_t* bytes, int dtype, Summary* out) {
+    Histogram histogram;
+    for (int64_t done = 0; done < out->count; done += kBlock) {
+        const int64_t end = done + kBlock < out->count ? done + kBlock : out->count;
+        hash_bytes(bytes + done, end - done, done, out);
+        for (int64_t i = done; i < end; ++i) ++histogram.counts[i & 3][bytes[i]];
+    }
+    digest_histogram(dtype, histogram, out);
+}
+
+// ---- dispatch
+
+using Block = void (*)(const uint8_t*, int64_t, Summary*);
+
+#define TS_BLOCK(name, body) \
+    TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body(bytes, n, out); }
+TS_BLOCK(float64_block, float_block<Float64>)
+TS_BLOCK(float32_block, float_block<Float32>)
+TS_BLOCK(float16_block, float_block<Float16>)
+TS_BLOCK(bfloat16_block, float_block<BFloat16>)
+TS_BLOCK(int64_block, integer_block<int64_t>)
+TS_BLOCK(int32_block, integer_block<int32_t>)
+TS_BLOCK(int16_block, integer_block<int16_t>)
+TS_BLOCK(uint64_block, integer_block<uint64_t>)
+TS_BLOCK(uint32_block, integer_block<uint32_t>)
+TS_BLOCK(uint16_block, integer_block<uint16_t>)
+#undef TS_BLOCK
+
+struct Way {
+    int64_t width;  // bytes of an element
+    Block block;    // null: one byte, by histogram
+};
+
+constexpr Way kByte = {1, nullptr};
+constexpr Way kWays[] = {
+    // in the order of Dtype
+    {8, float64_block}, {4, float32_block}, {2, float16_block}, {2, bfloat16_block}, kByte, kByte,
+    {8, int64_block}, {4, int32_block}, {2, int16_block}, kByte,
+    {8, uint64_block}, {4, uint32_block}, {2, uint16_block}, kByte, kByte,
+};
+
+void summarize_wide(const uint8_t* bytes, Way way, Summary* out) {
+    for (int64_t done = 0; done < out->count; done += kBlock) {
+        const int64_t n = out->count - done < kBlock ? out->count - done : kBlock, offset = done * way.width;
+        hash_bytes(bytes + offset, n * way.width, offset, out);
+        way.block(bytes + offset, n, out);
+    }
+}
+
+}  // namespace
+}  // namespace ts
+
+TS_EXPORT int ts_abi() { return TS_ABI; }
+
+TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, void* result) {
+    const ts::Way way = ts::kWays[dtype];
+    ts::Summary out;
+    out.count = count;
+    if (way.block) {
+        ts::summarize_wide(static_cast<const uint8_t*>(data), way, &out);
+    } else {
+        ts::summarize_bytes(static_cast<const uint8_t*>(data), dtype, &out);
+    }
+    if (out.finite) out.absmax = out.max > -out.min ? out.max : -out.min;
+    const uint64_t nbytes = static_cast<uint64_t>(count * way.width);
+    out.h1 = ts::mix64(out.h1 + nbytes);
+    out.h2 = ts::mix64(out.h2 + nbytes);
+    std::memcpy(result, &out, sizeof out);
+}
