@@ -17,6 +17,8 @@ WHOLE = "t h # tp:replicated"
 SHARD = "t h[tp]"
 PARTIAL = "t h[tp:partial]"
 TOKENS = "t # tp:replicated"
+ANGLES = "t d # tp:replicated"
+ANGLE_INPUTS = {"in[position_embeddings.0]": ANGLES, "in[position_embeddings.1]": ANGLES}
 
 
 class Probe(nn.Module):
@@ -170,8 +172,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
-        dims = "t d # tp:replicated"
-        self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out[0]": dims, "out[1]": dims}
+        self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
 
     def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [tokens] -> cos and sin [tokens, head_dim] in the dtype of ``hidden_states``."""

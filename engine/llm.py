@@ -10,7 +10,7 @@ from tapscope.engine.engine import Engine
 from tapscope.engine.model import LlamaForCausalLM
 from tapscope.engine.request import Generation, Request
 from tapscope.engine.tokenizer import Tokenizer
-from tapscope.errors import CheckpointError, UsageError
+from tapscope.errors import UsageError
 from tapscope.observe import ObserverFactory, StepObserver
 
 Prompt = str | Sequence[int]
@@ -148,7 +148,7 @@ class LLM:
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise CheckpointError(f"{self.config.model} has no tokenizer.json; give prompts as token ids")
+            raise UsageError(f"{self.config.model} has no tokenizer.json; give prompts as token ids")
         return self.tokenizer.encode(text)
 
     def _generation(self, request: Request) -> Generation:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tapscope.engine.attention import Attention
 from tapscope.engine.cache import StepCache
 from tapscope.engine.layers import (
+    ANGLE_INPUTS,
     SHARD,
     TOKENS,
     WHOLE,
@@ -109,7 +110,7 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = LlamaMLP(config, tp, dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out": WHOLE}
+        self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out": WHOLE} | ANGLE_INPUTS
 
     def forward(
         self,
@@ -143,7 +144,7 @@ class LlamaAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = Probe(SHARD), Probe(SHARD), Probe(SHARD)
         self.attn = Attention(layer)
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.attention_bias, tp, dtype)
-        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE}
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: StepCache

@@ -68,6 +68,6 @@ def make_llama(
             elif name.endswith("bias"):
                 torch.nn.init.normal_(parameter, 0.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
-    if settings["vocab_size"] <= model.config.vocab_size:
+    if model.config.vocab_size >= VOCAB_SIZE:
         (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     return path

@@ -1,0 +1,123 @@
+"""What the engine's tests share: an observer that remembers, ranks as threads, transformers' own answers."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.plan import StepPlan
+from tapscope.engine.request import Request
+from tapscope.engine.runner import Runner
+from tapscope.engine.scheduler import Scheduler
+from tapscope.observe import RankInfo, StepInfo
+from tapscope.wire import decode, encode
+
+torch.set_num_threads(1)
+
+
+class Memory:
+    """A StepObserver that keeps all it is told, and the root's logits of each step."""
+
+    def __init__(self, model: torch.nn.Module, info: RankInfo) -> None:
+        self.info = info
+        self.epoch = 7
+        self.armed = True
+        self.steps: list[StepInfo] = []
+        self.metrics: list[Mapping[str, float]] = []
+        self.logits: list[Tensor] = []
+        self.closed = 0
+        model.register_forward_hook(lambda _, args, output: self.logits.append(output.logits))
+
+    def before_step(self, info: StepInfo) -> None:
+        assert len(self.steps) == len(self.metrics), "the step before was never ended"
+        self.steps.append(info)
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        self.metrics.append(metrics)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def logits_of(self, request: str) -> Tensor:
+        """[positions, vocab] in order of position; needs logits="all"."""
+        rows = [
+            logits[run.slot : run.slot + run.count]
+            for info, logits in zip(self.steps, self.logits, strict=True)
+            for run in info.rows
+            if run.request == request
+        ]
+        return torch.cat(rows)
+
+
+@functools.cache
+def reference(path: Path) -> LlamaForCausalLM:
+    """transformers' own model, in the dtype of the checkpoint."""
+    return LlamaForCausalLM.from_pretrained(path, dtype="auto").eval()
+
+
+def reference_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """transformers' greedy continuation; no end token is looked for."""
+    ids = torch.tensor([prompt])
+    output = reference(path).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def reference_logits(path: Path, tokens: Sequence[int]) -> Tensor:
+    """[tokens, vocab]."""
+    return reference(path)(torch.tensor([tokens])).logits[0]
+
+
+class ThreadRanks:
+    """An engine whose ranks are threads of this process: real gloo and real plans, no time spent on spawning."""
+
+    def __init__(self, path: Path, store: Path, tp: int, **settings: Any) -> None:
+        self.config = EngineConfig(model=str(path), tp=tp, logits="all", **settings)
+        self.model_config = ModelConfig.read(path)
+        self._pool = ThreadPoolExecutor(tp)
+        self.runners = list(self._pool.map(lambda rank: self._build(store, rank), range(tp)))
+        self.scheduler = Scheduler(self.runners[0].num_pages, self.config.page_size, 8, ())
+
+    def _build(self, store: Path, rank: int) -> Runner:
+        tp = TensorParallel() if self.config.tp == 1 else TensorParallel.connect(store, rank, self.config.tp, 20)
+        return Runner(self.config, self.model_config, tp, Memory)
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[Request]:
+        requests = [
+            Request(id=str(i), prompt_ids=tuple(prompt), max_new_tokens=count) for i, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            self.scheduler.check(request)
+            self.scheduler.add(request)
+        while self.scheduler.has_work:
+            plan = self.scheduler.plan(all_logits=True, epoch=None)
+            tokens = list(self._pool.map(lambda runner, plan=plan: _compute(runner, plan), self.runners))
+            assert all(other == tokens[0] for other in tokens), "ranks sampled different tokens"
+            self.scheduler.commit(tokens[0])
+        return requests
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self.runners.clear()
+
+
+def _compute(runner: Runner, plan: StepPlan) -> list[int]:
+    received = StepPlan.from_message(decode(encode(plan.to_message())))
+    tokens = runner.execute(received)
+    runner.finish(received)
+    return tokens

@@ -1,0 +1,135 @@
+"""Every Hugging Face module is called under its own name, so ordinary hooks see what they see in transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import Memory, reference
+
+from tapscope import dims
+from tapscope.engine import LLM
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1, attention_bias=True, mlp_bias=True)
+
+
+def _hook_all(model: torch.nn.Module) -> tuple[dict[str, list[Any]], list[Any]]:
+    seen: dict[str, list[Any]] = {}
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(
+            module.register_forward_hook(lambda _, args, out, name=name: seen.setdefault(name, []).append(out))
+        )
+    return seen, handles
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(output, name):
+            return [getattr(output, name)]
+    return [item for item in output if isinstance(item, torch.Tensor)]
+
+
+def test_every_hugging_face_module_fires_once_per_forward_with_its_values(path: Path) -> None:
+    hf = reference(path)
+    expected, handles = _hook_all(hf)
+    with torch.no_grad():
+        hf(torch.tensor([PROMPT]))
+    for handle in handles:
+        handle.remove()
+    with LLM(path, logits="all") as llm:
+        actual, _ = _hook_all(llm.model)
+        llm.generate([PROMPT], max_new_tokens=1)
+    assert len(expected) > 40
+    for name, outputs in expected.items():
+        assert len(outputs) == 1, name
+        assert len(actual[name]) == 1, f"{name or 'the root'} fired {len(actual[name])} times"
+        theirs, ours = _tensors(outputs[0]), _tensors(actual[name][0])
+        assert len(theirs) == len(ours), name
+        for a, b in zip(theirs, ours, strict=True):
+            assert a.squeeze(0).shape == b.shape, name
+            assert (a.squeeze(0) - b).abs().max() <= 1e-4, name
+    extra = {name.rpartition(".")[2] for name in actual} - {name.rpartition(".")[2] for name in expected}
+    assert extra == {"qkv_proj", "gate_up_proj", "attn", "partial", "sampler"}
+
+
+def test_parameter_names_are_hugging_faces_where_nothing_is_fused(path: Path) -> None:
+    with LLM(path) as llm:
+        ours = {name for name, _ in llm.model.named_parameters()}
+    theirs = {name for name, _ in reference(path).named_parameters()}
+    fused = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    assert {name for name in theirs if name.split(".")[-2] not in fused} <= ours
+
+
+def test_a_hook_that_replaces_an_output_changes_what_the_model_says(path: Path) -> None:
+    with LLM(path) as llm:
+        before = llm.generate([PROMPT], max_new_tokens=4, ignore_eos=True)[0].token_ids
+        q_proj = llm.model.model.layers[0].self_attn.q_proj
+        handle = q_proj.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
+        zeroed = llm.generate([PROMPT], max_new_tokens=4, ignore_eos=True)[0].token_ids
+        handle.remove()
+        after = llm.generate([PROMPT], max_new_tokens=4, ignore_eos=True)[0].token_ids
+    assert zeroed != before == after
+
+
+def test_last_logits_shrink_lm_head_to_the_rows_it_samples_from(path: Path) -> None:
+    with LLM(path, observer=Memory) as llm:
+        seen, _ = _hook_all(llm.model)
+        llm.generate([PROMPT, [3, 4]], max_new_tokens=2, ignore_eos=True)
+        infos = llm.observer.steps
+    assert infos[0].row_sets == {"logits": (len(PROMPT) - 1, len(PROMPT) + 1)}
+    assert infos[1].row_sets == {"logits": (0, 1)}
+    assert [out.shape for out in seen["lm_head"]] == [(2, 512), (2, 512)]
+    assert [out.shape for out in seen["model.norm"]] == [(9, 64), (2, 64)]
+
+
+def test_the_sampler_shows_the_models_own_choice_even_when_another_token_is_forced(path: Path) -> None:
+    with LLM(path) as llm:
+        seen, _ = _hook_all(llm.model)
+        (generation,) = llm.generate([PROMPT], max_new_tokens=2, forced=[[50, 51]])
+    assert generation.token_ids == (50, 51)
+    chosen = seen["sampler"][0]
+    assert chosen.dtype == torch.int64
+    assert chosen.tolist() == seen[""][0].logits.argmax(-1).tolist()
+
+
+def test_every_declared_dims_annotation_parses_and_fits_the_tensor_at_its_port(path: Path) -> None:
+    with LLM(path, observer=Memory) as llm:
+        checked = set()
+
+        def check(name: str, module: torch.nn.Module, port: str, value: Any) -> None:
+            if port in getattr(module, "tap_dims", {}):
+                dims.parse(module.tap_dims[port]).check(tuple(value.shape))
+                checked.add((name, port))
+
+        for name, module in llm.model.named_modules():
+
+            def hook(module: torch.nn.Module, args: Any, output: Any, name: str = name) -> None:
+                if isinstance(output, torch.Tensor):
+                    check(name, module, "out", output)
+                elif isinstance(output, tuple):
+                    for i, item in enumerate(output):
+                        check(name, module, f"out[{i}]", item)
+                else:
+                    field = next(iter(output.__slots__))
+                    check(name, module, f"out[{field}]", getattr(output, field))
+
+            module.register_forward_hook(hook)
+        llm.generate([PROMPT], max_new_tokens=2)
+        declared = {
+            (name, port)
+            for name, module in llm.model.named_modules()
+            for port in getattr(module, "tap_dims", {})
+            if port.startswith("out")
+        }
+        assert declared == checked
+        for module in llm.model.modules():
+            assert all(rows == "logits" for rows in getattr(module, "tap_rows", {}).values())

@@ -1,0 +1,97 @@
+"""The engine computes what transformers computes, for every shape of Llama, on one rank and on several."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LLAMA3_ROPE, make_llama
+from engine_helpers import Memory, ThreadRanks, reference_logits, reference_tokens
+
+from tapscope.engine import LLM
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
+NUM_NEW = 24
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one-head-per-group": {"num_key_value_heads": 4},
+    "wide-groups": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
+    "narrow-heads": {"head_dim": 8, "tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "odd-vocab": {"vocab_size": 523, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    "odd-vocab-untied": {"vocab_size": 521, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fp32_logits_equal_transformers_at_every_position_and_greedy_tokens_are_identical(
+    tmp_path: Path, shape: str, tp: int
+) -> None:
+    path = make_llama(tmp_path / "model", seed=3, **SHAPES[shape])
+    ranks = ThreadRanks(path, tmp_path / "store", tp, page_size=4)
+    requests = ranks.generate(PROMPTS, NUM_NEW)
+    for request in requests:
+        assert list(request.generated) == reference_tokens(path, request.prompt_ids, NUM_NEW)
+        expected = reference_logits(path, request.tokens[:-1])
+        for runner in ranks.runners:
+            actual = runner.observer.logits_of(request.id)
+            assert actual.shape == expected.shape
+            assert (actual - expected).abs().max() <= 1e-4
+    ranks.close()
+
+
+def test_more_ranks_than_two_share_heads_features_and_an_uneven_vocabulary(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", seed=4, vocab_size=9, num_key_value_heads=4, bos_token_id=0, eos_token_id=1)
+    ranks = ThreadRanks(path, tmp_path / "store", 4)
+    # 9 tokens in blocks of 3: the fourth rank holds no row of the vocabulary.
+    (request,) = ranks.generate([[5, 8, 2, 0]], 12)
+    assert ranks.runners[3].model.lm_head.weight.shape[0] == 0
+    assert list(request.generated) == reference_tokens(path, [5, 8, 2, 0], 12)
+    ranks.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bf16_logits_stay_within_bf16_rounding_of_transformers(tmp_path: Path, tp: int) -> None:
+    path = make_llama(tmp_path / "model", seed=5, dtype="bfloat16", attention_bias=True)
+    ranks = ThreadRanks(path, tmp_path / "store", tp)
+    (request,) = ranks.generate([PROMPTS[1]], 8)
+    actual, expected = ranks.runners[0].observer.logits_of("0"), reference_logits(path, request.tokens[:-1])
+    assert actual.dtype == torch.bfloat16
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 2**-6  # a few of bf16's half-ulps (2^-9), accumulated over three layers
+    ranks.close()
+
+
+def test_the_old_rope_scaling_spelling_means_the_same_as_rope_parameters(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", rope_parameters=LLAMA3_ROPE)
+    with LLM(path, logits="all", observer=Memory) as llm:
+        llm.generate([PROMPTS[1]], max_new_tokens=1)
+        new = llm.observer.logits_of("0")
+    config = json.loads((path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (path / "config.json").write_text(json.dumps(config))
+    with LLM(path, logits="all", observer=Memory) as llm:
+        llm.generate([PROMPTS[1]], max_new_tokens=1)
+        assert torch.equal(llm.observer.logits_of("0"), new)
+
+
+def test_sharded_checkpoints_load_like_single_files(tmp_path: Path) -> None:
+    one = make_llama(tmp_path / "one", seed=6)
+    many = make_llama(tmp_path / "many", seed=6, max_shard_size="100KB")
+    assert (many / "model.safetensors.index.json").exists()
+    results = []
+    for path in (one, many):
+        with LLM(path) as llm:
+            results.append(llm.generate(PROMPTS, max_new_tokens=8, ignore_eos=True))
+    assert results[0] == results[1]
+
+
+def test_a_float32_checkpoint_loads_as_bfloat16_when_told_to(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model")
+    with LLM(path, dtype="bfloat16") as llm:
+        assert {parameter.dtype for parameter in llm.model.parameters()} == {torch.bfloat16}
+        assert llm.generate([PROMPTS[0]], max_new_tokens=2)[0].token_ids
