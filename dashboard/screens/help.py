@@ -1,0 +1,72 @@
+"""HelpScreen: what can be pressed, first in the focused pane, then everywhere."""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from tapscope.dashboard.keys import PANES, KeySpec, bindings
+from tapscope.dashboard.widgets.titles import plain_title
+
+_WORDS = """
+Glyphs: % holds nan or inf, ∅ is all zeros, > is the cursor, ▾ ▸ unfolded and folded.
+Blocks ▁▂▃▄▅▆▇█ are the largest |x| of each row, % a row with a non-finite value, · a row of zeros.
+A tensor's rows read 0:5 for position 5 of request 0."""
+
+
+def help_text(specs: Sequence[KeySpec], pane: str) -> Text:
+    """Every action once, with its id for ``--key ID=KEYS``."""
+    here = [spec for spec in specs if pane in spec.panes and spec.panes != PANES]
+    everywhere = [spec for spec in specs if spec.panes == PANES]
+    elsewhere = [spec for spec in specs if pane not in spec.panes]
+    text = Text()
+    for heading, group in ((f"In this pane ({pane})", here), ("Everywhere", everywhere), ("In other panes", elsewhere)):
+        if group:
+            text.append(f"{heading}\n", style="bold")
+        for spec in group:
+            text.append(f"  {spec.shown:<10}", style="bold").append(f" {spec.help}")
+            text.append(f"  ({spec.id})\n", style="dim")
+    return text.append(_WORDS.strip("\n"))
+
+
+class HelpScreen(ModalScreen[None]):
+    """Over the browse screen; esc, q or ? closes it."""
+
+    BINDINGS = bindings(("up", "down", "page_up", "page_down", "first", "last", "back", "help", "quit"))
+
+    def __init__(self, specs: Sequence[KeySpec], pane: str) -> None:
+        super().__init__()
+        self._specs, self._pane = specs, pane
+
+    def compose(self) -> ComposeResult:
+        """One scrolling text."""
+        with VerticalScroll(id="help") as box:
+            box.border_title = plain_title("help · esc closes")
+            box.can_focus = False
+            yield Static(help_text(self._specs, self._pane), id="help-text", markup=False)
+
+    def action_move(self, delta: int) -> None:
+        """Scroll by lines."""
+        self.query_one("#help").scroll_relative(y=delta, animate=False)
+
+    def action_page(self, direction: int) -> None:
+        """Scroll by a page."""
+        self.query_one("#help").scroll_relative(y=direction * self.size.height, animate=False)
+
+    def action_ends(self, direction: int) -> None:
+        """Scroll to the top or the bottom."""
+        box = self.query_one("#help")
+        box.scroll_to(y=0 if direction < 0 else box.max_scroll_y, animate=False)
+
+    def action_back(self) -> None:
+        """Close the help."""
+        self.dismiss()
+
+    action_help = action_back
+
+    async def action_quit(self) -> None:
+        """Close the help (pressed again, q quits)."""
+        self.dismiss()

@@ -1,0 +1,48 @@
+"""Workers of the browse screen: each computes away from the screen and posts one message."""
+
+from collections.abc import Callable
+
+from textual import work
+from textual.screen import Screen
+
+from tapscope.dashboard.messages import (
+    CountsReady,
+    DigestFailed,
+    DigestReady,
+    OpenFailed,
+    RecordsReady,
+    SourceOpened,
+)
+from tapscope.dashboard.sources import Query, RunSource
+from tapscope.errors import TapscopeError
+from tapscope.record import Record
+
+
+class LoadingScreen(Screen[None]):
+    """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
+
+    @work(thread=True, exclusive=True, group="open")
+    def load_source(self, open_source: Callable[[], RunSource]) -> None:
+        """Read the run's index."""
+        try:
+            self.post_message(SourceOpened(open_source()))
+        except TapscopeError as error:
+            self.post_message(OpenFailed(error))
+
+    @work(thread=True, exclusive=True, group="records")
+    def load_records(self, source: RunSource, query: Query) -> None:
+        """Select and sort records."""
+        self.post_message(RecordsReady(query, source.records(query)))
+
+    @work(thread=True, exclusive=True, group="counts")
+    def load_counts(self, source: RunSource, step: int, rank: int) -> None:
+        """Count records and odd ones per module."""
+        self.post_message(CountsReady(step, rank, source.counts(step, rank)))
+
+    @work(thread=True, exclusive=True, group="digest")
+    def load_digest(self, source: RunSource, record: Record) -> None:
+        """Read one tensor."""
+        try:
+            self.post_message(DigestReady(record, source.digest(record)))
+        except TapscopeError as error:
+            self.post_message(DigestFailed(record, error))

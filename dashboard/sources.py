@@ -1,0 +1,257 @@
+"""Sources: what the browse screen asks of a run. Everything here may take long and is called from workers."""
+
+import shlex
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+
+from tapscope import dtypes
+from tapscope.dashboard.digest import Digest, digest
+from tapscope.dashboard.oddity import oddity_of
+from tapscope.dashboard.rows import RowMap, row_map
+from tapscope.record import Key, Record
+from tapscope.run import Run
+from tapscope.site import Glob, describe_layers
+from tapscope.text import plural, size
+
+SORTS = ("in order", "by |max|", "by size")
+CACHED_DIGESTS = 32
+BIG_TENSOR_BYTES = 256 * 10**6
+"""A payload above this is read only when the user says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which records the screen shows."""
+
+    step: int
+    rank: int
+    path: str = ""
+    """Module whose records (and its submodules') are shown; empty for all."""
+    sort: str = SORTS[0]
+    find: str = ""
+    """Part of a site, or a pattern; replaces ``path`` while it is set."""
+
+
+@dataclass(slots=True)
+class SiteNode:
+    """One module of the site tree."""
+
+    path: str
+    name: str
+    children: dict[str, "SiteNode"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Records under one module, in one step on one rank."""
+
+    num_records: int = 0
+    num_odd: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The run in one line."""
+
+    name: str
+    facts: tuple[str, ...]
+    state: str
+    """ON DISK, OPEN, INCOMPLETE, or both of the latter."""
+    missing: tuple[str, ...]
+    """Why it is not complete, one sentence each."""
+
+
+def contains(path: str, site: str) -> bool:
+    """Whether the site lies at or under the module."""
+    return not path or site.startswith((path + ".", path + ":"))
+
+
+def relative(path: str, site: str) -> str:
+    """The site as seen from the module: ``o_proj:out`` under ``layers.3.attn``; its own ports as ``attn:out``."""
+    if not path:
+        return site
+    if site.startswith(path + "."):
+        return site[len(path) + 1 :]
+    return path.rpartition(".")[2] + site[len(path) :]
+
+
+class RunSource:
+    """Answers of one run on disk; safe to call from several threads."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._index: dict[tuple[int, int], list[Record]] = defaultdict(list)
+        for record in run.records:
+            self._index[record.key.step, record.key.rank].append(record)
+        self._firings = Counter(record.key._replace(occurrence=0) for record in run.records)
+        self.steps: tuple[int, ...] = tuple(sorted({r.key.step for r in run.records} | set(run.steps)))
+        self.ranks: tuple[int, ...] = run.ranks
+        odd = (record for record in run.records if oddity_of(record))
+        self._odd = sorted(odd, key=_place)
+        self._odd_places = [_place(record) for record in self._odd]
+        self.tree = _tree(run.records)
+        self.header = self._header()
+        self._digests: OrderedDict[Key, Digest] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def num_odd(self) -> int:
+        """Records of the whole run that look wrong."""
+        return len(self._odd)
+
+    def phase(self, step: int, rank: int) -> str:
+        """Phase of the step as the rank reported it; empty when unknown."""
+        line = self.run.steps.get(step, {}).get(rank)
+        return line.info.phase if line else ""
+
+    def num_records(self, step: int, rank: int) -> int:
+        """Records of one step on one rank."""
+        return len(self._index.get((step, rank), ()))
+
+    def records(self, query: Query) -> list[Record]:
+        """Records that match, in the query's order."""
+        found = self._index.get((query.step, query.rank), [])
+        if query.find:
+            matches = _matcher(query.find)
+            found = [record for record in found if matches(record.key.site)]
+        else:
+            found = [record for record in found if contains(query.path, record.key.site)]
+        if query.sort == SORTS[1]:
+            return sorted(found, key=_largest_first)
+        return sorted(found, key=lambda r: -r.nbytes) if query.sort == SORTS[2] else list(found)
+
+    def counts(self, step: int, rank: int) -> dict[str, Counts]:
+        """Module path -> its counts; modules without a record are left out."""
+        records: dict[str, int] = defaultdict(int)
+        odd: dict[str, int] = defaultdict(int)
+        for record in self._index.get((step, rank), []):
+            is_odd = oddity_of(record) is not None
+            for path in _ancestors(record.key.site.rpartition(":")[0]):
+                records[path] += 1
+                odd[path] += is_odd
+        return {path: Counts(num, odd[path]) for path, num in records.items()}
+
+    def next_odd(self, step: int, rank: int, seq: int, direction: int) -> Record | None:
+        """The nearest odd record after (or before) this place in the whole run, around the end; None if none is."""
+        if not self._odd:
+            return None
+        here = (step, rank, seq)
+        if direction > 0:
+            return self._odd[bisect_right(self._odd_places, here) % len(self._odd)]
+        return self._odd[bisect_left(self._odd_places, here) - 1]
+
+    def num_firings(self, record: Record) -> int:
+        """How many records this site has in the same step, micro, pass and rank."""
+        return self._firings[record.key._replace(occurrence=0)]
+
+    def rows(self, record: Record) -> RowMap | None:
+        """Whose token rows the record holds."""
+        return row_map(record, self.run.steps.get(record.key.step, {}).get(record.key.rank))
+
+    def cached_digest(self, record: Record) -> Digest | None:
+        """The digest if it is at hand; never reads."""
+        with self._lock:
+            if record.key in self._digests:
+                self._digests.move_to_end(record.key)
+            return self._digests.get(record.key)
+
+    def digest(self, record: Record) -> Digest:
+        """Read the payload and boil it down; the latest 32 are kept. Raises RunCorruptError."""
+        found = self.cached_digest(record)
+        if found is None:
+            found = digest(self.run.array(record), self.rows(record))
+            with self._lock:
+                self._digests[record.key] = found
+                while len(self._digests) > CACHED_DIGESTS:
+                    self._digests.popitem(last=False)
+        return found
+
+    def command(self, record: Record | None, query: Query) -> str:
+        """The command line that shows the same: ``tapscope show ...``, or ``tapscope ls ...`` without a record."""
+        words = ["tapscope", "ls", str(self.run.path)]
+        if record is not None:
+            words[1:] = ["show", str(self.run.path), record.key.site, "--step", str(record.key.step)]
+            words += ["--rank", str(record.key.rank), "--occurrence", str(record.key.occurrence)]
+        else:
+            words += ["--steps", str(query.step), "--ranks", str(query.rank)]
+        return shlex.join(words)
+
+    def hint(self) -> str:
+        """Which sites there are, for an empty search."""
+        return describe_layers({record.key.site for record in self.run.records})
+
+    def close(self) -> None:
+        """Let go of the mapped files."""
+        self.run.close()
+
+    def _header(self) -> Header:
+        run, manifest = self.run, self.run.manifest
+        mesh = " ".join(f"{axis}{num}" for axis, num in run.mesh.items())
+        nbytes = sum(e.nbytes for _, e in {(r.key.rank, r.entry) for r in run.records} if e is not None)
+        facts = [
+            str(manifest.get("model") or ""),
+            dtypes.short(manifest["dtype"]) if manifest.get("dtype") else "",
+            mesh,
+            plural(len(self.steps), "step"),
+            plural(len(run.records), "record"),
+            size(nbytes) if nbytes else "statistics only",
+            f"{self.num_odd:,} odd" if self.num_odd else "",
+        ]
+        ledger = run.ledger()
+        words = [
+            *(["OPEN"] if ledger.open_ranks or not run.ranks else []),
+            *([] if ledger.complete else ["INCOMPLETE"]),
+        ]
+        state = " · ".join(words) or "ON DISK"
+        return Header(run.name, tuple(fact for fact in facts if fact), state, tuple(ledger.sentences()))
+
+
+def _place(record: Record) -> tuple[int, int, int]:
+    return (record.key.step, record.key.rank, record.seq)
+
+
+def _largest_first(record: Record) -> tuple[bool, float]:
+    """Non-finite before all."""
+    stats = record.stats
+    return (not (stats and stats.nonfinite), -((stats.absmax or 0.0) if stats else 0.0))
+
+
+def _matcher(find: str) -> Callable[[str], bool]:
+    """A pattern when it has * or ?, else a part of the site in any case."""
+    if "*" in find or "?" in find:
+        return Glob(find).matches
+    part = find.lower()
+    return lambda site: part in site.lower()
+
+
+def _ancestors(path: str) -> list[str]:
+    """The path and every module around it, the root (empty) first."""
+    parts = path.split(".") if path else []
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+
+def _tree(records: list[Record]) -> SiteNode:
+    """Modules in order of first firing; numbered ones by number."""
+    root = SiteNode("", "")
+    seen: set[str] = set()
+    for record in records:
+        path = record.key.site.rpartition(":")[0]
+        if path in seen:
+            continue
+        seen.add(path)
+        node = root
+        for parent, full in zip(_ancestors(path), _ancestors(path)[1:], strict=False):
+            name = full[len(parent) + 1 :] if parent else full
+            node = node.children.setdefault(name, SiteNode(full, name))
+    _sort_numbered(root)
+    return root
+
+
+def _sort_numbered(node: SiteNode) -> None:
+    if node.children and all(name.isdigit() for name in node.children):
+        node.children = dict(sorted(node.children.items(), key=lambda item: int(item[0])))
+    for child in node.children.values():
+        _sort_numbered(child)

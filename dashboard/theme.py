@@ -1,0 +1,32 @@
+"""Themes: dark, light, and the terminal's own colours. Orange means odd; nothing is said by colour alone."""
+
+from textual.theme import Theme
+
+DARK = Theme(
+    name="tapscope-dark",
+    primary="#6aa2d8",
+    secondary="#8a93a3",
+    accent="#e8913a",
+    warning="#e8913a",
+    error="#e8913a",
+    foreground="#d6d9de",
+    background="#14161a",
+    surface="#14161a",
+    panel="#2a2f38",
+    dark=True,
+)
+LIGHT = Theme(
+    name="tapscope-light",
+    primary="#1f5f9e",
+    secondary="#5b6470",
+    accent="#b35a00",
+    warning="#b35a00",
+    error="#b35a00",
+    foreground="#22262c",
+    background="#fbfbf9",
+    surface="#fbfbf9",
+    panel="#dfe3e8",
+    dark=False,
+)
+NAMES = {"dark": DARK.name, "light": LIGHT.name, "ansi": "ansi-dark"}
+"""Value of ``--theme`` -> theme; ``ansi`` is Textual's own, in the terminal's 16 colours."""

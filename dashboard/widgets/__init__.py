@@ -1,0 +1,1 @@
+"""One module per widget; widgets draw, screens decide."""

@@ -1,0 +1,139 @@
+"""RowList: rows with a cursor, of which only the visible ones are ever formatted."""
+
+from typing import ClassVar
+
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from tapscope.dashboard.widgets.titles import plain_title
+
+
+class RowList(ScrollView, can_focus=True, inherit_bindings=False):
+    """Base of the site tree and the record table. Subclasses format; 100,000 rows cost as much as 20."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"row-list--cursor", "row-list--header"}
+
+    class Moved(Message):
+        """The cursor stands on another row."""
+
+        def __init__(self, row_list: "RowList") -> None:
+            super().__init__()
+            self.row_list = row_list
+
+        @property
+        def control(self) -> "RowList":
+            """The list, for ``@on`` selectors."""
+            return self.row_list
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id, classes="pane")
+        self.num_rows = 0
+        self.cursor = 0
+        self.empty_text = ""
+        """What stands there when there is no row: what to do next."""
+
+    def header(self, width: int) -> Text | None:
+        """The line above the rows, or None."""
+        return None
+
+    def format_row(self, row: int, width: int) -> Text:
+        """One row, ``width`` cells; called for visible rows only."""
+        raise NotImplementedError
+
+    def set_title(self, title: str, subtitle: str = "") -> None:
+        """Text in the border."""
+        self.border_title, self.border_subtitle = plain_title(title), plain_title(subtitle)
+
+    def set_num_rows(self, num_rows: int, cursor: int) -> None:
+        """Show other rows; does not post :class:`Moved`."""
+        self.num_rows = num_rows
+        self.cursor = max(min(cursor, num_rows - 1), 0)
+        self.virtual_size = Size(1, num_rows + self._num_header)
+        self._follow()
+        self.refresh()
+
+    def move(self, delta: int) -> None:
+        """Move the cursor by lines."""
+        self.go(self.cursor + delta)
+
+    def page(self, direction: int) -> None:
+        """Move the cursor by a page."""
+        self.go(self.cursor + direction * max(self.size.height - self._num_header - 1, 1))
+
+    def ends(self, direction: int) -> None:
+        """Move the cursor to the first or last row."""
+        self.go(0 if direction < 0 else self.num_rows - 1)
+
+    def go(self, row: int) -> None:
+        """Put the cursor on a row (the nearest there is)."""
+        row = max(min(row, self.num_rows - 1), 0)
+        if row != self.cursor:
+            self.cursor = row
+            self._follow()
+            self.refresh()
+            self.post_message(self.Moved(self))
+
+    @property
+    def room(self) -> int:
+        """Cells of a line beside the scrollbar."""
+        return self.scrollable_content_region.width
+
+    @property
+    def _num_header(self) -> int:
+        return 0 if self.header(self.room) is None else 1
+
+    def _follow(self) -> None:
+        """Scroll no further than needed to see the cursor."""
+        visible = max(self.size.height - self._num_header, 1)
+        top = round(self.scroll_offset.y)
+        wanted = min(max(top, self.cursor - visible + 1), self.cursor)
+        if wanted != top:
+            self.scroll_to(y=wanted, animate=False, immediate=True)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Keep the cursor in sight."""
+        self._follow()
+
+    def on_focus(self) -> None:
+        """The cursor is drawn differently in the pane that has the keys."""
+        self.refresh()
+
+    def on_blur(self) -> None:
+        """See on_focus."""
+        self.refresh()
+
+    def on_click(self, event: events.Click) -> None:
+        """A click moves the cursor."""
+        at = event.get_content_offset(self)
+        row = at.y - self._num_header + self.scroll_offset.y if at is not None else -1
+        if 0 <= row < self.num_rows:
+            self.go(row)
+
+    def render_line(self, y: int) -> Strip:
+        """One line of the screen; the header does not scroll."""
+        width = self.room
+        header = self.header(width)
+        base = self.rich_style
+        if not self.num_rows:
+            return self._strip(self._empty_line(y, width), base)
+        if header is not None and y == 0:
+            return self._strip(Text("  ").append_text(header), self.get_component_rich_style("row-list--header"))
+        row = y - (header is not None) + round(self.scroll_offset.y)
+        if row >= self.num_rows:
+            return Strip.blank(width, base)
+        is_cursor = row == self.cursor
+        line = Text("> " if is_cursor else "  ").append_text(self.format_row(row, width - 2))
+        return self._strip(line, self.get_component_rich_style("row-list--cursor") if is_cursor else base)
+
+    def _empty_line(self, y: int, width: int) -> Text:
+        lines = Text(self.empty_text).wrap(self.app.console, max(width - 2, 1))
+        return Text(" ").append_text(lines[y]) if y < len(lines) else Text()
+
+    def _strip(self, text: Text, style: Style) -> Strip:
+        strip = Strip(text.render(self.app.console)).apply_style(style)
+        return strip.adjust_cell_length(self.room, style)

@@ -1,0 +1,116 @@
+"""SiteTree: the modules of the run, with how many records each has and how many look wrong."""
+
+from rich.text import Text
+
+from tapscope.dashboard.keys import SITES
+from tapscope.dashboard.sources import Counts, SiteNode
+from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.text import count, middle
+
+FIRST_ROWS = 40
+"""Levels are unfolded at first as long as the tree stays within so many rows."""
+
+WIDE = 26
+"""From this width on a level is indented by two cells, below by one."""
+
+
+class SiteTree(RowList):
+    """Left pane of the browse screen."""
+
+    def __init__(self) -> None:
+        super().__init__(SITES)
+        self._root = SiteNode("", "")
+        self._label = ""
+        self._counts: dict[str, Counts] = {}
+        self._unfolded: set[str] = set()
+        self._visible: list[tuple[SiteNode, int]] = []
+
+    @property
+    def path(self) -> str:
+        """Module under the cursor; empty for the whole model."""
+        return self._visible[self.cursor][0].path if self._visible else ""
+
+    def set_tree(self, root: SiteNode, label: str) -> None:
+        """Show another tree; folds and cursor stay where their modules still exist."""
+        path, is_first = self.path, not self._unfolded
+        self._root, self._label = root, label
+        if is_first:
+            self._unfolded = _first_unfolded(root)
+        self._flatten(path)
+
+    def set_counts(self, counts: dict[str, Counts]) -> None:
+        """Marks of the chosen step and rank."""
+        self._counts = counts
+        self.refresh()
+
+    def reveal(self, path: str) -> None:
+        """Unfold what hides the module and put the cursor on it, without posting Moved."""
+        parts = path.split(".") if path else []
+        self._unfolded |= {"", *(".".join(parts[:i]) for i in range(1, len(parts)))}
+        self._flatten(path)
+
+    def fold(self) -> None:
+        """Fold the module, or go to its parent when it is folded."""
+        node, depth = self._visible[self.cursor]
+        if node.path in self._unfolded and node.children:
+            self._unfolded.discard(node.path)
+            self._flatten(node.path)
+        elif depth:
+            parent = next(row for row in range(self.cursor, -1, -1) if self._visible[row][1] < depth)
+            self.go(parent)
+
+    def unfold(self) -> None:
+        """Unfold the module, or go to its first child when it is unfolded."""
+        node, _ = self._visible[self.cursor]
+        if not node.children:
+            return
+        if node.path in self._unfolded:
+            self.go(self.cursor + 1)
+        else:
+            self._unfolded.add(node.path)
+            self._flatten(node.path)
+
+    def format_row(self, row: int, width: int) -> Text:
+        """``▾ layers.12      % 1  6``."""
+        node, depth = self._visible[row]
+        found = self._counts.get(node.path, Counts())
+        mark = f"% {count(found.num_odd)} " if found.num_odd else ""
+        amount = count(found.num_records) if found.num_records else "-"
+        fold = " " if not node.children else "▾" if node.path in self._unfolded else "▸"
+        room = max(width - len(mark) - len(amount) - 1, 4)
+        indent = 2 if width >= WIDE else 1
+        start = f"{' ' * min(indent * depth, room // 2)}{fold} "
+        name = start + middle(_label(node) if node.path else self._label, room - len(start))
+        style = "" if found.num_records else "dim"
+        return Text(f"{name:<{room}} ", style=style).append(mark, style="bold").append(amount, style="dim")
+
+    def _flatten(self, path: str) -> None:
+        self._visible = []
+        stack = [(self._root, 0)]
+        while stack:
+            node, depth = stack.pop()
+            self._visible.append((node, depth))
+            if node.path in self._unfolded:
+                stack += [(child, depth + 1) for child in reversed(node.children.values())]
+        cursor = next((row for row, (node, _) in enumerate(self._visible) if node.path == path), 0)
+        self.set_num_rows(len(self._visible), cursor)
+
+
+def _label(node: SiteNode) -> str:
+    """A numbered module says what it is the number of: ``layers.12``."""
+    if not node.name.isdigit():
+        return node.name
+    return ".".join(node.path.rsplit(".", 2)[-2:])
+
+
+def _first_unfolded(root: SiteNode) -> set[str]:
+    """Whole levels, from the root down, while the tree stays short; the root is always unfolded."""
+    unfolded, level, rows = {""}, list(root.children.values()), 1 + len(root.children)
+    while level:
+        below = [child for node in level for child in node.children.values()]
+        rows += len(below)
+        if rows > FIRST_ROWS:
+            break
+        unfolded |= {node.path for node in level if node.children}
+        level = below
+    return unfolded

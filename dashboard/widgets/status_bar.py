@@ -1,0 +1,101 @@
+"""StatusBar and KeyBar: the run and its state above, what can be pressed now below."""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+from textual import events
+from textual.widgets import Static
+
+from tapscope.dashboard.keys import KeySpec
+from tapscope.dashboard.sources import Header
+from tapscope.text import middle
+
+
+class StatusBar(Static):
+    """The first line: name, facts, state in words. Facts give way where it is narrow, the state never."""
+
+    def __init__(self) -> None:
+        super().__init__("", id="status", markup=False)
+        self._header: Header | None = None
+
+    def set_header(self, header: Header) -> None:
+        """Show another run."""
+        self._header = header
+        self._draw()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """What fits has changed."""
+        self._draw()
+
+    def _draw(self) -> None:
+        header = self._header
+        if header is not None:
+            self.update(status_line(header, self.size.width))
+
+
+def status_line(header: Header, width: int) -> Text:
+    """One line of exactly ``width`` cells (more only where the state alone is longer)."""
+    state = header.state
+    if header.missing and width >= 100:
+        room = width - len(state) - len(header.name) - 24
+        state += f": {middle(header.missing[0], max(room, 20))}"
+    left = f" tapscope  {middle(header.name, max(width - len(state) - 14, 8))}"
+    facts = ""
+    for fact in header.facts:
+        longer = f"{facts} · {fact}" if facts else f"   {fact}"
+        if len(left) + len(longer) + len(state) + 3 > width:
+            break
+        facts = longer
+    gap = max(width - len(left) - len(facts) - len(state) - 1, 1)
+    line = Text(left, style="bold").append(facts, style="not bold").append(" " * gap)
+    return line.append(state, style="bold" if header.state == "ON DISK" else "bold reverse").append(" ")
+
+
+class KeyBar(Static):
+    """The last line: keys that work now, or what has just happened."""
+
+    def __init__(self) -> None:
+        super().__init__("", id="keys", markup=False)
+        self._specs: Sequence[KeySpec] = ()
+        self.said = ""
+        """The sentence shown in place of the keys, until something else happens."""
+
+    def set_keys(self, specs: Sequence[KeySpec]) -> None:
+        """Show these keys (and no sentence)."""
+        self._specs, self.said = specs, ""
+        self._draw()
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence in place of the keys."""
+        self.said = sentence
+        self._draw()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """What fits has changed."""
+        self._draw()
+
+    def _draw(self) -> None:
+        self.update(Text(f" {self.said}", style="bold") if self.said else key_line(self._specs, self.size.width))
+
+
+def key_line(specs: Sequence[KeySpec], width: int) -> Text:
+    """``/ find  [ ] step  ? help``: neighbours with one label share it; the last two (help, quit) always fit in."""
+    groups: list[tuple[str, str]] = []
+    for spec in specs:
+        key = spec.shown.split(" ")[0]
+        if groups and groups[-1][1] == spec.label:
+            groups[-1] = (f"{groups[-1][0]} {key}", spec.label)
+        else:
+            groups.append((key, spec.label))
+    first, last = groups[:-2], groups[-2:]
+    room = width - 1 - sum(len(key) + len(label) + 3 for key, label in last)
+    shown = []
+    for key, label in first:
+        room -= len(key) + len(label) + 3
+        if room < 0:
+            break
+        shown.append((key, label))
+    line = Text(" ")
+    for key, label in [*shown, *last]:
+        line.append(key, style="bold").append(f" {label}  ")
+    return line

@@ -1,0 +1,219 @@
+"""Account: what `tapscope info` says of a run, gathered once for text and JSON alike."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope import dtypes
+from tapscope.dashboard.oddity import Oddity, oddity_of
+from tapscope.record import Record
+from tapscope.run import Event, Run
+from tapscope.site import compact_ranges, layer_of
+from tapscope.text import count, number, plural, size
+
+MAX_LINES = 12
+"""Odd sites and events printed as text; what is left out is said, and --json prints all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """One metric over the steps of one rank."""
+
+    name: str
+    rank: int
+    num_steps: int
+    mean: float
+    min: float
+    max: float
+    last: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def __str__(self) -> str:
+        spread = f"mean {number(self.mean)}  min {number(self.min)}  max {number(self.max)}"
+        return f"{self.name}  {spread}  last {number(self.last)}  ({plural(self.num_steps, 'step')}, rank {self.rank})"
+
+
+@dataclass(frozen=True, slots=True)
+class OddSite:
+    """A site some of whose records look wrong in one way."""
+
+    site: str
+    oddity: Oddity
+    """Of the first such record."""
+    num_records: int
+    step: int
+    rank: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return {
+            "site": self.site,
+            "kind": self.oddity.kind,
+            "detail": self.oddity.detail,
+            "num_records": self.num_records,
+            "step": self.step,
+            "rank": self.rank,
+        }
+
+    def __str__(self) -> str:
+        where = f"first at step {self.step}, rank {self.rank}"
+        return (
+            f"{self.oddity.glyph} {self.site}  {self.oddity.kind} in {plural(self.num_records, 'record')}, "
+            f"{where}: {self.oddity.detail}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EventLine:
+    """An event that is neither a rank's greeting nor its goodbye."""
+
+    event: Event
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields as recorded."""
+        return {"kind": self.event.kind, "rank": self.event.rank, "fields": self.event.fields}
+
+    def __str__(self) -> str:
+        fields = " ".join(f"{k}={v}" for k, v in self.event.fields.items() if k != "time")
+        return f"{self.event.kind}  rank {self.event.rank}  {fields}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Everything `tapscope info` says."""
+
+    run: str
+    manifest: dict[str, Any]
+    ranks: tuple[int, ...]
+    world_size: int
+    phases: dict[str, list[int]]
+    """Phase -> its steps."""
+    num_sites: int
+    layers: tuple[int, ...]
+    num_records: int
+    num_with_values: int
+    nbytes: int
+    """Bytes of payload on disk, shared ones once."""
+    metrics: list[MetricSummary]
+    events: list[EventLine]
+    odd: list[OddSite]
+    complete: bool
+    missing: list[str]
+    """Sentences of the ledger."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing is missing and nothing looks wrong."""
+        return self.complete and not self.odd
+
+    def facts(self) -> dict[str, Any]:
+        """The countable part, for JSON."""
+        names = ("run", "manifest", "ranks", "world_size", "phases", "num_sites", "layers", "num_records")
+        return {name: getattr(self, name) for name in (*names, "num_with_values", "nbytes")}
+
+    def sections(self) -> list[tuple[str, list[str]]]:
+        """(heading, lines) for people."""
+        return [
+            ("run", [self.run]),
+            ("captured", [self._captured()]),
+            ("steps", [self._steps()]),
+            ("sites", [self._sites()]),
+            ("records", [self._records()]),
+            ("metrics", _some(self.metrics, "metric")),
+            ("events", _some(self.events, "event")),
+            (
+                "odd",
+                _some(self.odd, "odd site") or ["none: no site holds nan, inf or only zeros"] * bool(self.num_records),
+            ),
+            (
+                "complete",
+                [f"{'yes' if self.complete else 'NO'}{'; ' if self.missing else ''}{'; '.join(self.missing)}"],
+            ),
+        ]
+
+    def _captured(self) -> str:
+        mesh = " ".join(f"{axis}{num}" for axis, num in self.manifest.get("mesh", {}).items())
+        facts = [str(self.manifest.get(name) or "") for name in ("framework", "model")]
+        facts += [dtypes.short(self.manifest["dtype"]) if self.manifest.get("dtype") else "", mesh]
+        facts += [f"{len(self.ranks)} of {plural(self.world_size, 'rank')}", str(self.manifest.get("created") or "")]
+        return " · ".join(fact for fact in facts if fact)
+
+    def _steps(self) -> str:
+        total = sum(map(len, self.phases.values()))
+        parts = [f"{len(steps)} {phase} ({compact_ranges(steps)})" for phase, steps in self.phases.items()]
+        return f"{count(total)}: {', '.join(parts)}" if parts else "none yet"
+
+    def _sites(self) -> str:
+        layers = f", layers {compact_ranges(self.layers)}" if self.layers else ""
+        return f"{count(self.num_sites)}{layers}"
+
+    def _records(self) -> str:
+        if not self.num_records:
+            return "none yet"
+        stats = self.num_records - self.num_with_values
+        values = f"{count(self.num_with_values)} with values ({size(self.nbytes)})"
+        return f"{count(self.num_records)}: {values}, {count(stats)} without"
+
+
+def account_of(run: Run) -> Account:
+    """Gather the account of an open run."""
+    ledger = run.ledger()
+    phases: dict[str, list[int]] = defaultdict(list)
+    for step, by_rank in run.steps.items():
+        phases[by_rank[min(by_rank)].info.phase].append(step)
+    sites = {record.key.site for record in run.records}
+    layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
+    entries = {(r.key.rank, r.entry) for r in run.records if r.entry is not None}
+    return Account(
+        run=str(run.path),
+        manifest=run.manifest,
+        ranks=run.ranks,
+        world_size=run.world_size,
+        phases=dict(phases),
+        num_sites=len(sites),
+        layers=tuple(layers),
+        num_records=len(run.records),
+        num_with_values=sum(1 for r in run.records if r.entry is not None),
+        nbytes=sum(entry.nbytes for _, entry in entries),
+        metrics=_metrics(run),
+        events=[EventLine(e) for e in run.events() if e.kind not in ("open", "close")],
+        odd=_odd(run.records),
+        complete=ledger.complete,
+        missing=ledger.sentences(),
+    )
+
+
+def _metrics(run: Run) -> list[MetricSummary]:
+    """Per name, over the lowest rank that reports it: ranks of one step mostly report the same."""
+    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for metric in run.metrics():
+        values[metric.name][metric.rank].append(metric.value)
+    found = []
+    for name, by_rank in values.items():
+        rank = min(by_rank)
+        series = by_rank[rank]
+        mean = sum(series) / len(series)
+        found.append(MetricSummary(name, rank, len(series), mean, min(series), max(series), series[-1]))
+    return found
+
+
+def _odd(records: list[Record]) -> list[OddSite]:
+    """Odd sites in order of their first odd record."""
+    first: dict[tuple[str, str], tuple[Record, Oddity]] = {}
+    amount: Counter[tuple[str, str]] = Counter()
+    for record in sorted(records, key=lambda r: (r.key.step, r.key.rank, r.seq)):
+        oddity = oddity_of(record)
+        if oddity is not None:
+            first.setdefault((record.key.site, oddity.kind), (record, oddity))
+            amount[record.key.site, oddity.kind] += 1
+    return [OddSite(k[0], o, amount[k], r.key.step, r.key.rank) for k, (r, o) in first.items()]
+
+
+def _some(items: list[Any], noun: str) -> list[str]:
+    lines = [str(item) for item in items[:MAX_LINES]]
+    if len(items) > MAX_LINES:
+        lines.append(f"and {plural(len(items) - MAX_LINES, f'more {noun}')}; --json lists all")
+    return lines

@@ -1,0 +1,124 @@
+"""`tapscope ls`: the records of a run, one per line."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from tapscope.errors import UsageError
+
+from . import diagnostics, output
+from .selection import add_selection_flags, select
+
+if TYPE_CHECKING:
+    from tapscope.record import Record
+
+SCHEMA = "tapscope.ls/1"
+
+
+class LsCommand:
+    """list the records of a run, one per line
+
+    $ tapscope ls base --site 'layers.3.*:out' --sort max --limit 10
+
+    Columns: glyph (% not finite, ∅ all zero), step, rank, site, dtype, shape, rms, |max|, nan and inf counts,
+    bytes kept (- where only statistics are).
+    """
+
+    name = "ls"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        parser.add_argument("path", metavar="RUN", help="a run directory")
+        add_selection_flags(parser)
+        parser.add_argument("--sort", choices=("seq", "max", "size"), default="seq", help="order (default: seq)")
+        parser.add_argument("--limit", type=int, metavar="N", help="at most N records; what is cut is said")
+        parser.add_argument("--odd", action="store_true", help="only records that look wrong")
+        parser.add_argument("--json", action="store_true", help="one JSON object per line")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print the list; 0 also when the run is empty, which is said."""
+        from tapscope.dashboard.oddity import oddity_of
+        from tapscope.run import open_run
+
+        if args.limit is not None and args.limit < 1:
+            raise UsageError(f"--limit {args.limit} shows nothing; give a number from 1 up")
+        with open_run(args.path) as run:
+            found = select(run, args)
+            if args.odd:
+                found = [record for record in found if oddity_of(record)]
+            found.sort(key=_order(args.sort))
+            shown = found[: args.limit]
+            for line in map(_json, shown) if args.json else ():
+                output.write_json(line)
+            if not args.json:
+                _table(shown)
+            _say(args, run.path, len(found), len(shown), bool(run.records))
+            for problem in run.problems:
+                diagnostics.warn(problem)
+        return diagnostics.ExitCode.OK
+
+
+def _order(sort: str) -> Any:
+    """Largest first for max (non-finite before all) and size; by step, rank and seq otherwise."""
+
+    def by_max(record: "Record") -> tuple[bool, float]:
+        stats = record.stats
+        return (not (stats and stats.nonfinite), -((stats.absmax or 0.0) if stats else 0.0))
+
+    def by_seq(record: "Record") -> tuple[int, int, int]:
+        return (record.key.step, record.key.rank, record.seq)
+
+    return {"seq": by_seq, "max": by_max, "size": lambda record: -record.nbytes}[sort]
+
+
+def _say(args: argparse.Namespace, path: Any, found: int, shown: int, any_record: bool) -> None:
+    if not found:
+        why = "no record looks wrong" if args.odd and any_record else f"{path} holds no record yet"
+        diagnostics.note(why)
+    elif shown < found:
+        diagnostics.note(f"{found - shown:,} more records; --limit {found} lists them all")
+
+
+def _table(records: "list[Record]") -> None:
+    """Columns as wide as their longest cell: nothing is cut off."""
+    rows = [_cells(record) for record in records]
+    if not rows:
+        return
+    head = ("", "step", "rank", "site", "dtype", "shape", "rms", "|max|", "nan", "inf", "bytes")
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    left = (0, 3, 4)
+    for row in (head, *rows):
+        cells = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        output.write_line("  ".join(cells).rstrip())
+
+
+def _cells(record: "Record") -> tuple[str, ...]:
+    from tapscope import dtypes
+    from tapscope.dashboard.oddity import oddity_of
+    from tapscope.text import count, number, shape, size
+
+    key, stats, odd = record.key, record.stats, oddity_of(record)
+    site = key.site + (f" #{key.occurrence}" if key.occurrence else "")
+    numbers = ("-",) * 4
+    if stats is not None:
+        numbers = (number(stats.rms), number(stats.absmax), count(stats.nan), count(stats.posinf + stats.neginf))
+    return (
+        odd.glyph if odd else "",
+        str(key.step),
+        str(key.rank),
+        site,
+        dtypes.short(record.dtype),
+        shape(record.shape) if record.dtype else "value",
+        *numbers,
+        size(record.nbytes) if record.entry else "-",
+    )
+
+
+def _json(record: "Record") -> dict[str, Any]:
+    from tapscope.dashboard.oddity import oddity_of
+    from tapscope.record import to_json
+
+    odd = oddity_of(record)
+    line = {"schema": SCHEMA, **to_json(record), "rank": record.key.rank}
+    if odd:
+        line["odd"] = {"kind": odd.kind, "detail": odd.detail}
+    return line

@@ -1,0 +1,223 @@
+"""`tapscope show`: one tensor, its statistics and values."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from tapscope.errors import RuleError, UsageError
+
+from . import diagnostics, output
+
+if TYPE_CHECKING:
+    from tapscope.dashboard.digest import Digest
+    from tapscope.dashboard.rows import RowMap
+    from tapscope.record import Record
+    from tapscope.run import Run
+
+SCHEMA = "tapscope.show/1"
+MAX_SLICE_ROWS = 64
+"""Rows of a slice printed as text; --json prints all."""
+
+
+class ShowCommand:
+    """show one tensor: statistics, histogram, values
+
+    $ tapscope show base layers.12.self_attn.o_proj:out --step 0 --slice "0,:8"
+
+    Where several records match, the first is shown, and stderr says how to choose another.
+    """
+
+    name = "show"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        parser.add_argument("path", metavar="RUN", help="a run directory")
+        parser.add_argument("site", metavar="SITE", help="a site as `tapscope ls RUN` prints it, or a pattern")
+        parser.add_argument("--step", type=int, metavar="N", help="step (default: the first that has the site)")
+        parser.add_argument("--rank", type=int, metavar="N", help="rank (default: the first that has the site)")
+        parser.add_argument("--occurrence", type=int, metavar="N", help="which firing within the step, from 0")
+        parser.add_argument("--slice", metavar="INDEX", help="these values only, as in Python: '0,:8' or '...,-1'")
+        parser.add_argument("--json", action="store_true", help="one JSON object")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print the tensor."""
+        from tapscope.dashboard.rows import row_map
+        from tapscope.run import open_run
+
+        with open_run(args.path) as run:
+            matches = find(run, args)
+            record = matches[0]
+            if len(matches) > 1:
+                diagnostics.note(_others(matches))
+            step = run.steps.get(record.key.step, {}).get(record.key.rank)
+            rows = row_map(record, step)
+            if args.slice is not None:
+                _show_slice(run, record, args)
+            elif args.json:
+                output.write_json(_json(record, _digest(run, record, rows)))
+            else:
+                firings = sum(
+                    1 for r in run.records if r.key._replace(occurrence=0) == record.key._replace(occurrence=0)
+                )
+                _print(run, record, rows, firings, step.info.phase if step else "")
+        return diagnostics.ExitCode.OK
+
+
+def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
+    """Records that match, first the one to show; raises RuleError that lists what there is."""
+    found = run.select([args.site])
+    exact = [record for record in found if record.key.site == args.site]
+    found = exact or found
+    wanted = {"step": args.step, "rank": args.rank, "occurrence": args.occurrence}
+    matches = [r for r in found if all(v is None or getattr(r.key, k) == v for k, v in wanted.items())]
+    if not matches:
+        asked = " ".join(f"--{name} {value}" for name, value in wanted.items() if value is not None)
+        raise RuleError(f"{args.site} has no record with {asked} in {run.path}; it has {_have(found)}")
+    return sorted(matches, key=lambda r: (r.key.step, r.key.rank, r.seq))
+
+
+def _have(records: "list[Record]") -> str:
+    from tapscope.site import compact_ranges
+
+    numbers = {name: {getattr(r.key, name) for r in records} for name in ("step", "rank", "occurrence")}
+    return ", ".join(f"{name}{'s' * (len(n) > 1)} {compact_ranges(n)}" for name, n in numbers.items())
+
+
+def _others(matches: "list[Record]") -> str:
+    """Which record is shown out of several, and the flags that choose another."""
+    key = matches[0].key
+    sites = sorted({record.key.site for record in matches})
+    shown = f"{len(matches):,} records match; shown: {key.site} --step {key.step} --rank {key.rank}"
+    shown += f" --occurrence {key.occurrence}"
+    if len(sites) == 1:
+        return f"{shown} (there are {_have(matches)})"
+    more = f" and {len(sites) - 4} more" if len(sites) > 4 else ""
+    return f"{shown}; sites: {', '.join(sites[:4])}{more}"
+
+
+def _digest(run: "Run", record: "Record", rows: "RowMap | None") -> "Digest | None":
+    from tapscope.dashboard.digest import digest
+
+    return digest(run.array(record), rows) if record.entry is not None else None
+
+
+def _print(run: "Run", record: "Record", rows: "RowMap | None", firings: int, phase: str) -> None:
+    from rich.text import Text
+
+    from tapscope.dashboard import paint
+
+    console = output.console()
+    width = max(console.width, 40)
+    lines = [Text(f"{record.key.site}   {' · '.join(paint.title_facts(record, firings, phase))}", style="bold")]
+    lines += paint.what_lines(record, rows, width)
+    lines += [Text(), *paint.stats_lines(record, width)] if record.dtype else []
+    digest = _digest(run, record, rows)
+    if digest is None:
+        lines += [Text(), Text(paint.no_values_text(record))]
+    else:
+        if digest.is_magnitude:
+            lines += [Text("complex values are shown by their magnitude")]
+        lines += [*paint.summary_lines(digest, min(width, 80)), Text()]
+        lines += [*paint.histogram_lines(digest.histogram, min(width, 80), 17), Text()]
+        lines += paint.corner_lines(digest.corner, rows, width, 10)
+        if digest.around_bad is not None:
+            lines += [Text(), Text("around the first non-finite value"), *_around(digest, width)]
+    for line in lines:
+        console.print(line)
+
+
+def _around(digest: "Digest", width: int) -> Any:
+    from tapscope.dashboard import paint
+
+    assert digest.around_bad is not None
+    return paint.corner_lines(digest.around_bad, digest.rows, width, 10)
+
+
+def parse_index(text: str, ndim: int) -> tuple[Any, ...]:
+    """``"0,:8"`` as a numpy index of ints, slices and one ``...``; raises UsageError."""
+    index = tuple(_parse_part(part.strip(), text) for part in text.split(","))
+    if sum(part is Ellipsis for part in index) > 1:
+        raise UsageError(f"--slice {text!r}: '...' may stand once")
+    used = len([part for part in index if part is not Ellipsis])
+    if used > ndim:
+        raise UsageError(f"--slice {text!r} has {used} indices but the tensor has {ndim} axes")
+    fill = (slice(None),) * (ndim - used)
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    return index[:at] + fill + index[at + 1 :]
+
+
+def _parse_part(part: str, text: str) -> Any:
+    if part == "...":
+        return Ellipsis
+    pieces = part.split(":")
+    try:
+        numbers = [int(piece) if piece.strip() else None for piece in pieces]
+    except ValueError:
+        numbers = []
+    is_index = len(pieces) == 1 and numbers and numbers[0] is not None
+    if is_index:
+        return numbers[0]
+    if len(pieces) in (2, 3) and numbers and (len(numbers) < 3 or numbers[2] != 0):
+        return slice(*numbers)
+    raise UsageError(f"--slice {text!r}: {part!r} is no index; write e.g. 0, :8, 2:10:2 or ...")
+
+
+def _show_slice(run: "Run", record: "Record", args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from tapscope.text import shape
+
+    array = run.array(record)
+    index = parse_index(args.slice, array.ndim)
+    try:
+        picked = array[index]
+    except IndexError:
+        raise UsageError(f"--slice {args.slice!r} lies outside the tensor; its shape is {shape(array.shape)}") from None
+    if args.json:
+        plain = picked.astype(np.float64) if picked.dtype.kind == "V" else picked
+        values = np.abs(plain).tolist() if plain.dtype.kind == "c" else plain.tolist()
+        output.write_json({**_json(record, None), "slice": args.slice, "values": values})
+        return
+    at = [np.arange(size)[part] for size, part in zip(array.shape, index, strict=True)]
+    _print_slice(np.asarray(picked), at)
+
+
+def _print_slice(picked: Any, at: list[Any]) -> None:
+    """A line per innermost row; labels are coordinates in the whole tensor."""
+    import numpy as np
+
+    from tapscope.dashboard.paint import value_text
+
+    kept = [axis for axis, where in enumerate(at) if where.ndim]
+    columns = [str(i) for i in at[kept[-1]]] if kept else [""]
+    table = picked.reshape(-1, len(columns)) if picked.size else picked.reshape(0, len(columns))
+    cells = [[value_text(value) for value in row] for row in table[:MAX_SLICE_ROWS].tolist()]
+    leading = [len(at[axis]) for axis in kept[:-1]]
+    labels = []
+    for row in range(len(cells)):
+        place = dict(zip(kept[:-1], np.unravel_index(row, leading) if leading else (), strict=True))
+        last = kept[-1] if kept else None
+        parts = [":" if a == last else str(w[place[a]]) if a in place else str(w) for a, w in enumerate(at)]
+        labels.append(f"[{','.join(parts)}]")
+    label_width = max(map(len, labels), default=0)
+    width = max((len(text) for row in [*cells, columns] for text in row), default=1)
+    for label, texts in zip(["", *labels], [columns, *cells], strict=True):
+        output.write_line(f"{label:<{label_width}}" + "".join(f" {text:>{width}}" for text in texts))
+    if len(table) > MAX_SLICE_ROWS:
+        diagnostics.note(f"{len(table) - MAX_SLICE_ROWS:,} more rows of the slice; --json prints all")
+    if not picked.size:
+        diagnostics.note("the slice is empty")
+
+
+def _json(record: "Record", digest: "Digest | None") -> dict[str, Any]:
+    from tapscope.record import to_json
+
+    line: dict[str, Any] = {"schema": SCHEMA, **to_json(record), "rank": record.key.rank, "type": "tensor"}
+    if digest is not None:
+        line["first_nonfinite"] = digest.first_bad
+        if digest.histogram is not None:
+            line["histogram"] = {
+                "counts": digest.histogram.counts,
+                "low": digest.histogram.low,
+                "high": digest.histogram.high,
+            }
+    return line
