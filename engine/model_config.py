@@ -60,9 +60,7 @@ class ModelConfig:
         num_kv_heads = reader.count("num_key_value_heads", num_heads)
         head_dim = reader.count("head_dim", hidden_size // num_heads)
         if num_heads % num_kv_heads:
-            raise CheckpointError(
-                f"{reader.path}: {num_heads} heads do not divide among {num_kv_heads} key/value heads"
-            )
+            raise CheckpointError(f"{reader.path}: {num_kv_heads} key/value heads do not divide {num_heads} heads")
         if head_dim % 2:
             raise CheckpointError(f"{reader.path}: head_dim is {head_dim}; rotary embedding needs an even one")
         max_positions = reader.count("max_position_embeddings", 2048)
@@ -134,9 +132,8 @@ def _architecture(reader: _Reader) -> str:
         return ARCHITECTURES[0]
     name = named[0] if isinstance(named, list) and named else reader.get("model_type")
     if name not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{reader.path}: architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}"
-        )
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{reader.path}: architecture {name!r} is not supported; supported: {known}")
     return str(name)
 
 
@@ -153,7 +150,7 @@ def _rope(reader: _Reader, max_positions: int) -> Rope:
     if kind == "default":
         return Rope(theta=theta)
     if kind != "llama3":
-        raise CheckpointError(f"{reader.path}: rope type {kind!r} is not supported; known: default, llama3")
+        raise CheckpointError(f"{reader.path}: rope type {kind!r} is not supported; supported: default, llama3")
     low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
     if not low < high:
         raise CheckpointError(f"{reader.path}: low_freq_factor {low} must be below high_freq_factor {high}")

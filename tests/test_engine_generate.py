@@ -154,7 +154,7 @@ def test_a_wrong_request_is_one_usage_error_and_leaves_the_engine_usable(
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(path: Path) -> None:
     with LLM(path, page_size=4, num_pages=3) as llm:
-        with pytest.raises(UsageError, match="needs 4 pages of 4 tokens .prompt 5, 10 new. but the cache has 3"):
+        with pytest.raises(UsageError, match=r"needs 4 pages of 4 tokens .prompt 5, 10 new. but the cache has 3"):
             llm.generate([[5] * 5], max_new_tokens=10)
         # 4 + 9 - 1 positions are computed: the last generated token never is.
         assert len(llm.generate([[5] * 4], max_new_tokens=9, ignore_eos=True)[0].token_ids) == 9
