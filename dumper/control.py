@@ -40,7 +40,8 @@ class ControlClient:
     def call(self, verb: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """The HTTP status and body; raises UnreachableError when nothing answers."""
         request = uuid.uuid4().hex
-        with zmq.Context.instance().socket(zmq.DEALER) as channel:
+        channel: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        with channel:
             channel.linger = 0
             channel.connect(self.address)
             channel.send_multipart(wire.encode(Message("request", {"id": request, "verb": verb, "body": body})))

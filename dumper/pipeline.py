@@ -2,14 +2,14 @@
 
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import zmq
 
 from .. import record, wire
@@ -17,10 +17,12 @@ from ..errors import RecorderError, TapscopeError
 from ..record import Record
 from ..wire import Message
 from .capture import BufferPool, Snapshot, measure_snapshot
+from .process import is_alive
 
 _log = logging.getLogger("tapscope")
 _BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_RECORDS = 64
+_LINE_COST = 512
 _IDLE_S = 0.05  # how long control messages may lie unread while nothing is captured
 _SILENCE_S = 10.0  # a local recorder that lives but says nothing for so long is given up
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
@@ -33,6 +35,21 @@ class Pending:
     record: Record
     snapshot: Snapshot | None
     count: int
+
+    @property
+    def cost(self) -> int:
+        """Bytes it is charged for while it is on its way: the payload and, roughly, its line."""
+        return _LINE_COST + (self.snapshot.nbytes if self.snapshot else 0)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What goes to the recorder in one message."""
+
+    lines: list[bytes] = field(default_factory=list)
+    payloads: list[list[Any]] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    cost: int = 0
 
 
 class Pipeline:
@@ -72,11 +89,12 @@ class Pipeline:
         self.at = -1
         """The step the rank is in, told with every batch."""
         self.capture_left: int | None = None
-        self._batch = 0
-        self._unacknowledged: dict[int, tuple[int, list[Any]]] = {}
+        self._num_batches = 0
+        self._unacknowledged: dict[int, _Batch] = {}
         self._heard = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 0
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded in bytes by queue_bytes; a full socket would block the thread
         self._socket.connect(address)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)
 
@@ -96,14 +114,12 @@ class Pipeline:
 
     def put(self, pending: Pending) -> bool:
         """Queue a record; False when it had to be dropped. Waits at most ``block_timeout_s``."""
-        nbytes = pending.snapshot.nbytes if pending.snapshot else 0
+        cost = pending.cost
         with self._changed:
-            if nbytes and not self._has_room(nbytes) and not self._wait_for_room(nbytes):
+            if self.dead or not (self._has_room(cost) or self._wait_for_room(cost)):
                 return False
-            if self.dead:
-                return False
-            self._in_flight_bytes += nbytes
-            self._waiting_bytes += nbytes
+            self._in_flight_bytes += cost
+            self._waiting_bytes += cost
             self._waiting_records += 1
             self._queue.append(pending)
             if self._waiting_records >= _BATCH_RECORDS or self._waiting_bytes >= _BATCH_BYTES:
@@ -139,16 +155,16 @@ class Pipeline:
             if not self.dead:
                 self._queue.append(item)
 
-    def _has_room(self, nbytes: int) -> bool:
-        return self._in_flight_bytes + nbytes <= self._queue_bytes or not self._in_flight_bytes
+    def _has_room(self, cost: int) -> bool:
+        return self._in_flight_bytes + cost <= self._queue_bytes or not self._in_flight_bytes
 
-    def _wait_for_room(self, nbytes: int) -> bool:
+    def _wait_for_room(self, cost: int) -> bool:
         if self._block_timeout_s is None or self.dead:
             return False
         self._flush = True
         self._changed.notify_all()
-        self._changed.wait_for(lambda: self.dead is not None or self._has_room(nbytes), self._block_timeout_s)
-        return self.dead is None and self._has_room(nbytes)
+        self._changed.wait_for(lambda: self.dead is not None or self._has_room(cost), self._block_timeout_s)
+        return self.dead is None and self._has_room(cost)
 
     def _run(self) -> None:
         last_progress = time.monotonic()
@@ -179,14 +195,14 @@ class Pipeline:
             if not self._ready():
                 return []
             items: list[Pending | bytes | Message] = []
-            nbytes = 0
-            while self._queue and len(items) < _BATCH_RECORDS and nbytes < _BATCH_BYTES:
+            cost = 0
+            while self._queue and len(items) < _BATCH_RECORDS and cost < _BATCH_BYTES:
                 items.append(self._queue.popleft())
                 item = items[-1]
                 if isinstance(item, Pending):
                     self._waiting_records -= 1
-                    nbytes += item.snapshot.nbytes if item.snapshot else 0
-            self._waiting_bytes -= nbytes
+                    cost += item.cost
+            self._waiting_bytes -= cost
             self._flush = self._flush and bool(self._queue)
             return items
 
@@ -195,37 +211,41 @@ class Pipeline:
         return enough or (self._flush and bool(self._queue))
 
     def _send(self, items: list[Pending | bytes | Message]) -> None:
-        lines: list[bytes] = []
-        payloads: list[list[Any]] = []
-        buffers: list[Any] = []
+        batch = _Batch()
         for item in items:
             if isinstance(item, Message):
-                self._send_batch(lines, payloads, buffers)
-                lines, payloads, buffers = [], [], []
+                self._send_batch(batch)
+                batch = _Batch()
                 self._socket.send_multipart(wire.encode(item))
             elif isinstance(item, bytes):
-                lines.append(item)
+                batch.lines.append(item)
             else:
-                self._add(item, lines, payloads, buffers)
-        self._send_batch(lines, payloads, buffers)
+                self._add(item, batch)
+        self._send_batch(batch)
 
-    def _add(self, item: Pending, lines: list[bytes], payloads: list[list[Any]], buffers: list[Any]) -> None:
+    def _add(self, item: Pending, batch: "_Batch") -> None:
+        batch.cost += item.cost
         taken = item.snapshot
         if taken is None:
-            lines.append(record.encode(item.record))
+            batch.lines.append(record.encode(item.record))
             return
-        stats, digest = measure_snapshot(taken, item.count)
-        payloads.append([len(lines), item.record.key.tensor_name, taken.dtype, list(taken.shape)])
-        lines.append(record.encode(replace(item.record, stats=stats, hash=digest)))
-        buffers.append(taken.buffer)
+        try:
+            stats, digest = measure_snapshot(taken, item.count)
+        except Exception as error:  # noqa: BLE001 - one value that cannot be measured must not end the capture
+            self.num_failed += 1
+            _log.warning("tapscope: %s was not kept: %s: %s", item.record.key.site, type(error).__name__, error)
+            return
+        batch.payloads.append([len(batch.lines), item.record.key.tensor_name, taken.dtype, list(taken.shape)])
+        batch.lines.append(record.encode(replace(item.record, stats=stats, hash=digest)))
+        batch.buffers.append(taken.buffer)
 
-    def _send_batch(self, lines: list[bytes], payloads: list[list[Any]], buffers: list[Any]) -> None:
-        if not lines:
+    def _send_batch(self, batch: "_Batch") -> None:
+        if not batch.lines:
             return
-        number, self._batch = self._batch, self._batch + 1
-        self._unacknowledged[number] = (sum(buffer.numel() for buffer in buffers), buffers)
-        fields = {"n": number, "at": self.at, "capture_left": self.capture_left, "payloads": payloads}
-        frames = [b"\n".join(lines), *(memoryview(buffer.numpy()) for buffer in buffers)]
+        number, self._num_batches = self._num_batches, self._num_batches + 1
+        self._unacknowledged[number] = batch
+        fields = {"n": number, "at": self.at, "capture_left": self.capture_left, "payloads": batch.payloads}
+        frames = [b"\n".join(batch.lines), *(memoryview(buffer.numpy()) for buffer in batch.buffers)]
         # copy=False: the buffers stay untouched until the recorder acknowledges the batch.
         self._socket.send_multipart(wire.encode(Message("batch", fields, frames)), copy=False)
 
@@ -258,26 +278,22 @@ class Pipeline:
         return False
 
     def _acknowledge(self, number: int) -> None:
-        nbytes, buffers = self._unacknowledged.pop(number, (0, []))
-        for buffer in buffers:
+        batch = self._unacknowledged.pop(number, None)
+        if batch is None:
+            return
+        for buffer in batch.buffers:
             self.pool.give_back(buffer)
-        if nbytes:
-            with self._changed:
-                self._in_flight_bytes -= nbytes
-                self._changed.notify_all()
+        with self._changed:
+            self._in_flight_bytes -= batch.cost
+            self._changed.notify_all()
 
     def _check_recorder(self) -> None:
         silence = time.monotonic() - self._heard
         if self.dead or silence < 1.0:
             return
-        try:
-            os.kill(self._recorder_pid, 0)
-        except ProcessLookupError:
+        if not is_alive(self._recorder_pid):
             self._die(f"the recorder (pid {self._recorder_pid}) died")
-            return
-        except PermissionError:
-            pass
-        if silence > _SILENCE_S:
+        elif silence > _SILENCE_S:
             self._die(f"the recorder (pid {self._recorder_pid}) has said nothing for {silence:.0f} s")
 
     def _die(self, reason: str) -> None:

@@ -25,6 +25,7 @@ from .. import wire
 from ..errors import ListenError, RecorderError, TapscopeError
 from ..wire import Message
 from ..writer import RECORDER_FILE, RECORDER_LOG, RankWriter, create_run
+from .process import is_alive
 from .steering import Steering
 
 _BEAT_S = 0.5
@@ -60,7 +61,7 @@ class Recorder:
         self.peers: dict[int, Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
         self._home = Path(tempfile.mkdtemp(prefix="tapscope-"))  # 0700: sockets only this user reaches
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 1000
         self._live = context.socket(zmq.PUB)
@@ -225,7 +226,7 @@ class Recorder:
 
     def _heartbeat(self) -> None:
         for peer in self.present():
-            if peer.local and not _alive(peer.pid):
+            if peer.local and not is_alive(peer.pid):
                 self._leave(peer, "died", f"process {peer.pid} of rank {peer.rank} died")
             else:
                 self.send(peer.identity, Message("alive"))
@@ -252,20 +253,6 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ListenError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port (0: any)") from None
     return listener
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state != "Z"  # killed, and its parent has not looked yet
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from .. import errors, wire
 from ..errors import RecorderError, RunExistsError, TapscopeError
 from ..writer import RECORDER_FILE, RECORDER_LOG, clear_run
+from .process import is_alive, remember
 
 START_TIMEOUT_S = 30.0
 """How long a recorder may take to start."""
@@ -35,7 +36,7 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
         finally:
             os.close(lock)
         found = _announced(run)
-        if found is not None and _pid_alive(found["pid"]):
+        if found is not None and is_alive(found["pid"]):
             return found
         time.sleep(0.05)
     raise RecorderError(f"no recorder came up for {run} within {START_TIMEOUT_S:g} s; is rank 0 running?")
@@ -65,6 +66,7 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
             env=environment,
             start_new_session=True,
         )
+    remember(process)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         found = _announced(run)
@@ -98,16 +100,6 @@ def _announced(run: Path) -> dict[str, Any] | None:
     if found.get("wire") != wire.VERSION:
         raise RecorderError(f"the recorder of {run} speaks wire version {found.get('wire')}, this one {wire.VERSION}")
     return dict(found)
-
-
-def _pid_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def find(run: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Runs made without a model: the real writer, values of the test's choosing."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,7 @@ class RunFactory:
         self._seq[rank] += 1
         self._counts[rank].seen += 1
         self._counts[rank].sent += 1
-        line = json.dumps(record.to_json(item)).encode()
+        line = record.encode(item)
         if keep == "full":
             payload = contiguous.reshape(-1).view(np.uint8)
             self.writers[rank].record(line, key.tensor_name, dtype, contiguous.shape, payload)

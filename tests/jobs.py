@@ -1,0 +1,85 @@
+"""Starting and ending toy jobs of several processes, and talking HTTP to them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+
+
+class Job:
+    """Ranks of one toy job; every process is ended on exit."""
+
+    def __init__(self, run: Path, world: int, **settings: Any) -> None:
+        self.run = run
+        self.processes: list[subprocess.Popen[str]] = []
+        self.http: str | None = None
+        for rank in range(world):
+            command = [sys.executable, str(WORKER), str(run), str(rank), str(world), json.dumps(settings)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            self.processes.append(process)
+
+    def __enter__(self) -> "Job":
+        for process in self.processes:
+            words = self.line(process).split()
+            assert words[0] == "open", words
+            self.http = words[1]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def line(self, process: subprocess.Popen[str]) -> str:
+        """The next line the process prints."""
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    def end(self) -> list[int]:
+        """Ask every rank to stop; returns the exit codes."""
+        self.run.with_name(self.run.name + ".stop").touch()
+        codes = []
+        for process in self.processes:
+            try:
+                codes.append(process.wait(timeout=30))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                codes.append(process.wait())
+            if process.stdout is not None:
+                process.stdout.close()
+        wait_until(lambda: not (self.run / "recorder.json").exists(), "the recorder ends")
+        return codes
+
+    def ask(self, verb: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, dict[str, Any]]:
+        """HTTP to the recorder: POST when there is a body, else GET."""
+        return ask(f"http://{self.http}/dumper/{verb}", body, raw=raw)
+
+    def steps(self) -> list[int]:
+        """The step each rank is in."""
+        return [rank["step"] for rank in self.ask("state")[1]["ranks"]]
+
+
+def ask(url: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of one HTTP request, error statuses included."""
+    data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=30) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Poll until the condition holds; fails with ``what`` when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out waiting until {what}"
+        time.sleep(0.02)

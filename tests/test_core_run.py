@@ -1,0 +1,284 @@
+import json
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from factories import RunFactory
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from tapscope import dtypes, record, wire
+from tapscope.errors import RecorderError, RuleError, RunCorruptError, RunExistsError, RunNotFoundError, RunVersionError
+from tapscope.observe import RowRun
+from tapscope.record import Entry, Key, Record, Stats
+from tapscope.run import open_run
+from tapscope.segment import SegmentWriter
+from tapscope.wire import Message
+from tapscope.writer import RankWriter, clear_run
+
+_floats = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
+_sizes = st.integers(0, 1 << 40)
+_stats = st.builds(
+    Stats, *[_sizes] * 6, _floats, _floats, _floats, _floats.map(lambda x: x or 0.0), _floats.map(lambda x: x or 0.0)
+)
+_keys = st.builds(
+    Key,
+    st.sampled_from(["layers.0.mlp:out", ":out[logits]", 'we"ird:in[ü]']),
+    _sizes,
+    st.just(3),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.sampled_from(["forward", "recompute"]),
+    st.sampled_from(["", "draft"]),
+)
+_records = st.builds(
+    Record,
+    _keys,
+    _sizes,
+    st.sampled_from([*dtypes.NAMES, None]),
+    st.just((2, 3)),
+    st.sampled_from([None, "t h[tp]"]),
+    st.sampled_from([None, ((0, 4), (9, 1))]),
+    st.one_of(st.none(), _stats),
+    st.sampled_from([None, "00ff" * 8]),
+    st.sampled_from([None, Entry("seg-000000.safetensors", 131072, 24)]),
+    st.sampled_from([None, {"type": "int", "value": 3}]),
+)
+
+
+@given(_records)
+def test_a_record_survives_its_line(item: Record) -> None:
+    if item.dtype is None:
+        item = Record(item.key, item.seq, None, (), value=item.value)
+    assert record.from_json(json.loads(record.encode(item)), rank=3) == item
+
+
+def test_the_line_of_a_record_is_the_one_of_the_format_page() -> None:
+    stats = Stats(6, 0, 1, 0, 2, 0, -1.0, 2.5, 2.5, 3.0, 9.25)
+    item = Record(
+        Key("mlp:out", 4, 1, 2), 7, "bfloat16", (2, 3), "t h[tp]", ((0, 2),), stats, "ab" * 16, Entry("s", 64, 12)
+    )
+    assert record.encode(item).decode() == (
+        '{"type":"record","seq":7,"site":"mlp:out","step":4,"occurrence":2,"dtype":"bfloat16","shape":[2,3],'
+        '"dims":"t h[tp]","rows":[[0,2]],"hash":"abababababababababababababababab",'
+        '"stats":{"count":6,"nan":0,"posinf":1,"neginf":0,"zeros":2,"subnormals":0,"min":-1.0,"max":2.5,'
+        '"absmax":2.5,"sum":3.0,"sumsq":9.25},"entry":["s",64,12]}'
+    )
+
+
+def test_a_sum_that_overflowed_is_null_on_disk_and_infinite_in_memory() -> None:
+    item = Record(
+        Key("a:out", 0), 0, "float64", (1,), stats=Stats(1, 0, 0, 0, 0, 0, 1e300, 1e300, 1e300, 1e300, math.inf)
+    )
+    line = json.loads(record.encode(item))
+    assert line["stats"]["sumsq"] is None
+    again = record.from_json(line, 0)
+    assert again.stats is not None
+    assert again.stats.sumsq == math.inf
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=40), st.integers(1, 39))
+def test_statistics_of_shards_merge_into_those_of_the_whole(values: list[float], cut: int) -> None:
+    def stats(part: np.ndarray) -> Stats:
+        low, high = float(part.min()), float(part.max())
+        zeros = int((part == 0).sum())
+        total, squares = float(part.sum()), float((part**2).sum())
+        return Stats(part.size, 0, 0, 0, zeros, 0, low, high, float(abs(part).max()), total, squares)
+
+    whole = np.array(values)
+    cut = min(cut, whole.size - 1)
+    merged = stats(whole[:cut]).merge(stats(whole[cut:]))
+    expected = stats(whole)
+    assert merged.count == expected.count
+    assert (merged.min, merged.max, merged.absmax) == (expected.min, expected.max, expected.absmax)
+    assert merged.sum == pytest.approx(expected.sum, abs=1e-9)
+    assert merged.sumsq == pytest.approx(expected.sumsq)
+    assert merged.rms == pytest.approx(math.sqrt(float((whole**2).mean())))
+
+
+@pytest.mark.parametrize("name", dtypes.NAMES)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    raw = np.arange(48, dtype=np.uint8)
+    array = (
+        raw.view(dtypes.numpy_dtype(name)).reshape(2, -1) if name != "bool" else (raw % 2).astype(bool).reshape(2, -1)
+    )
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", array)
+    with open_run(tmp_path / "run") as opened:
+        assert opened.records[0].dtype == name
+        np.testing.assert_array_equal(opened.array(opened.records[0]).view(np.uint8), array.view(np.uint8))
+
+
+def test_sealed_segments_are_safetensors_files_that_others_open(tmp_path: Path) -> None:
+    values = np.linspace(-3, 3, 35, dtype=np.float32).reshape(5, 7)
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("layers.0.mlp:out", values)
+        run.put("layers.0.mlp:out", values.astype(ml_dtypes.bfloat16))
+    with safe_open(tmp_path / "run/rank-00000/seg-000000.safetensors", "pt") as file:
+        names = [name for name in file.keys() if not name.startswith("__pad")]  # noqa: SIM118 - no mapping
+        assert names == ["0.0.forward/layers.0.mlp:out#0", "0.0.forward/layers.0.mlp:out#1"]
+        np.testing.assert_array_equal(file.get_tensor(names[0]).numpy(), values)
+
+
+def test_a_segment_is_sealed_when_its_size_or_its_header_is_full(tmp_path: Path) -> None:
+    small = RankWriter(tmp_path, 0, segment_bytes=1000)
+    for n in range(5):
+        small.record(b'{"n":0}', f"t{n}", "uint8", [400], bytes(400))
+    small.close()
+    assert len(list((tmp_path / "rank-00000").glob("seg-*"))) == 3
+    segment = SegmentWriter(tmp_path / "seg", header_bytes=4096)
+    written = 0
+    while segment.has_room(f"tensor-{written}", 3):
+        segment.append(f"tensor-{written}", "uint8", [3], b"abc")
+        written += 1
+    segment.seal()
+    assert written > 5
+    with safe_open(tmp_path / "seg", "np") as file:
+        assert bytes(file.get_tensor(f"tensor-{written - 1}")) == b"abc"
+
+
+def test_a_second_writer_of_a_rank_is_refused(tmp_path: Path) -> None:
+    first = RankWriter(tmp_path, 0)
+    with pytest.raises(RunExistsError, match="rank 0"):
+        RankWriter(tmp_path, 0)
+    first.lines(b"{}\n")
+    first.close()
+    with pytest.raises(RunExistsError, match="already been written"):
+        RankWriter(tmp_path, 0)
+
+
+def _toy(path: Path) -> Path:
+    with RunFactory(path, mesh={"tp": 2}) as run:
+        rows = [RowRun("a", 0, 3, 0, 0), RowRun("b", 0, 2, 0, 3)]
+        run.step(grid=(5,), rows=rows, token_ids=[1, 2, 3, 7, 8])
+        run.put("layers.0.mlp:out", {0: np.ones((5, 2), np.float32), 1: np.zeros((5, 2), np.float32)}, dims="t h[tp]")
+        decode = [RowRun("a", 3, 1, 0, 0), RowRun("b", 2, 1, 0, 1)]
+        run.step(phase="decode", grid=(2,), rows=decode, token_ids=[4, 9])
+        run.put("layers.1.mlp:out", np.ones((2, 2), np.float32))
+    return path
+
+
+def test_a_run_tells_its_tokens_steps_and_ranks(tmp_path: Path) -> None:
+    run = open_run(_toy(tmp_path / "run"))
+    assert run.tokens() == {"a": {0: 1, 1: 2, 2: 3, 3: 4}, "b": {0: 7, 1: 8, 2: 9}}
+    assert run.prompts() == {"a": [1, 2, 3], "b": [7, 8]}
+    assert (run.ranks, run.mesh, run.coords(1)) == ((0, 1), {"tp": 2}, {"tp": 1})
+    assert run.steps[1][0].info.phase == "decode"
+    assert run.ledger().complete
+    assert run.closed
+
+
+def test_selection_narrows_by_site_layer_step_and_rank(tmp_path: Path) -> None:
+    run = open_run(_toy(tmp_path / "run"))
+    assert len(run.select()) == 3
+    assert len(run.select(["mlp:out"], layers=[0])) == 2
+    assert len(run.select(ranks=[1])) == 1
+    assert len(run.select(skip=["layers.0.*"])) == 1
+    assert run.select(steps=[7]) == []
+
+
+def test_a_glob_that_matches_nothing_is_an_error_that_names_what_would(tmp_path: Path) -> None:
+    run = open_run(_toy(tmp_path / "run"))
+    with pytest.raises(RuleError, match=r"no site matches 'layers.99.\*' in .*; layers run 0-1"):
+        run.select(["layers.99.*"])
+
+
+def test_a_missing_run_a_file_and_a_foreign_directory_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError, match="does not exist"):
+        open_run(tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunNotFoundError, match="is a file"):
+        open_run(tmp_path / "file")
+    (tmp_path / "dir").mkdir()
+    with pytest.raises(RunNotFoundError, match=r"holds no run\.json"):
+        open_run(tmp_path / "dir")
+    (tmp_path / "dir/run.json").write_text("{}")
+    with pytest.raises(RunCorruptError, match="no manifest"):
+        open_run(tmp_path / "dir")
+    (tmp_path / "dir/run.json").write_text("{")
+    with pytest.raises(RunCorruptError, match="cannot be read"):
+        open_run(tmp_path / "dir")
+
+
+def test_a_run_of_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    manifest = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(manifest | {"version": 2}))
+    with pytest.raises(RunVersionError, match="version 2; this tapscope reads up to 1"):
+        open_run(path)
+
+
+def test_a_truncated_segment_names_the_file_and_the_bytes(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    segment = path / "rank-00000/seg-000000.safetensors"
+    with segment.open("r+b") as file:
+        file.truncate(131072 + 8)
+    run = open_run(path)
+    with pytest.raises(RunCorruptError, match=r"seg-000000.safetensors: truncated: 131080 bytes, a record needs"):
+        run.array(run.records[0])
+
+
+def test_a_torn_last_line_and_a_damaged_one_are_said_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    index = path / "rank-00001/records.jsonl"
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(b"".join([*lines[:1], b"{broken\n", *lines[1:]])[:-9])
+    run = open_run(path)
+    assert len(run.records) == 3
+    assert any(":2: unreadable line" in problem for problem in run.problems)
+    assert any("cut off" in problem for problem in run.problems)
+    account = run.ledger()
+    assert not account.complete
+    assert account.open_ranks == [1]
+
+
+def test_the_ledger_counts_what_was_lost_between_hook_and_disk(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    index = path / "rank-00000/records.jsonl"
+    kept = [line for line in index.read_text().splitlines(keepends=True) if '"layers.1.mlp:out","step"' not in line]
+    index.write_text("".join(kept))
+    account = open_run(path).ledger()
+    assert (account.lost, account.complete) == (1, False)
+    assert "1 values lost between hook and disk" in account.sentences()
+
+
+def test_values_that_were_not_kept_are_an_error_not_zeros(tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", np.ones(3, np.float32), keep="stats")
+    opened = open_run(tmp_path / "run")
+    with pytest.raises(RunCorruptError, match="statistics only"):
+        opened.array(opened.records[0])
+
+
+def test_only_a_provable_run_is_ever_replaced(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    with pytest.raises(RunExistsError, match="--force"):
+        clear_run(path, force=False)
+    (path / "notes.txt").write_text("mine")
+    clear_run(path, force=True)
+    assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
+    with pytest.raises(RunExistsError, match="no tapscope run"):
+        clear_run(path, force=True)
+
+
+def test_a_message_survives_its_frames() -> None:
+    message = wire.decode(wire.encode(Message("batch", {"n": 3, "ü": [1, None]}, [b"abc", b""])))
+    assert (message.kind, message.fields, list(message.frames)) == ("batch", {"n": 3, "ü": [1, None]}, [b"abc", b""])
+    assert wire.encode(Message("ack", {"n": 1})) == [b'{"tapscope":1,"kind":"ack","n":1}']
+
+
+@given(st.lists(st.binary(max_size=60), max_size=3))
+def test_random_bytes_are_refused_and_never_crash(frames: list[bytes]) -> None:
+    with pytest.raises(RecorderError):
+        wire.decode(frames)
+
+
+def test_a_peer_of_another_version_is_refused_by_name() -> None:
+    with pytest.raises(RecorderError, match="version 2; this tapscope speaks 1"):
+        wire.decode([b'{"tapscope":2,"kind":"hello"}'])
