@@ -4,13 +4,14 @@ import shlex
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 
 from tapscope import dtypes
 from tapscope.dashboard.digest import Digest, digest
 from tapscope.dashboard.oddity import oddity_of
 from tapscope.dashboard.rows import RowMap, row_map
+from tapscope.dashboard.tree import SiteNode, ancestors, build_tree, contains
 from tapscope.record import Key, Record
 from tapscope.run import Run
 from tapscope.site import Glob, describe_layers
@@ -35,15 +36,6 @@ class Query:
     """Part of a site, or a pattern; replaces ``path`` while it is set."""
 
 
-@dataclass(slots=True)
-class SiteNode:
-    """One module of the site tree."""
-
-    path: str
-    name: str
-    children: dict[str, "SiteNode"] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Records under one module, in one step on one rank."""
@@ -64,20 +56,6 @@ class Header:
     """Why it is not complete, one sentence each."""
 
 
-def contains(path: str, site: str) -> bool:
-    """Whether the site lies at or under the module."""
-    return not path or site.startswith((path + ".", path + ":"))
-
-
-def relative(path: str, site: str) -> str:
-    """The site as seen from the module: ``o_proj:out`` under ``layers.3.attn``; its own ports as ``attn:out``."""
-    if not path:
-        return site
-    if site.startswith(path + "."):
-        return site[len(path) + 1 :]
-    return path.rpartition(".")[2] + site[len(path) :]
-
-
 class RunSource:
     """Answers of one run on disk; safe to call from several threads."""
 
@@ -92,7 +70,7 @@ class RunSource:
         odd = (record for record in run.records if oddity_of(record))
         self._odd = sorted(odd, key=_place)
         self._odd_places = [_place(record) for record in self._odd]
-        self.tree = _tree(run.records)
+        self.tree: SiteNode = build_tree(run.records)
         self.header = self._header()
         self._digests: OrderedDict[Key, Digest] = OrderedDict()
         self._lock = Lock()
@@ -129,7 +107,7 @@ class RunSource:
         odd: dict[str, int] = defaultdict(int)
         for record in self._index.get((step, rank), []):
             is_odd = oddity_of(record) is not None
-            for path in _ancestors(record.key.site.rpartition(":")[0]):
+            for path in ancestors(record.key.site.rpartition(":")[0]):
                 records[path] += 1
                 odd[path] += is_odd
         return {path: Counts(num, odd[path]) for path, num in records.items()}
@@ -225,33 +203,3 @@ def _matcher(find: str) -> Callable[[str], bool]:
         return Glob(find).matches
     part = find.lower()
     return lambda site: part in site.lower()
-
-
-def _ancestors(path: str) -> list[str]:
-    """The path and every module around it, the root (empty) first."""
-    parts = path.split(".") if path else []
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
-
-
-def _tree(records: list[Record]) -> SiteNode:
-    """Modules in order of first firing; numbered ones by number."""
-    root = SiteNode("", "")
-    seen: set[str] = set()
-    for record in records:
-        path = record.key.site.rpartition(":")[0]
-        if path in seen:
-            continue
-        seen.add(path)
-        node = root
-        for parent, full in zip(_ancestors(path), _ancestors(path)[1:], strict=False):
-            name = full[len(parent) + 1 :] if parent else full
-            node = node.children.setdefault(name, SiteNode(full, name))
-    _sort_numbered(root)
-    return root
-
-
-def _sort_numbered(node: SiteNode) -> None:
-    if node.children and all(name.isdigit() for name in node.children):
-        node.children = dict(sorted(node.children.items(), key=lambda item: int(item[0])))
-    for child in node.children.values():
-        _sort_numbered(child)

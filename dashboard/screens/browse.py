@@ -8,7 +8,8 @@ from textual.widgets import Input
 from tapscope.dashboard.keys import PANES, RECORDS, SITES, bindings
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.panes import PanesScreen
-from tapscope.dashboard.sources import BIG_TENSOR_BYTES, SORTS, contains
+from tapscope.dashboard.sources import BIG_TENSOR_BYTES, SORTS
+from tapscope.dashboard.tree import contains
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.site_tree import SiteTree
 from tapscope.dashboard.widgets.tensor_pane import TensorPane

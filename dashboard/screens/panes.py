@@ -180,9 +180,7 @@ class PanesScreen(LoadingScreen):
         step = f"step {query.step} {phase}".rstrip()
         rank = f" · rank {query.rank}" if len(source.ranks) > 1 else ""
         amount = f"{count(self.table.num_rows)} of {plural(total, 'record')} · {query.sort}"
-        hidden = [name for name in self.table.hidden() if name not in ("step", "rank")]
-        more = f" · no room for {', '.join(hidden)}" if hidden else ""
-        self.table.set_title(f"{what} · {step}{rank}", amount + more)
+        self.table.set_heading(f"{what} · {step}{rank}", amount)
 
     def _teach(self, source: RunSource, query: Query) -> str:
         run = source.run.path

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from rich.text import Text
+from textual import events
 
 from tapscope import dtypes
 from tapscope.dashboard.keys import RECORDS
 from tapscope.dashboard.oddity import oddity_of
-from tapscope.dashboard.sources import relative
+from tapscope.dashboard.tree import relative
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.record import Record
 from tapscope.text import count, middle, number, shape
@@ -26,6 +27,7 @@ class RecordTable(RowList):
         super().__init__(RECORDS)
         self.records: Sequence[Record] = ()
         self._path = ""
+        self._heading = ("", "")
         self._widths: dict[str, int] = {}
 
     @property
@@ -48,10 +50,22 @@ class RecordTable(RowList):
             names.remove(dropped)
         return names
 
-    def hidden(self) -> list[str]:
-        """Columns that do not fit now."""
-        shown = self.columns(self.room - 2) if self._widths else []
-        return [name for name in self._widths if name not in shown]
+    def set_heading(self, title: str, subtitle: str) -> None:
+        """Text in the border; the columns that do not fit are added to it."""
+        self._heading = (title, subtitle)
+        self._draw_heading()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Other columns may fit."""
+        super().on_resize(event)
+        self._draw_heading()
+
+    def _draw_heading(self) -> None:
+        """Step and rank are in the title anyway: their columns may go without a word."""
+        title, subtitle = self._heading
+        shown = [*self.columns(self.room - 2), "step", "rank"]
+        hidden = ", ".join(name for name in self._widths if name not in shown)
+        self.set_title(title, f"{subtitle} · hides {hidden}" if hidden and subtitle else subtitle)
 
     def header(self, width: int) -> Text | None:
         """Names of the columns."""

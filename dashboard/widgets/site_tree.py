@@ -3,7 +3,8 @@
 from rich.text import Text
 
 from tapscope.dashboard.keys import SITES
-from tapscope.dashboard.sources import Counts, SiteNode
+from tapscope.dashboard.sources import Counts
+from tapscope.dashboard.tree import SiteNode
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.text import count, middle
 
