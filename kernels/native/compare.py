@@ -54,7 +54,7 @@ def compare_rows(
 def _matrix(name: str, array: Array) -> Array:
     if array.ndim != 2:
         raise ValueError(f"{name} must have shape [rows, width], not {array.shape}; reshape it first")
-    if not array.dtype.isnative or (array.shape[1] > 1 and array.strides[1] != array.itemsize):
+    if not array.dtype.isnative or (array.size and array.shape[1] > 1 and array.strides[1] != array.itemsize):
         raise ValueError(f"{name} must be native and have unit stride along its last axis; copy it first")
     if array.dtype == np.complex64:
         array = array.view(np.float32)
@@ -66,6 +66,9 @@ def _matrix(name: str, array: Array) -> Array:
 def _row_index(name: str, rows: Array | None, limit: int) -> Array | None:
     if rows is None:
         return None
+    rows = np.asarray(rows)
+    if rows.dtype.kind not in "iu" and rows.size:
+        raise ValueError(f"{name} must hold integers, not {rows.dtype.name}")
     rows = np.ascontiguousarray(rows, np.int64)
     if rows.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {rows.shape}")
@@ -143,17 +146,18 @@ def compare_reference(
     return RowMeasures.concat(parts)
 
 
+# float64 itself may overflow, and a signalling NaN warns when it is widened: both are counted, not warned about.
+@np.errstate(over="ignore", under="ignore", invalid="ignore")
 def _compare_block(baseline: Array, target: Array, atol: float, rtol: float) -> RowMeasures:
     a, b = baseline.astype(np.float64), target.astype(np.float64)
     class_a, class_b = _class(a), _class(b)
     both = (class_a == 0) & (class_b == 0)
     mismatch = class_a != class_b
     a, b = np.where(both, a, 0.0), np.where(both, b, 0.0)
-    with np.errstate(over="ignore", under="ignore"):
-        distance = _exact_distance(baseline, target) if _is_exact(baseline, target) else np.abs(a - b)
-        over = both & (distance > atol + rtol * np.abs(a))
-        squares = {"sum_sq_diff": distance * distance, "sum_sq_baseline": a * a, "sum_sq_target": b * b, "dot": a * b}
-        sums = {name: value.sum(axis=1) for name, value in squares.items()}
+    distance = _exact_distance(baseline, target) if _is_exact(baseline, target) else np.abs(a - b)
+    over = both & (distance > atol + rtol * np.abs(a))
+    products = {"sum_sq_diff": distance * distance, "sum_sq_baseline": a * a, "sum_sq_target": b * b, "dot": a * b}
+    sums = {name: value.sum(axis=1) for name, value in products.items()}
     same = (both & (distance == 0)) | (~both & ~mismatch)
     counts = {"equal": same, "over": over | mismatch, "finite": both, "nonfinite_mismatch": mismatch}
     counts |= {"nonfinite_baseline": class_a != 0, "nonfinite_target": class_b != 0}
@@ -187,9 +191,11 @@ def _exact_distance(baseline: Array, target: Array) -> Array:
     """abs(baseline - target) of two integer arrays, rounded to float64 only at the end."""
     if np.uint64 not in (baseline.dtype, target.dtype):
         a, b = baseline.astype(np.int64), target.astype(np.int64)
-        return np.where(a > b, a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64)).astype(
-            np.float64
-        )
+        wrapped = (
+            a.view(np.uint64),
+            b.view(np.uint64),
+        )  # subtracts modulo 2^64, so the larger minus the smaller is right
+        return np.where(a > b, wrapped[0] - wrapped[1], wrapped[1] - wrapped[0]).astype(np.float64)
     a, b = baseline.astype(np.uint64), target.astype(np.uint64)
     exact = np.where(a > b, a - b, b - a).astype(np.float64)
     # A negative number wrapped around; its distance to an unsigned one is the sum of both magnitudes.

@@ -184,7 +184,7 @@ def _statistics(block: Array) -> tuple[tuple[int, ...], tuple[float, float] | No
     if not finite.size:
         return counts, None, (0.0, 0.0)
     values = finite.astype(np.float64)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # float64 itself may overflow
         sums = (float(values.sum()), float((values * values).sum()))
     return counts, (float(values.min()), float(values.max())), sums
 

@@ -1,0 +1,315 @@
+"""Row comparison: both backends against a plain float64 computation, and the algebra of merging."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope import dtypes
+from tapscope.kernels.native import Measure, RowMeasures, backend, compare_rows, use_backend
+from tapscope.kernels.native.compare import compare_reference
+
+BACKENDS = ["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1]))]
+PLAIN = [name for name in dtypes.NAMES if name != "complex64"]
+COUNTS = ("equal", "over", "finite", "nonfinite_baseline", "nonfinite_target", "nonfinite_mismatch")
+SUMS = ("sum_abs", "sum_sq_diff", "sum_sq_baseline", "sum_sq_target")
+
+
+@pytest.fixture(params=BACKENDS)
+def kind(request):
+    with use_backend(request.param):
+        yield request.param
+
+
+def matrix(dtype, rows, width, seed=0, bits=False):
+    """Ordinary numbers of the dtype; with ``bits``, every bit pattern."""
+    rng = np.random.default_rng(seed)
+    kind = dtypes.numpy_dtype(dtype)
+    if bits and dtype != "bool":
+        return rng.integers(0, 256, (rows, width * kind.itemsize), dtype=np.uint8).view(kind)
+    if dtype == "bool":
+        return rng.random((rows, width)) < 0.5
+    if not dtypes.is_float(dtype):
+        return rng.integers(0, 100, (rows, width)).astype(kind)
+    return (rng.standard_normal((rows, width)) * 4).astype(kind)
+
+
+def nudged(array, seed=1):
+    """The same, with about a third of the values moved a little."""
+    rng = np.random.default_rng(seed)
+    if array.dtype == np.bool_:
+        return array ^ (rng.random(array.shape) < 0.3)
+    step = rng.integers(-1, 2, array.shape) if array.dtype.kind in "iu" else rng.standard_normal(array.shape) * 0.01
+    moved = array.astype(np.float64) + np.where(rng.random(array.shape) < 0.3, step, 0)
+    if array.dtype.kind == "u":
+        moved = np.abs(moved)
+    return moved.astype(array.dtype)
+
+
+def plainly(a, b, atol=0.0, rtol=0.0):
+    """What RowMeasures should hold, element by element in float64; 64-bit integers are kept below 2^53 here."""
+    with np.errstate(all="ignore"):
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        both = np.isfinite(x) & np.isfinite(y)
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        mismatch = ~both & ~same
+        x0, y0 = np.where(both, x, 0), np.where(both, y, 0)
+        distance = np.abs(x0 - y0)
+        return {
+            "max_abs": np.where(both, distance, 0).max(axis=1, initial=0.0),
+            "sum_abs": distance.sum(axis=1),
+            "sum_sq_diff": (distance**2).sum(axis=1),
+            "sum_sq_baseline": (x0**2).sum(axis=1),
+            "sum_sq_target": (y0**2).sum(axis=1),
+            "dot": (x0 * y0).sum(axis=1),
+            "equal": same.sum(axis=1),
+            "over": ((both & (distance > atol + rtol * np.abs(x0))) | mismatch).sum(axis=1),
+            "finite": both.sum(axis=1),
+            "nonfinite_baseline": (~np.isfinite(x)).sum(axis=1),
+            "nonfinite_target": (~np.isfinite(y)).sum(axis=1),
+            "nonfinite_mismatch": mismatch.sum(axis=1),
+        }, np.where(both, distance, -1.0)
+
+
+def check(got, a, b, **tolerance):
+    want, distance = plainly(a, b, **tolerance)
+    for name in COUNTS:
+        np.testing.assert_array_equal(getattr(got, name), want[name], err_msg=name)
+    for name in ("max_abs", *SUMS):
+        np.testing.assert_allclose(getattr(got, name), want[name], rtol=3e-6, atol=0, err_msg=name)
+    with np.errstate(over="ignore"):
+        norms = np.sqrt(want["sum_sq_baseline"]) * np.sqrt(want["sum_sq_target"])
+        assert (np.isinf(norms) | (np.abs(got.dot - want["dot"]) <= 3e-6 * norms)).all()
+    for row, column in enumerate(got.argmax):
+        if column < 0:
+            assert want["finite"][row] == 0
+        else:
+            assert distance[row, column] == pytest.approx(want["max_abs"][row], rel=1e-6, abs=0)
+    assert (got.width == a.shape[1]).all()
+
+
+def same(one, two):
+    """Counts and places are equal, sums nearly."""
+    for field in dataclasses.fields(RowMeasures):
+        left, right = getattr(one, field.name), getattr(two, field.name)
+        np.testing.assert_allclose(left, right, rtol=3e-6, atol=1e-12 if field.name in SUMS else 0, err_msg=field.name)
+
+
+@pytest.mark.parametrize("target", PLAIN)
+@pytest.mark.parametrize("baseline", PLAIN)
+def test_every_pair_of_dtypes_is_compared_as_numbers(kind, baseline, target):
+    a, b = matrix(baseline, 4, 2100, seed=1), matrix(target, 4, 2100, seed=2)
+    check(compare_rows(a, b, atol=0.5, rtol=0.1), a, b, atol=0.5, rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("tolerance", [{}, {"atol": 0.01}, {"rtol": 0.01}, {"atol": 1e-40, "rtol": 1e-35}])
+def test_nearly_equal_matrices_of_one_dtype(kind, dtype, tolerance):
+    a = matrix(dtype, 3, 4500)
+    b = nudged(a)
+    check(compare_rows(a, b, **tolerance), a, b, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [name for name in PLAIN if dtypes.is_float(name)])
+def test_any_bit_pattern_is_counted_in_its_class(kind, dtype):
+    a = matrix(dtype, 6, 2500, seed=1, bits=True)
+    b = np.where(np.random.default_rng(2).random(a.shape) < 0.5, a, matrix(dtype, 6, 2500, seed=3, bits=True))
+    with np.errstate(over="ignore"):
+        check(compare_rows(a, b, rtol=0.5), a, b, rtol=0.5)
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-12, 1e12, 1e30, 3e38])
+def test_extreme_magnitudes_neither_overflow_nor_vanish(kind, scale):
+    x = (np.random.default_rng(0).uniform(-1, 1, (2, 3000)) * scale).astype(np.float32)
+    check(compare_rows(x, -x), x, -x)
+    check(compare_rows(x, x[:, ::-1].copy(), rtol=0.3), x, x[:, ::-1].copy(), rtol=0.3)
+
+
+def test_a_tiny_difference_between_large_values_is_not_lost(kind):
+    a = np.ones((1, 4096), np.float32)
+    b = a.copy()
+    a[0, 5] = 0.0
+    b[0, 5] = 1e-30
+    got = compare_rows(a, b).total()
+    assert (got.max_abs, got.worst_col) == (pytest.approx(1e-30), 5)
+    assert got.rel_l2 == pytest.approx(1e-30 / math.sqrt(4095), rel=1e-6)
+
+
+def test_a_value_exactly_at_its_tolerance_is_not_over(kind):
+    a = np.full((1, 3000), 100.0, np.float32)
+    b = a + 1.0
+    assert compare_rows(a, b, rtol=0.01).over[0] == 0
+    assert compare_rows(a, b, atol=1.0).over[0] == 0
+    assert compare_rows(a, b, atol=0.9999999).over[0] == 3000
+    third = np.full((1, 3000), 0.1, np.float32)
+    assert compare_rows(np.zeros_like(third), third, atol=0.1).over[0] == 3000  # float32(0.1) > 0.1
+
+
+def test_neighbours_beyond_two_to_the_53_are_told_apart(kind):
+    a = np.array([[2**53 + 1, 2**63 - 1, -(2**63), 5]], np.int64)
+    b = np.array([[2**53, 2**63 - 1, -(2**63) + 1, 5]], np.int64)
+    got = compare_rows(a, b).total()
+    assert (got.equal, got.max_abs, got.worst_col, got.over) == (2, 1.0, 0, 2)
+    u = np.array([[2**64 - 1, 0]], np.uint64)
+    assert compare_rows(u, u - np.array([[1, 0]], np.uint64)).max_abs[0] == 1.0
+    assert compare_rows(np.array([[-1]], np.int64), u[:, :1]).max_abs[0] == 2.0**64
+    assert compare_rows(np.array([[-1]], np.int32), u[:, :1]).equal[0] == 0
+    assert compare_rows(np.array([[2**53 + 1]], np.int64), np.array([[7]], np.uint8)).sum_abs[0] == 2.0**53 - 6
+
+
+def test_non_finite_values_match_by_class(kind):
+    a = np.array([[np.nan, np.inf, -np.inf, np.inf, 1.0, np.nan, 2.0]], np.float32)
+    b = np.array([[-np.nan, np.inf, -np.inf, -np.inf, np.nan, 3.0, 2.0]], np.float32)
+    got = compare_rows(a, b)
+    assert (got.equal[0], got.nonfinite_mismatch[0], got.over[0], got.finite[0]) == (4, 3, 3, 1)
+    assert (got.nonfinite_baseline[0], got.nonfinite_target[0]) == (5, 5)
+    assert (got.max_abs[0], got.argmax[0]) == (0.0, 6)
+
+
+def test_positive_and_negative_zero_are_equal(kind):
+    for dtype in (np.float32, np.float16, dtypes.numpy_dtype("bfloat16"), np.float64):
+        zero = np.zeros((1, 10), dtype)
+        got = compare_rows(zero, -zero).total()
+        assert (got.equal, got.over, got.rel_l2, got.cosine) == (10, 0, 0.0, 1.0)
+
+
+def test_rows_are_picked_from_strided_read_only_files(kind, tmp_path):
+    file = tmp_path / "payload"
+    rows, width, stride = 7, 33, 33 * 4 + 5
+    raw = np.random.default_rng(0).integers(0, 256, 3 + rows * stride, dtype=np.uint8)
+    values = matrix("float32", rows, width)
+    for i in range(rows):
+        raw[3 + i * stride : 3 + i * stride + width * 4] = values[i].view(np.uint8)
+    raw.tofile(file)
+    mapped = np.memmap(file, np.uint8, mode="r")
+    view = np.ndarray((rows, width), np.float32, buffer=mapped, offset=3, strides=(stride, 4))
+    target = nudged(values)
+    left, right = np.array([6, 0, 3, 3]), np.array([1, 0, 3, 2])
+    check(compare_rows(view, target, left, right), values[left], target[right])
+    check(compare_rows(view, target[::-1]), values, target[::-1])
+    check(compare_rows(view, target, left, np.array([0, 1, 2, 3])), values[left], target[:4])
+    del view
+    mapped._mmap.close()
+
+
+def test_a_broadcast_row_may_stand_for_all(kind):
+    a, row = matrix("bfloat16", 5, 40), matrix("bfloat16", 1, 40, seed=8)
+    wide = np.broadcast_to(row, (5, 40))
+    check(compare_rows(a, wide), a, wide)
+
+
+def test_complex_numbers_are_pairs_of_columns(kind):
+    a = np.array([[1 + 2j, 3 + 4j]], np.complex64)
+    b = np.array([[1 + 2j, 3 + 7j]], np.complex64)
+    got = compare_rows(a, b).total()
+    assert (got.count, got.worst_col, got.max_abs) == (4, 3, 3.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_nothing_to_compare_gives_empty_measures(kind, shape):
+    got = compare_rows(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+    assert len(got) == shape[0]
+    assert got.total() == Measure(
+        max_abs=0.0, worst_row=-1, worst_col=-1, mean_abs=0.0, rel_l2=0.0, cosine=1.0, equal=0, count=0, over=0,
+        finite=0, nonfinite_baseline=0, nonfinite_target=0, nonfinite_mismatch=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"baseline": np.zeros(4)}, ValueError, r"shape \[rows, width\], not \(4,\)"),
+        ({"baseline": np.zeros((3, 5))}, ValueError, "one width, not 5"),
+        ({"baseline": np.zeros((2, 4))}, ValueError, "2 on the baseline side, 3 on the target side"),
+        ({"baseline": np.zeros((4, 3)).T}, ValueError, "unit stride"),
+        ({"baseline": np.zeros((3, 4), ">f4")}, ValueError, "native"),
+        ({"baseline": np.zeros((3, 4), "U1")}, ValueError, "dtype str32; known: float64, float32"),
+        ({"baseline_rows": np.array([0, 1, 3])}, IndexError, r"holds 0\.\.3; rows run 0\.\.2"),
+        ({"target_rows": np.array([-1, 1, 2])}, IndexError, r"holds -1\.\.2"),
+        ({"target_rows": np.array([1])}, ValueError, "3 on the baseline side, 1 on the target side"),
+        ({"target_rows": np.array([[1]])}, ValueError, "one-dimensional"),
+        ({"target_rows": np.array([0.5, 1, 2])}, ValueError, "integers"),
+        ({"atol": -1.0}, ValueError, "not negative"),
+        ({"rtol": math.nan}, ValueError, "finite"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(kind, change, error, message):
+    call = {"baseline": np.zeros((3, 4)), "target": np.zeros((3, 4), np.float32), **change}
+    with pytest.raises(error, match=message):
+        compare_rows(**call)
+
+
+# ---- algebra
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(2, 5000), st.data())
+def test_column_blocks_in_any_order_merge_into_the_whole(rows, width, data):
+    dtype = data.draw(st.sampled_from(["bfloat16", "float32", "float64", "int64"]))
+    a = matrix(dtype, rows, width, seed=width)
+    b = nudged(a, seed=rows)
+    cut = data.draw(st.integers(1, width - 1))
+    whole = compare_rows(a, b, rtol=0.01)
+    left = compare_rows(a[:, :cut], b[:, :cut], rtol=0.01)
+    right = compare_rows(a[:, cut:], b[:, cut:], rtol=0.01)
+    same(left + right, whole)
+    nothing = compare_rows(a[:, :0], b[:, :0])
+    same(nothing.merge_columns(right, cut).merge_columns(left, 0), whole)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 600), st.integers(0, 9))
+def test_concatenated_rows_are_the_whole(rows, width, cut):
+    a = matrix("float16", rows, width)
+    b = nudged(a)
+    whole = compare_rows(a, b)
+    parts = RowMeasures.concat([compare_rows(a[:cut], b[:cut]), compare_rows(a[cut:], b[cut:])])
+    same(parts, whole)
+    assert parts.total() == whole.total()
+
+
+def test_no_parts_concatenate_to_no_rows():
+    assert len(RowMeasures.concat([])) == 0
+
+
+def test_blocks_of_different_rows_do_not_merge(kind):
+    a = np.zeros((2, 3))
+    with pytest.raises(ValueError, match="same rows, not 2 and 1"):
+        compare_rows(a, a).merge_columns(compare_rows(a[:1], a[:1]), 3)
+
+
+def test_the_total_is_the_rows_flattened(kind):
+    a = matrix("float32", 9, 700)
+    b = nudged(a)
+    b[4, 600] = 1000.0
+    got, flat = compare_rows(a, b).total(), compare_rows(a.reshape(1, -1), b.reshape(1, -1)).total()
+    assert (got.worst_row, got.worst_col) == (4, 600)
+    assert flat.worst_col == 4 * 700 + 600
+    for name in ("max_abs", "mean_abs", "rel_l2", "cosine", "equal", "count", "over"):
+        assert getattr(got, name) == pytest.approx(getattr(flat, name), rel=1e-6)
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    assert got.rel_l2 == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-6)
+    assert got.cosine == pytest.approx((x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-6)
+    assert got.mean_abs == pytest.approx(np.abs(x - y).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("base", "target", "rel", "cosine"), [(0, 0, 0.0, 1.0), (0, 1, math.inf, 0.0), (1, 0, 1.0, 0.0)]
+)
+def test_relative_error_and_cosine_of_zeros(kind, base, target, rel, cosine):
+    got = compare_rows(np.full((2, 3), base, np.float32), np.full((2, 3), target, np.float32)).total()
+    assert (got.rel_l2, got.cosine) == (rel, cosine)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 65536])
+def test_the_reference_does_not_depend_on_its_chunk(chunk):
+    a = matrix("bfloat16", 5, 90)
+    b = nudged(a)
+    picked = np.array([4, 0, 1])
+    same(
+        compare_reference(a, b, picked, picked, pairs=3, chunk=chunk),
+        compare_reference(a[picked], b[picked], pairs=3),
+    )

@@ -1,0 +1,124 @@
+"""Which backend serves: in fresh processes, because a choice is made once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+import tapscope
+from tapscope.kernels.native import backend, use_backend
+
+needs_library = pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1])
+
+
+def fresh(program, *first, **environment):
+    """Run a program in a process of its own; answers its stdout lines."""
+    path = os.pathsep.join([*map(str, first), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_library
+def test_loading_the_library_leaves_subnormal_numbers_alone():
+    program = """
+import ctypes
+import numpy as np
+from tapscope.kernels.native import backend, compare_rows, summarize_array
+tiny = np.full((2, 4096), 2.0**-149, np.float32)
+summarize_array(tiny), compare_rows(tiny, tiny * 3)
+half = np.float32(2.0**-126) * np.float32(0.5)
+print(backend()[0], half > 0, float(tiny[0, 0]) + 0.0 == 2.0**-149, 2.2250738585072014e-308 / 2 > 0)
+print(summarize_array(tiny).sum == 8192 * 2.0**-149, compare_rows(tiny, tiny * 3).total().max_abs == 2.0**-148)
+"""
+    assert fresh(program) == ["c++ True True True", "True True"]
+
+
+def test_the_environment_can_forbid_the_library():
+    program = "from tapscope.kernels.native import backend; print(*backend())"
+    assert fresh(program, TAPSCOPE_NATIVE="0") == ["numpy TAPSCOPE_NATIVE=0"]
+
+
+def test_a_wrong_setting_names_variable_value_and_rule():
+    program = """
+from tapscope.errors import ConfigError
+from tapscope.kernels.native import backend
+try:
+    backend()
+except ConfigError as error:
+    print(error)
+"""
+    assert fresh(program, TAPSCOPE_NATIVE="yes") == [
+        "TAPSCOPE_NATIVE='yes' must be 0 (numpy only) or 1 (the C++ library if it was built)"
+    ]
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """The package as it is installed where there was no compiler."""
+    source = Path(tapscope.__file__).parent
+    shutil.copytree(source, tmp_path / "tapscope", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+WHERE = """
+from tapscope.kernels.native import backend, summarize_array
+import numpy as np
+print(*backend())
+print(summarize_array(np.arange(10, dtype=np.float32)).hash)
+"""
+
+
+def test_without_a_built_library_numpy_serves_and_says_why(copied):
+    assert fresh(WHERE, copied, TAPSCOPE_NATIVE="1") == [
+        "numpy the C++ library was not built; reinstall tapscope where a C++17 compiler is found",
+        "2a985e290fd3c1e681b1f9f2af7ff82b",
+    ]
+
+
+def test_a_library_that_cannot_be_loaded_is_named_and_numpy_serves(copied):
+    broken = copied / "tapscope" / "kernels" / "native" / f"_tapscope{EXTENSION_SUFFIXES[0]}"
+    broken.write_bytes(b"not a library")
+    lines = fresh(WHERE, copied, TAPSCOPE_NATIVE="1")
+    assert lines[0].startswith(f"numpy {broken.name} cannot be loaded: ")
+    assert lines[1] == "2a985e290fd3c1e681b1f9f2af7ff82b"
+
+
+def test_asking_for_a_library_that_was_not_built_says_why(copied):
+    program = """
+from tapscope.errors import ConfigError
+from tapscope.kernels.native import use_backend
+try:
+    with use_backend("c++"):
+        print("served")
+except ConfigError as error:
+    print(error)
+"""
+    assert fresh(program, copied) == [
+        "use_backend('c++'): the C++ library was not built; reinstall tapscope where a C++17 compiler is found"
+    ]
+
+
+def test_a_backend_chosen_for_a_block_is_given_back():
+    before = backend()
+    with use_backend("numpy"):
+        assert backend() == ("numpy", "chosen by use_backend('numpy')")
+    assert backend() == before
+
+
+@needs_library
+def test_the_library_lies_beside_its_sources():
+    kind, path = backend()
+    assert kind == "c++"
+    assert "_tapscope" in os.path.basename(path)
