@@ -27,7 +27,7 @@ from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, decode, encode
 
 _POLL_MS = 100
-_LAST_WORDS_S = 2.0  # how long a dying rank's traceback may be on its way
+_LAST_WORDS_S = 1.0  # how long a dying rank's traceback may be on its way
 _CLOSE_S = 10.0  # how long a rank may take to close its observer
 
 

@@ -1,5 +1,6 @@
 """EngineThread: one background thread that owns an LLM, so that a server's requests join the running batch."""
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,9 +9,11 @@ from typing import Any, TypeVar
 
 from tapscope.engine.llm import LLM
 from tapscope.engine.request import Generation
-from tapscope.errors import RankLostError
+from tapscope.errors import RankLostError, TapscopeError
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class EngineThread:
@@ -77,8 +80,11 @@ class EngineThread:
             try:
                 for generation in self._llm.step():
                     self._waiting.pop(generation.request).set_result(generation)
-            except Exception as error:  # noqa: BLE001  (it is delivered to every request of the step)
-                self._fail_all(error)
+            except Exception as error:
+                _log.exception("a step failed; its requests are answered with the error")
+                self._fail_all(
+                    error if isinstance(error, TapscopeError) else TapscopeError(f"a step failed: {error!r}")
+                )
                 if isinstance(error, RankLostError):
                     with self._lock:
                         self.failure, self._stopped = error, True

@@ -1,12 +1,13 @@
-"""What the engine's tests share: an observer that remembers, ranks as threads, transformers' own answers."""
+"""What the engine's tests share: ranks as threads, transformers' own answers."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_observers import Memory
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -17,44 +18,9 @@ from tapscope.engine.plan import StepPlan
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
 from tapscope.engine.scheduler import Scheduler
-from tapscope.observe import RankInfo, StepInfo
 from tapscope.wire import decode, encode
 
 torch.set_num_threads(1)
-
-
-class Memory:
-    """A StepObserver that keeps all it is told, and the root's logits of each step."""
-
-    def __init__(self, model: torch.nn.Module, info: RankInfo) -> None:
-        self.info = info
-        self.epoch = 7
-        self.armed = True
-        self.steps: list[StepInfo] = []
-        self.metrics: list[Mapping[str, float]] = []
-        self.logits: list[Tensor] = []
-        self.closed = 0
-        model.register_forward_hook(lambda _, args, output: self.logits.append(output.logits))
-
-    def before_step(self, info: StepInfo) -> None:
-        assert len(self.steps) == len(self.metrics), "the step before was never ended"
-        self.steps.append(info)
-
-    def after_step(self, metrics: Mapping[str, float]) -> None:
-        self.metrics.append(metrics)
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def logits_of(self, request: str) -> Tensor:
-        """[positions, vocab] in order of position; needs logits="all"."""
-        rows = [
-            logits[run.slot : run.slot + run.count]
-            for info, logits in zip(self.steps, self.logits, strict=True)
-            for run in info.rows
-            if run.request == request
-        ]
-        return torch.cat(rows)
 
 
 @functools.cache

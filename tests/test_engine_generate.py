@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_llama
-from engine_helpers import Memory, reference_tokens
+from engine_helpers import reference_tokens
+from engine_observers import Memory
 
 from tapscope.engine import LLM, EngineConfig
 from tapscope.errors import ConfigError, UsageError

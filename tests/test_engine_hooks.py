@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_llama
-from engine_helpers import Memory, reference
+from engine_helpers import reference
+from engine_observers import Memory
 
 from tapscope import dims
 from tapscope.engine import LLM

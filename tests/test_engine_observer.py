@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_llama
-from engine_helpers import Memory
+from engine_observers import Memory
 
 from tapscope.engine import LLM
 from tapscope.observe import RankInfo, RowRun, StepInfo

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LLAMA3_ROPE, make_llama
-from engine_helpers import Memory, ThreadRanks, reference_logits, reference_tokens
+from engine_helpers import ThreadRanks, reference_logits, reference_tokens
+from engine_observers import Memory
 
 from tapscope.engine import LLM
 

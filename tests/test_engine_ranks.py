@@ -4,62 +4,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_llama
-from engine_helpers import Memory, reference_tokens
+from engine_helpers import reference_tokens
+from engine_observers import JournalIn, unmakeable_on_rank_1
 
 from tapscope.engine import LLM
 from tapscope.errors import RankLostError
-from tapscope.observe import RankInfo, StepInfo
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300]]
-
-
-class Journal(Memory):
-    """Writes what this rank is told to FOLDER/rank-N, so that another process can read it."""
-
-    folder: Path
-
-    def before_step(self, info: StepInfo) -> None:
-        super().before_step(info)
-        with (self.folder / f"rank-{self.info.rank}").open("a") as file:
-            file.write(f"{info.step} {info.epoch} {info.phase} {info.rows}\n")
-
-    def close(self) -> None:
-        super().close()
-        (self.folder / f"closed-{self.info.rank}").touch()
-
-
-class JournalIn:
-    """A picklable factory of Journals; ``explode`` makes a rank raise at that step."""
-
-    def __init__(self, folder: Path, explode: tuple[int, int] | None = None) -> None:
-        self.folder = folder
-        self.explode = explode
-
-    def __call__(self, model: Any, info: RankInfo) -> Journal:
-        journal = (Exploding if self.explode and info.rank == self.explode[0] else Journal)(model, info)
-        journal.folder = self.folder
-        journal.last_step = self.explode[1] if self.explode else -1
-        return journal
-
-
-class Exploding(Journal):
-    """Raises when its last step ends."""
-
-    last_step: int
-
-    def after_step(self, metrics: Mapping[str, float]) -> None:
-        super().after_step(metrics)
-        if self.steps[-1].step == self.last_step:
-            raise ValueError("the observer of this rank gave up")
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +40,10 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.fixture
-def loaded(path: Path, tmp_path: Path) -> Iterator[LLM]:
-    with LLM(path, tp=2, observer=JournalIn(tmp_path)) as llm:
-        yield llm
-
-
-def test_two_ranks_generate_what_one_does_see_the_same_steps_and_close(loaded: LLM, path: Path, tmp_path: Path) -> None:
+def test_two_ranks_generate_what_one_does_see_the_same_steps_and_close(path: Path, tmp_path: Path) -> None:
+    loaded = LLM(path, tp=2, observer=JournalIn(tmp_path))
     assert torch.get_num_threads() == 1
-    for generation, prompt in zip(
-        loaded.generate(PROMPTS, max_new_tokens=24, ignore_eos=True), PROMPTS, strict=True
-    ):
+    for generation, prompt in zip(loaded.generate(PROMPTS, max_new_tokens=24, ignore_eos=True), PROMPTS, strict=True):
         assert list(generation.token_ids) == reference_tokens(path, prompt, 24)
     loaded.observer.epoch = 8
     assert loaded.generate([[5, 6]], max_new_tokens=1)
@@ -107,25 +58,25 @@ def test_two_ranks_generate_what_one_does_see_the_same_steps_and_close(loaded: L
     assert all(_is_gone(pid) for pid in pids)
 
 
-def test_a_killed_rank_is_said_within_seconds_and_the_engine_stays_stopped(loaded: LLM, tmp_path: Path) -> None:
-    pid = loaded.engine.rank_pids[1]
-    # It dies in the middle of a step, while rank 0 waits for it in a collective.
-    loaded.model.model.layers[1].register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))
-    started = time.monotonic()
-    with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
-        loaded.generate(PROMPTS, max_new_tokens=24)
-    with pytest.raises(RankLostError, match="the engine stopped: rank 1 of 2 was killed"):
-        loaded.step()
-    loaded.close()
+def test_of_two_engines_side_by_side_each_says_at_once_that_a_rank_was_killed(path: Path) -> None:
+    with LLM(path, tp=2) as first, LLM(path, tp=2) as second:
+        for llm in (first, second, first):
+            (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=5, ignore_eos=True)
+            assert list(generation.token_ids) == reference_tokens(path, [5, 6, 7], 5)
+        started = time.monotonic()
+        idle = first.engine.rank_pids[1]
+        os.kill(idle, signal.SIGKILL)
+        assert _wait(lambda: _is_gone(idle), 5)
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            first.generate([[5]])
+        # The other engine does not mind; its rank dies within a step, while rank 0 waits in a collective.
+        busy = second.engine.rank_pids[1]
+        second.model.model.layers[1].register_forward_hook(lambda *_: os.kill(busy, signal.SIGKILL))
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            second.generate(PROMPTS, max_new_tokens=24)
+        with pytest.raises(RankLostError, match="the engine stopped: rank 1 of 2 was killed"):
+            second.step()
     assert time.monotonic() - started < 10
-
-
-def test_a_rank_that_dies_while_idle_is_noticed_at_the_next_step(loaded: LLM) -> None:
-    pid = loaded.engine.rank_pids[1]
-    os.kill(pid, signal.SIGKILL)
-    assert _wait(lambda: _is_gone(pid), 5)
-    with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
-        loaded.generate([[5]])
 
 
 def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
@@ -181,22 +132,4 @@ def test_a_script_without_a_main_guard_is_told_what_to_write(path: Path, tmp_pat
 
 def test_an_observer_that_cannot_be_made_on_one_rank_fails_the_start(path: Path) -> None:
     with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*no room on rank 1"):
-        LLM(path, tp=2, observer=_picky)
-
-
-def _picky(model: Any, info: RankInfo) -> Memory:
-    if info.rank == 1:
-        raise OSError("no room on rank 1")
-    return Memory(model, info)
-
-
-def test_two_engines_of_two_ranks_run_side_by_side(path: Path) -> None:
-    with LLM(path, tp=2) as first:
-        made: list[LLM] = []
-        thread = threading.Thread(target=lambda: made.append(LLM(path, tp=2)))
-        thread.start()
-        thread.join()
-        with made[0] as second:
-            for llm in (first, second, first):
-                (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=5, ignore_eos=True)
-                assert list(generation.token_ids) == reference_tokens(path, [5, 6, 7], 5)
+        LLM(path, tp=2, observer=unmakeable_on_rank_1)

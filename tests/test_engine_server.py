@@ -1,0 +1,263 @@
+"""The HTTP server, through real uvicorn on a loopback port."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from checkpoints import make_llama
+from engine_helpers import reference_tokens
+from engine_observers import Memory
+from fastapi import APIRouter
+
+from tapscope.engine import LLM
+from tapscope.engine.server import make_app, serve
+from tapscope.errors import ListenError, RankLostError
+
+GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
+
+
+class Served:
+    """A served LLM and a client of it."""
+
+    def __init__(self, llm: LLM, routers: list[APIRouter]) -> None:
+        self.llm = llm
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._server = uvicorn.Server(uvicorn.Config(make_app(llm, routers), log_config=None))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self._socket.getsockname()[1]}", timeout=30)
+
+    def generate(self, **body: Any) -> httpx.Response:
+        return self.client.post("/generate", json=body)
+
+    def info(self) -> dict[str, Any]:
+        return self.client.get("/get_server_info").raise_for_status().json()
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.fixture
+def served(path: Path) -> Iterator[Served]:
+    router = APIRouter()
+    router.add_api_route("/extra", lambda: {"mounted": True})
+    with LLM(path, observer=Memory) as llm:
+        made = Served(llm, [router])
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def _slow_down(llm: LLM, seconds: float) -> None:
+    llm.model.register_forward_hook(lambda *_: time.sleep(seconds))
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_one_prompt_gets_sglangs_answer(served: Served, path: Path) -> None:
+    body = served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY, rid="mine").raise_for_status().json()
+    expected = reference_tokens(path, [5, 6, 7], 6)
+    assert body["output_ids"] == expected
+    assert body["text"] == served.llm.tokenizer.decode(expected)
+    meta = body["meta_info"]
+    assert meta.pop("e2e_latency") > 0
+    assert meta == {
+        "id": "mine",
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "finish_reason": {"type": "length", "length": 6},
+        "weight_version": "default",
+    }
+
+
+def test_a_batch_of_texts_gets_a_list_in_order(served: Served) -> None:
+    texts = ["import json", "def", "class A:"]
+    body = served.generate(text=texts, sampling_params=GREEDY).raise_for_status().json()
+    assert [answer["meta_info"]["id"] for answer in body] == ["0", "1", "2"]
+    counts = [len(served.llm.tokenizer.encode(text)) for text in texts]
+    assert [answer["meta_info"]["prompt_tokens"] for answer in body] == counts
+
+
+def test_requests_of_several_clients_share_steps(served: Served, path: Path) -> None:
+    _slow_down(served.llm, 0.01)
+    prompts = [[5, 6, 7], [300], list(range(40, 60)), [9, 8]]
+    with ThreadPoolExecutor(4) as pool:
+        params = GREEDY | {"max_new_tokens": 30}
+        answers = list(pool.map(lambda ids: served.generate(input_ids=ids, sampling_params=params).json(), prompts))
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer["output_ids"] == reference_tokens(path, prompt, 30)
+    assert max(len(info.rows) for info in served.llm.observer.steps) > 1
+    assert len(served.llm.observer.steps) < 4 * 30
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "exactly one of 'text' and 'input_ids'"),
+        ({"text": "a", "input_ids": [1]}, "exactly one of"),
+        ({"text": 3}, "'text' must be a text or a list"),
+        ({"text": []}, "'text' must be a text or a list"),
+        ({"input_ids": [[5], []]}, "none of them empty"),
+        ({"input_ids": [5, "6"]}, "'input_ids' must be a list of token ids"),
+        ({"input_ids": [512]}, "token ids run from 0 to 511"),
+        ({"input_ids": [5], "sampling_params": {"temperature": 0.7}}, "'temperature': 0.7 is not supported"),
+        ({"input_ids": [5], "sampling_params": {"top_p": 0.5}}, "sampling parameter 'top_p' is not supported"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 0}}, "'max_new_tokens' is 0"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 999}}, "the model has 256"),
+        ({"input_ids": [5], "sampling_params": {"ignore_eos": 1}}, "'ignore_eos' is 1"),
+        ({"input_ids": [5], "sampling_params": []}, "'sampling_params' must be a JSON object"),
+        ({"input_ids": [5], "rid": 3}, "'rid' must be a text"),
+        ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "names a request twice"),
+        ({"input_ids": [5], "stream": True}, "'stream': true is not supported"),
+        ({"input_ids": [5], "return_logprob": True}, "field 'return_logprob' is not supported"),
+        ([], "the body must be a JSON object"),
+    ],
+)
+def test_a_malformed_request_is_a_400_with_one_sentence(path: Path, body: Any, message: str, shared: Served) -> None:
+    response = shared.client.post("/generate", json=body)
+    assert response.status_code == 400
+    text = response.json()["error"]["message"]
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.fixture(scope="module")
+def shared(path: Path) -> Iterator[Served]:
+    with LLM(path) as llm:
+        made = Served(llm, [])
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[" * 100_000])
+def test_bytes_that_are_no_json_are_a_400(shared: Served, content: bytes) -> None:
+    response = shared.client.post("/generate", content=content)
+    assert response.status_code == 400
+    assert "the body is no JSON" in response.json()["error"]["message"]
+
+
+def test_fields_that_ask_for_nothing_are_let_pass(shared: Served) -> None:
+    body = {"input_ids": [5], "sampling_params": GREEDY, "return_logprob": False, "lora_path": None}
+    assert shared.client.post("/generate", json=body).status_code == 200
+
+
+def test_health_info_and_mounted_routes_answer(served: Served, path: Path) -> None:
+    assert served.client.get("/health").json() == {"status": "ok"}
+    assert served.client.get("/extra").json() == {"mounted": True}
+    served.generate(input_ids=[5], sampling_params=GREEDY)
+    info = served.info()
+    assert (info["model"], info["tp"], info["dtype"]) == (str(path), 1, "float32")
+    assert (info["num_running"], info["num_waiting"], info["num_steps"], info["kv_pages_used"]) == (0, 0, 6, 0)
+
+
+def test_a_client_that_goes_away_has_its_request_aborted(served: Served) -> None:
+    _slow_down(served.llm, 0.02)
+    params = GREEDY | {"max_new_tokens": 250}
+    with pytest.raises(httpx.ReadTimeout):
+        served.client.post("/generate", json={"input_ids": [5], "sampling_params": params}, timeout=0.3)
+    assert _wait(lambda: served.info()["num_running"] == 0, 4)
+    info = served.info()
+    assert 0 < info["num_steps"] < 250
+    assert info["kv_pages_used"] == 0
+
+
+def test_a_live_id_cannot_be_used_twice(served: Served) -> None:
+    _slow_down(served.llm, 0.02)
+    params = GREEDY | {"max_new_tokens": 40}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(served.generate, input_ids=[5], sampling_params=params, rid="r")
+        assert _wait(lambda: served.info()["num_running"] == 1)
+        second = served.generate(input_ids=[6], sampling_params=params, rid="r")
+        assert second.status_code == 400
+        assert "'r' is in use by a live request" in second.json()["error"]["message"]
+        assert first.result().status_code == 200
+
+
+def test_an_engine_that_lost_a_rank_answers_503_with_the_reason(served: Served) -> None:
+    def lose(*_: object) -> None:
+        raise RankLostError("rank 1 of 2 was killed by signal 9")
+
+    served.llm.model.register_forward_hook(lose)
+    for _ in range(2):
+        response = served.generate(input_ids=[5], sampling_params=GREEDY)
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "rank 1 of 2 was killed by signal 9"
+    assert served.client.get("/health").status_code == 503
+
+
+def test_a_step_that_fails_fails_its_requests_and_the_next_ones_succeed(served: Served) -> None:
+    def explode(*_: object) -> None:
+        raise ValueError("from a user's hook")
+
+    handle = served.llm.model.register_forward_hook(explode)
+    response = served.generate(input_ids=[5], sampling_params=GREEDY)
+    assert response.status_code == 500
+    assert "from a user's hook" in response.json()["error"]["message"]
+    handle.remove()
+    assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 200
+    assert served.client.get("/health").status_code == 200
+
+
+def test_a_port_in_use_is_a_listen_error_that_names_it(path: Path) -> None:
+    with LLM(path) as llm, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use.*choose another"):
+            serve(make_app(llm), "127.0.0.1", port)
+
+
+PROGRAM = """
+import sys, time
+from tapscope.engine import LLM
+from tapscope.engine.server import make_app, serve
+with LLM(sys.argv[1]) as llm:
+    llm.model.register_forward_hook(lambda *_: time.sleep(0.02))
+    serve(make_app(llm), port=0, on_listen=lambda url: print(url, flush=True))
+print("ended", flush=True)
+"""
+
+
+def test_sigterm_finishes_the_requests_under_way_and_exits_0(path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(1) as pool:
+        url = process.stdout.readline().strip()
+        body = {"input_ids": [5], "sampling_params": GREEDY | {"max_new_tokens": 50}}
+        answer = pool.submit(httpx.post, f"{url}/generate", json=body, timeout=30)
+        assert _wait(lambda: httpx.get(f"{url}/get_server_info").json()["num_running"] == 1)
+        process.send_signal(signal.SIGTERM)
+        assert len(answer.result().json()["output_ids"]) == 50
+        assert process.stdout.read() == "ended\n"
+        assert process.wait(10) == 0
+
+
+def test_importing_the_engine_imports_neither_torch_nor_fastapi() -> None:
+    code = "import sys, json, tapscope.engine; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "fastapi", "uvicorn", "zmq"} & set(json.loads(done.stdout))
+    code = "import sys, json, tapscope.engine as e; e.LLM; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"fastapi", "uvicorn", "transformers", "tapscope.dumper"} & set(json.loads(done.stdout))
