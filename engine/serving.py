@@ -80,11 +80,10 @@ class EngineThread:
             try:
                 for generation in self._llm.step():
                     self._waiting.pop(generation.request).set_result(generation)
-            except Exception as error:
-                _log.exception("a step failed; its requests are answered with the error")
-                self._fail_all(
-                    error if isinstance(error, TapscopeError) else TapscopeError(f"a step failed: {error!r}")
-                )
+            except Exception as error:  # noqa: BLE001  (it is delivered to every live request)
+                _log.error("a step failed; its requests are answered with the error", exc_info=True)
+                known = isinstance(error, TapscopeError)
+                self._fail_all(error if known else TapscopeError(f"a step failed: {error!r}"))
                 if isinstance(error, RankLostError):
                     with self._lock:
                         self.failure, self._stopped = error, True

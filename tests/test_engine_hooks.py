@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_llama
-from engine_helpers import reference
+from engine_helpers import ThreadRanks, reference
 from engine_observers import Memory
 
 from tapscope import dims
@@ -60,6 +60,47 @@ def test_every_hugging_face_module_fires_once_per_forward_with_its_values(path: 
             assert (a.squeeze(0) - b).abs().max() <= 1e-4, name
     extra = {name.rpartition(".")[2] for name in actual} - {name.rpartition(".")[2] for name in expected}
     assert extra == {"qkv_proj", "gate_up_proj", "attn", "partial", "sampler"}
+
+
+def _assemble(shards: list[torch.Tensor], annotation: str) -> torch.Tensor:
+    """Put TP shards together as their dims say, checking that replicas are replicas."""
+    parsed = dims.parse(annotation)
+    sharded = parsed.shards()
+    if not sharded:
+        assert parsed.replicated == ("tp",), f"{annotation} explains no tp axis"
+        assert all(torch.equal(shard, shards[0]) for shard in shards)
+        return shards[0]
+    ((axis, shard),) = sharded
+    return torch.stack(shards).sum(0) if shard.partial else torch.cat(shards, dim=axis)
+
+
+def test_what_two_ranks_show_assembles_by_its_dims_to_hugging_faces_values(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", seed=2, attention_bias=True, mlp_bias=True, vocab_size=523)
+    hf = reference(path)
+    expected, handles = _hook_all(hf)
+    with torch.no_grad():
+        hf(torch.tensor([PROMPT]))
+    for handle in handles:
+        handle.remove()
+    ranks = ThreadRanks(path, tmp_path / "store", 2)
+    actual = [_hook_all(runner.model)[0] for runner in ranks.runners]
+    ranks.generate([PROMPT], 1)
+    model = ranks.runners[0].model
+    for name, outputs in expected.items():
+        theirs = _tensors(outputs[0])
+        ours = [_tensors(seen[name][0]) for seen in actual]
+        found = [text for port, text in model.get_submodule(name).tap_dims.items() if port.startswith("out")]
+        for i, tensor in enumerate(theirs):
+            whole = _assemble([shards[i] for shards in ours], found[i])
+            assert (tensor.squeeze(0) - whole).abs().max() <= 1e-4, name
+    partials = [name for name in actual[0] if name.endswith(".partial")]
+    assert len(partials) == 2 * 3
+    for name in partials:
+        whole = _assemble([seen[name][0] for seen in actual], model.get_submodule(name).tap_dims["out"])
+        # The summands a hook kept are still summands after the all-reduce, and the bias is in exactly one of them.
+        assert (whole - actual[0][name.removesuffix(".partial")][0]).abs().max() <= 1e-6
+        assert not torch.equal(actual[0][name][0], actual[1][name][0])
+    ranks.close()
 
 
 def test_parameter_names_are_hugging_faces_where_nothing_is_fused(path: Path) -> None:

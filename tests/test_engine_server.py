@@ -1,6 +1,7 @@
 """The HTTP server, through real uvicorn on a loopback port."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from fastapi import APIRouter
 
 from tapscope.engine import LLM
 from tapscope.engine.server import make_app, serve
-from tapscope.errors import ListenError, RankLostError
+from tapscope.errors import ListenError
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -198,16 +199,22 @@ def test_a_live_id_cannot_be_used_twice(served: Served) -> None:
         assert first.result().status_code == 200
 
 
-def test_an_engine_that_lost_a_rank_answers_503_with_the_reason(served: Served) -> None:
-    def lose(*_: object) -> None:
-        raise RankLostError("rank 1 of 2 was killed by signal 9")
-
-    served.llm.model.register_forward_hook(lose)
-    for _ in range(2):
-        response = served.generate(input_ids=[5], sampling_params=GREEDY)
-        assert response.status_code == 503
-        assert response.json()["error"]["message"] == "rank 1 of 2 was killed by signal 9"
-    assert served.client.get("/health").status_code == 503
+def test_two_ranks_serve_and_a_lost_one_is_a_503_with_the_reason(path: Path) -> None:
+    with LLM(path, tp=2) as llm:
+        served = Served(llm, [])
+        try:
+            answer = served.generate(input_ids=[5, 6], sampling_params=GREEDY).json()
+            assert answer["output_ids"] == reference_tokens(path, [5, 6], 6)
+            os.kill(llm.engine.rank_pids[1], signal.SIGKILL)
+            for _ in range(2):
+                response = served.generate(input_ids=[5], sampling_params=GREEDY)
+                assert response.status_code == 503
+                assert "rank 1 of 2 was killed by signal 9" in response.json()["error"]["message"]
+            health = served.client.get("/health")
+            assert health.status_code == 503
+            assert "rank 1 of 2" in health.json()["error"]["message"]
+        finally:
+            served.close()
 
 
 def test_a_step_that_fails_fails_its_requests_and_the_next_ones_succeed(served: Served) -> None:
