@@ -24,7 +24,7 @@ from ..record import Key, Record
 from ..site import describe_layers
 from ..wire import Message
 from . import capture, session
-from .config import DumperConfig, Selection
+from .config import RUNTIME_FIELDS, DumperConfig, Selection
 from .flatten import flatten, plain_value
 from .pipeline import Pending, Pipeline
 from .rows import step_from_call
@@ -345,7 +345,7 @@ class Dumper:
             self._prepared[epoch] = message.fields
         except (ConfigError, RuleError) as error:
             problem = str(error)
-        return Message("accept", {"epoch": epoch, "problem": problem})
+        return Message("accept", {"epoch": epoch, "problem": problem, "at": self._next_step - 1})
 
     def _apply_due(self, info: StepInfo) -> None:
         epoch = info.epoch
@@ -359,17 +359,17 @@ class Dumper:
         if "run" in change:
             self._reopen(pipeline, change["run"])
         else:
+            self._base_config = DumperConfig().updated(change["base"])
             self._configure(pipeline, DumperConfig().updated(change["config"]))
         pipeline.put_message(Message("applied", {"epoch": epoch, "step": info.step, "at": info.step}))
         pipeline.kick()
 
     def _configure(self, pipeline: Pipeline, config: DumperConfig) -> None:
-        if self.config.capture_steps is None:
-            self._base_config = self.config
         self.config, self._selection = config, Selection.of(config)
         pipeline.capture_left = config.capture_steps
         self._hooks.install(self._selection)
-        pipeline.put_line({"type": "event", "kind": "config", "epoch": self._epoch, "config": config.to_json()})
+        shown = {name: value for name, value in config.to_json().items() if name in (*RUNTIME_FIELDS, "capture_steps")}
+        pipeline.put_line({"type": "event", "kind": "config", "epoch": self._epoch, **shown})
 
     def _count_down(self, pipeline: Pipeline) -> None:
         assert pipeline.capture_left is not None

@@ -167,13 +167,13 @@ class Pipeline:
         return self.dead is None and self._has_room(cost)
 
     def _run(self) -> None:
-        last_progress = time.monotonic()
+        last_progress = 0.0
         try:
             while True:
                 items = self._take()
                 if items:
                     self._send(items)
-                if self._receive():
+                if self._receive() or not self._closing:
                     last_progress = time.monotonic()
                 self._check_recorder()
                 if self._closing and (self.dead or self._closed):
@@ -245,7 +245,7 @@ class Pipeline:
         number, self._num_batches = self._num_batches, self._num_batches + 1
         self._unacknowledged[number] = batch
         fields = {"n": number, "at": self.at, "capture_left": self.capture_left, "payloads": batch.payloads}
-        frames = [b"\n".join(batch.lines), *(memoryview(buffer.numpy()) for buffer in batch.buffers)]
+        frames = [b"\n".join(batch.lines), *(buffer.numpy().data for buffer in batch.buffers)]
         # copy=False: the buffers stay untouched until the recorder acknowledges the batch.
         self._socket.send_multipart(wire.encode(Message("batch", fields, frames)), copy=False)
 
@@ -271,7 +271,9 @@ class Pipeline:
             self._die(str(message.fields.get("reason")))
         elif message.kind == "closed":
             self._closed = True
-        elif message.kind != "alive":
+        elif message.kind == "alive":
+            self._socket.send_multipart(wire.encode(Message("at", {"at": self.at})))
+        else:
             answer = self._on_message(message)
             if answer is not None:
                 self._socket.send_multipart(wire.encode(answer))

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class Recorder:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 1000
+        self._router.sndhwm = 0  # a ROUTER at its mark would silently drop acknowledgements
         self._live = context.socket(zmq.PUB)
         self._live.linger = 0
         self.address = f"ipc://{self._home}/recorder"
@@ -145,6 +147,9 @@ class Recorder:
                 self._handle(identity, wire.decode([frames[1].buffer, *frames[2:]] if len(frames) > 1 else []))
             except TapscopeError as error:
                 self.send(identity, Message("refused", {"reason": str(error)}))
+            except Exception as error:  # noqa: BLE001 - one bad message must not end the recording of the others
+                traceback.print_exc()
+                self.send(identity, Message("refused", {"reason": f"{type(error).__name__}: {error}"}))
 
     def _handle(self, identity: bytes, message: Message) -> None:
         if message.kind == "hello":
@@ -164,7 +169,7 @@ class Recorder:
         elif message.kind == "close":
             self._leave(peer, "closed")
             self.send(identity, Message("closed"))
-        else:
+        elif message.kind != "at":
             self.steering.from_rank(peer, message)
 
     def _hello(self, identity: bytes, message: Message) -> None:

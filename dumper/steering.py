@@ -92,14 +92,23 @@ class Steering:
         change.commit(step)
         self._broadcast(Message("commit", {"epoch": change.epoch, "step": step}))
 
-    def _propose(self, identity: bytes, request: Any, payload: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    def _propose_config(self, identity: bytes, request: Any, config: DumperConfig) -> tuple[int, dict[str, Any]] | None:
+        content = config.to_json()
+        # The base travels along: a rank that was idle may never have applied what a capture falls back to.
+        payload = {"config": content, "base": self.config}
+        shown = {name: content[name] for name in (*RUNTIME_FIELDS, "capture_steps")}
+        return self._propose(identity, request, payload, {"config": shown})
+
+    def _propose(
+        self, identity: bytes, request: Any, payload: dict[str, Any], shown: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]] | None:
         peers = self._recorder.present()
         if self._change is not None:
             return 409, {"error": "another change is under way; try again in a second"}
         if not peers:
             return 409, {"error": "no rank is connected; start the model first"}
         epoch = self.epoch + 1
-        self._change = Transaction(epoch, payload, identity, request, {peer.rank for peer in peers})
+        self._change = Transaction(epoch, payload, shown, identity, request, {peer.rank for peer in peers})
         self._broadcast(Message("prepare", {"epoch": epoch, **payload}))
         return None
 
@@ -124,7 +133,7 @@ class Steering:
         if not body:
             return 400, {"error": f"nothing to configure; set any of {', '.join(RUNTIME_FIELDS)}"}
         config = self._current().updated(body, allowed=RUNTIME_FIELDS)
-        return self._propose(identity, request, {"config": config.to_json()})
+        return self._propose_config(identity, request, config)
 
     def _do_capture(self, identity: bytes, request: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
         steps = body.get("steps", 1)
@@ -132,7 +141,7 @@ class Steering:
             return 400, {"error": f"steps={steps!r}: must be a whole number of at least 1"}
         changes = {"enabled": True, "keep": "full", "rules": []} | {k: v for k, v in body.items() if k != "steps"}
         config = self._current().updated(changes, allowed=RUNTIME_FIELDS).updated({"capture_steps": steps})
-        return self._propose(identity, request, {"config": config.to_json()})
+        return self._propose_config(identity, request, config)
 
     def _do_reset(self, identity: bytes, request: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
         unknown = set(body) - {"run"}
@@ -144,7 +153,7 @@ class Steering:
         path = self._recorder.path.parent / name
         if path.exists():
             return 400, {"error": f"run={name!r}: exists; choose another name"}
-        return self._propose(identity, request, {"run": str(path)})
+        return self._propose(identity, request, {"run": str(path)}, {"run": str(path)})
 
     def _do_sites(self, identity: bytes, request: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         glob = Glob(body["glob"]) if body.get("glob") else None

@@ -16,7 +16,9 @@ class Transaction:
 
     epoch: int
     payload: dict[str, Any]
-    """What ranks are asked to accept: ``config``, or ``run`` for a reset."""
+    """What ranks are asked to accept: ``config`` and its ``base``, or ``run`` for a reset."""
+    shown: dict[str, Any]
+    """What the answer repeats of it."""
     reply_to: bytes
     request_id: Any
     waiting: set[int]
@@ -69,7 +71,7 @@ class Transaction:
         if not late and not self.members <= self.applied.keys():
             return None
         steps = {str(rank): self.applied.get(rank, "pending") for rank in sorted(self.members)}
-        return 200, {"epoch": self.epoch, **self.payload, "ranks": steps}
+        return 200, {"epoch": self.epoch, **self.shown, "ranks": steps}
 
 
 def _refused(refusals: dict[int, str]) -> str:

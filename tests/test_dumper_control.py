@@ -58,6 +58,17 @@ def test_capture_keeps_n_steps_in_full_on_every_rank_and_falls_back(job: Job) ->
         assert all(r.entry is not None for r in full)
 
 
+def test_a_capture_falls_back_to_what_was_asked_last_even_if_no_step_ran_meanwhile(tmp_path: Path) -> None:
+    with Job(tmp_path / "run", 1, keep="off", control="127.0.0.1:0", pause_s=5.0) as job:
+        wait_until(lambda: min(job.steps()) == 0, "the first step is taken")  # the next one is seconds away
+        assert job.ask("configure", {"keep": "stats"})[1]["ranks"] == {"0": "pending"}
+        assert job.ask("configure", {"keep": "off"})[1]["ranks"] == {"0": "pending"}
+        status, answer = job.ask("capture", {"steps": 1})
+        assert (status, answer["config"]["capture_steps"]) == (200, 1)
+        wait_until(lambda: min(job.steps()) == 2, "two more steps are taken")
+    assert {r.key.step for r in open_run(tmp_path / "run").records} == {1}
+
+
 def test_sites_can_be_listed_and_narrowed(job: Job) -> None:
     status, answer = job.ask("sites?glob=layers.1")
     assert status == 200

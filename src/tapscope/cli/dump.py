@@ -1,6 +1,7 @@
 """`tapscope dump`: run a model once and record its tensors."""
 
 import argparse
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from .diagnostics import ExitCode
 
 if TYPE_CHECKING:
     from ..dumper import DumperConfig
+    from ..engine import Generation
 
 
 class DumpCommand:
@@ -41,7 +43,7 @@ class DumpCommand:
         capture_with = _with_transformers if args.backend == "hf" else _with_engine
         texts = capture_with(args, config, work)
         for request, text in texts.items():
-            output.write_line(f"{request}: {text}")
+            output.write_line(f"{request}: {json.dumps(text, ensure_ascii=False)}")
         return _report(args.out)
 
 
@@ -57,12 +59,16 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
                 llm.submit(p, max_new_tokens=n, request_id=name, forced=f, ignore_eos=True)
                 for p, n, name, f in zip(work.prompts, work.max_new_tokens, work.request_ids, work.forced, strict=True)
             ]
-            done = {}
+            done: dict[str, str] = {}
             while llm.has_work:
-                done |= {generation.request: generation for generation in llm.step()}
-            return {name: done[name].text for name in ids}
+                done |= {generation.request: _text(generation) for generation in llm.step()}
+            return {name: done[name] for name in ids}
         generated = llm.generate(work.prompts, max_new_tokens=work.max_new_tokens[0], request_ids=work.request_ids)
-        return {generation.request: generation.text for generation in generated}
+        return {generation.request: _text(generation) for generation in generated}
+
+
+def _text(generation: "Generation") -> str:
+    return " ".join(map(str, generation.token_ids)) if generation.text is None else generation.text
 
 
 def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:

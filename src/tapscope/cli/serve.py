@@ -31,21 +31,24 @@ class ServeCommand:
         """Serve until SIGTERM or Ctrl-C."""
         from ..dumper import attach
         from ..dumper.control import ControlClient, make_router, parse_address
+        from ..dumper.recorder import bind
         from ..dumper.session import find, require_free
         from ..engine import LLM
-        from ..engine.server import bind, make_app, serve
+        from ..engine.server import make_app, serve
 
         host, port = parse_address(args.listen)
         out = args.out or Path("runs") / f"{capture.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
         require_free(out, force=args.force)
-        listener = bind(host, port)
+        bind(host, port).close()  # a taken port is said before the model is loaded
         config = capture.config(args)
         observer = partial(attach, out=str(out.absolute()), config=config, force=args.force)
         with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
             client = ControlClient(find(out)["address"])
-            host, port = listener.getsockname()[:2]
-            diagnostics.note(f"serving {args.model} on http://{host}:{port}; run: {out}")
-            diagnostics.note(f"next: tapscope ctl {host}:{port} capture --steps 4")
-            serve(make_app(llm, routers=[make_router(client)]), listener)
+
+            def announce(url: str) -> None:
+                diagnostics.note(f"serving {args.model} on {url}; run: {out}")
+                diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
+
+            serve(make_app(llm, routers=[make_router(client)]), host, port, on_listen=announce)
         diagnostics.note(f"next: tapscope info {out}")
         return ExitCode.OK

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# A gate for CI: fail the build when a model no longer computes what the stored baseline computed.
+#
+#     04_ci_gate.sh MODEL BASELINE WORKDIR
+#
+# The first time it makes BASELINE; afterwards it computes the same tokens and compares.
+# Exit codes: 0 same, 1 differs, 2 wrong call, 3 nothing to compare.
+set -euo pipefail
+model=${1:?MODEL} baseline=${2:?BASELINE} work=${3:?WORKDIR}
+
+if [ ! -e "$baseline" ]; then
+    tapscope dump "$model" -o "$baseline" --prompt 'def main():' --max-new 4
+    exit 0
+fi
+tapscope dump "$model" -o "$work/candidate" --tokens-from "$baseline" --force
+tapscope diff "$baseline" "$work/candidate" | tail -3
