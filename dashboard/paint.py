@@ -14,7 +14,7 @@ from rich.text import Text
 from tapscope import dtypes
 from tapscope.dashboard.digest import Corner, Digest, Histogram, Strip
 from tapscope.dashboard.oddity import nonfinite_words
-from tapscope.dashboard.rows import RowMap
+from tapscope.dashboard.rows import RowMap, dims_words
 from tapscope.record import Record, Stats
 from tapscope.text import count, number, plural, shape, size
 
@@ -54,7 +54,7 @@ def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
     """Dtype, shape, bytes, dims and whose rows."""
     if record.dtype is None:
         return [Text(f"no tensor: {record.value}")]
-    items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", record.dims or "not annotated")]
+    items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", dims_words(record))]
     if record.entry is not None:
         items.insert(1, ("", size(record.nbytes)))
     if rows is not None:

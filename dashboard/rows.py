@@ -99,14 +99,30 @@ def row_map(record: Record, step: StepLine | None) -> RowMap | None:
     return RowMap(axes, sizes, inferred, slots, step.info.rows)
 
 
+def dims_words(record: Record) -> str:
+    """The annotation, or that there is none, or why it is of no use."""
+    if record.dims is None:
+        return "not annotated"
+    try:
+        _checked_dims(record.dims, record)
+    except DimsError as error:
+        return f"unusable: {error}"
+    return record.dims
+
+
+def _checked_dims(text: str, record: Record) -> dims_module.Dims:
+    dims = dims_module.parse(text)
+    dims.check(record.shape)
+    return dims
+
+
 def _annotated_axes(record: Record) -> tuple[int, ...] | None:
     if record.dims is None:
         return None
     try:
-        dims = dims_module.parse(record.dims)
-        dims.check(record.shape)
+        dims = _checked_dims(record.dims, record)
     except DimsError:
-        return None
+        return ()
     packed = dims.index("t")
     if packed is not None:
         return (packed,)

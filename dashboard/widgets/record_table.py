@@ -47,7 +47,7 @@ class RecordTable(RowList):
         for dropped in _DROPPED_FIRST:
             if width - 2 - sum(self._widths[name] + 2 for name in names) >= MIN_SITE:
                 break
-            names.remove(dropped)
+            names = [name for name in names if name != dropped]
         return names
 
     def set_heading(self, title: str, subtitle: str) -> None:

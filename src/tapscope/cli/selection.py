@@ -3,11 +3,14 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from tapscope.errors import RuleError, SiteError
-from tapscope.record import Record
-from tapscope.run import Run
 from tapscope.site import compact_ranges, describe_layers, parse_ranges
+
+if TYPE_CHECKING:
+    from tapscope.record import Record
+    from tapscope.run import Run
 
 
 def add_selection_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,7 @@ def numbers(args: argparse.Namespace, name: str) -> frozenset[int] | None:
         return parse_ranges(text)
 
 
-def select(run: Run, args: argparse.Namespace) -> list[Record]:
+def select(run: "Run", args: argparse.Namespace) -> "list[Record]":
     """The records the flags ask for, by rank and then in order.
 
     Raises RuleError when a glob, a layer, a step or a rank matches nothing, or when nothing matches all of them.
@@ -55,7 +58,7 @@ def select(run: Run, args: argparse.Namespace) -> list[Record]:
     return found
 
 
-def _check_known(run: Run, noun: str, wanted: frozenset[int] | None, known: set[int]) -> None:
+def _check_known(run: "Run", noun: str, wanted: frozenset[int] | None, known: set[int]) -> None:
     unknown = sorted((wanted or frozenset()) - known)
     if unknown:
         have = compact_ranges(known) or "none"

@@ -35,7 +35,9 @@ class ShowCommand:
         parser.add_argument("--step", type=int, metavar="N", help="step (default: the first that has the site)")
         parser.add_argument("--rank", type=int, metavar="N", help="rank (default: the first that has the site)")
         parser.add_argument("--occurrence", type=int, metavar="N", help="which firing within the step, from 0")
-        parser.add_argument("--slice", metavar="INDEX", help="these values only, as in Python: '0,:8' or '...,-1'")
+        parser.add_argument(
+            "--slice", metavar="INDEX", help="these values only, as in Python: '0,:8', '...,-1', --slice=-1"
+        )
         parser.add_argument("--json", action="store_true", help="one JSON object")
 
     def run(self, args: argparse.Namespace) -> int:
