@@ -42,16 +42,20 @@ class Driver:
     async def press(self, *keys):
         for key in keys:
             self.app.simulate_key(key)
-            await self.settle()
+            await self._answer()
+        await self.pilot.pause()
 
     async def settle(self):
+        await self._answer()
+        await self.pilot.pause()
+
+    async def _answer(self):
         await self.pilot.pause()
         for _ in range(400):
             if self.screen.settled:
                 break
             await asyncio.sleep(0.01)
         assert self.screen.settled, "the screen still waits for an answer"
-        await self.pilot.pause()
 
     @property
     def record(self):
@@ -308,7 +312,7 @@ def test_enter_gives_the_pane_the_whole_screen_and_back(base, size):
 
 def test_y_copies_the_command_that_shows_the_same(base):
     async def steps(d):
-        await d.press("slash", *"1*j:in", "enter", "y")
+        await d.press("slash", *"1*j:in*", "enter", "y")
         assert (
             d.app.clipboard
             == f"tapscope show {base} 'model.layers.1.self_attn.o_proj:in[input]' --step 0 --rank 0 --occurrence 0"
