@@ -72,14 +72,18 @@ struct BFloat16 {
     using Value = float;
     static constexpr Bits kNonfinite = 0x7F80u, kMinNormal = 0x0080u;
     static TS_INLINE Value value(Bits bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+    static TS_INLINE Value low_half(uint32_t two) { return bit_cast<float>(two << 16); }
+    static TS_INLINE Value high_half(uint32_t two) { return bit_cast<float>(two & 0xFFFF0000u); }
 };
 
 struct Float16 {
     using Bits = uint16_t;
     using Value = float;
     static constexpr Bits kNonfinite = 0x7C00u, kMinNormal = 0x0400u;
-    static TS_INLINE Value value(Bits bits) {
-        const uint32_t wide = bits, magnitude = wide & 0x7FFFu, sign = (wide & 0x8000u) << 16;
+    static TS_INLINE Value value(Bits bits) { return low_half(bits); }
+    static TS_INLINE Value high_half(uint32_t two) { return low_half(two >> 16); }
+    static TS_INLINE Value low_half(uint32_t two) {
+        const uint32_t magnitude = two & 0x7FFFu, sign = (two & 0x8000u) << 16;
         const uint32_t rebias = magnitude >= kNonfinite ? 224u << 23 : 112u << 23;  // 31 -> 255, else 15 -> 127
         const uint32_t normal = (magnitude << 13) + rebias;
         const uint32_t tiny = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);

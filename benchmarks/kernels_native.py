@@ -1,0 +1,98 @@
+"""How fast one thread summarises and compares, as GB/s and as a share of merely reading the same bytes.
+
+    python benchmarks/kernels_native.py [--mebibytes 128] [--width 4096]
+
+Predicted before the first run: summaries at 6 GB/s or more (three 64-bit products per word for the hash), comparison
+at 60 % of the read ceiling for fp32 and bf16, less for fp16, whose subnormal numbers cost a branchless selection.
+The ceiling is ``np.sum`` over the bytes as int64; every figure is the best of several interleaved rounds.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.kernels.native import backend, compare_rows, summarize, summarize_array
+
+Array = np.ndarray[Any, Any]
+DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64")
+
+
+def best_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Fastest time of each call; rounds are interleaved so that a busy neighbour slows all of them alike."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def make_pair(dtype: str, nbytes: int, width: int) -> tuple[Array, Array]:
+    """Two nearly equal matrices of ``nbytes`` each."""
+    rows = max(1, nbytes // (width * dtypes.itemsize(dtype)))
+    rng = np.random.default_rng(0)
+    baseline = rng.standard_normal((rows, width), np.float32)
+    target = baseline + rng.standard_normal((rows, width), np.float32) * np.float32(1e-3)
+    scale = 1 if dtypes.is_float(dtype) else 100
+    kind = dtypes.numpy_dtype(dtype)
+    return (baseline * scale).astype(kind), (target * scale).astype(kind)
+
+
+def measure_dtype(dtype: str, nbytes: int, width: int, rounds: int) -> str:
+    """One line of the table."""
+    baseline, target = make_pair(dtype, nbytes, width)
+    words = baseline.reshape(-1).view(np.int64), target.reshape(-1).view(np.int64)
+    flat = baseline.reshape(1, -1), target.reshape(1, -1)
+    seconds = best_seconds(
+        {
+            "read": lambda: (words[0].sum(), words[1].sum()),
+            "summarize": lambda: summarize_array(baseline),
+            "rows": lambda: compare_rows(baseline, target),
+            "tolerance": lambda: compare_rows(baseline, target, atol=1e-3, rtol=1.6e-2),
+            "flat": lambda: compare_rows(*flat),
+        },
+        rounds,
+    )
+    speed = {name: (1 if name == "summarize" else 2) * baseline.nbytes / s / 1e9 for name, s in seconds.items()}
+    cells = (f"{speed[name]:7.1f} ({speed[name] / speed['read']:4.0%})" for name in list(speed)[1:])
+    return f"{dtype:14}{speed['read']:8.1f} " + " ".join(cells)
+
+
+def microseconds_per_call(calls: int = 20000) -> tuple[float, float]:
+    """What a call costs on a tensor of 64 values: summarize, compare_rows."""
+    tiny = np.ones((1, 64), np.float32)
+    address = tiny.ctypes.data
+    both = best_seconds(
+        {
+            "summarize": lambda: [summarize(address, 64, "float32") for _ in range(calls)],
+            "compare": lambda: [compare_rows(tiny, tiny) for _ in range(calls // 4)],
+        },
+        rounds=3,
+    )
+    return both["summarize"] / calls * 1e6, both["compare"] / (calls // 4) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=128, help="size of each matrix; keep it well above the cache")
+    parser.add_argument("--width", type=int, default=4096, help="elements of a row")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    print("backend:", *backend())
+    print(f"GB/s (share of reading), {options.mebibytes} MiB a side, rows of {options.width}")
+    print(
+        f"{'dtype':14}{'read':>8} {'summary+hash':>14} {'compare rows':>14} {'with tolerance':>14} {'one long row':>14}"
+    )
+    for dtype in DTYPES:
+        print(measure_dtype(dtype, options.mebibytes << 20, options.width, options.rounds), flush=True)
+    one, two = microseconds_per_call()
+    print(f"one call on 64 float32: summarize {one:.1f} us, compare_rows {two:.1f} us")
+
+
+if __name__ == "__main__":
+    main()
