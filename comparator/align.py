@@ -1,0 +1,192 @@
+"""Align: which rows of which firing of one side meet which of the other, for one matched site."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.layout import Layout, slots_of
+from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap, StepRows
+
+Array = np.ndarray[Any, Any]
+Rows = Array | slice
+"""Rows of an assembled tensor; a slice where they are neighbours, so that nothing is gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Rows of one firing that meet rows of another."""
+
+    baseline: int
+    """Index of the firing."""
+    target: int
+    baseline_rows: Rows = field(default_factory=lambda: slice(None))
+    target_rows: Rows = field(default_factory=lambda: slice(None))
+    pairs: Array | None = None
+    """Their row pairs in the RowMap; None when the tensors are compared whole."""
+    aligned: bool = True
+    """Whether every valid row meets the row at its own index, so that equal bytes are equal rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a site is compared with what, and what is left over."""
+
+    joins: tuple[Join, ...] = ()
+    num_rows: int = 0
+    """Token rows compared; 0 when compared whole."""
+    num_forked: int = 0
+    num_unaligned: int = 0
+    """Rows of either side whose token the other run never computed."""
+    num_absent: int = 0
+    """Rows that both runs computed but only one recorded at this site."""
+    missing: int = 0
+    """Firings that lack a partner though the rows were computed on both sides, and nobody said why."""
+    problem: str = ""
+
+
+class Aligner:
+    """Plans joins; sites of one shape of firing share their plan."""
+
+    def __init__(self, row_map: RowMap) -> None:
+        self.rows = row_map
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._partners = _step_partners(row_map) if row_map.known else None
+
+    def plan(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
+        """Pair the firings of one site. Both layouts must be free of problems."""
+        left, right = layouts
+        if left.by_rows != right.by_rows:
+            side, other = ("baseline", "target") if left.by_rows else ("target", "baseline")
+            shape = (target if left.by_rows else baseline)[0].shape
+            return Plan(
+                problem=f"only the {side} has token rows; the {other}'s shape {tuple(shape)} does not show its token "
+                "axis: annotate dims, e.g. 'b s h'"
+            )
+        if not left.by_rows:
+            return self._plan_whole(baseline, target)
+        key = (left, right, *(_signature(whole) for side in (baseline, target) for whole in side), len(baseline))
+        if key not in self._plans:
+            self._plans[key] = self._plan_rows(baseline, target, layouts)
+        return self._plans[key]
+
+    def _plan_rows(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
+        left = _side(baseline, layouts[0], self.rows.baseline, self.rows.num_pairs)
+        right = _side(target, layouts[1], self.rows.target, self.rows.num_pairs)
+        _, first, second = np.intersect1d(left.keys, right.keys, return_indices=True)
+        order = np.lexsort((left.rows[first], left.firing[first], right.firing[second]))
+        first, second = first[order], second[order]
+        joins = _joins(left, right, first, second, self.rows.num_pairs)
+        absent = len(left.keys) + len(right.keys) - 2 * len(first)
+        subset = any(w.records[0].rows is not None for side in (baseline, target) for w in side)
+        lone = {(0, int(f)) for f in left.firing} - {(0, join.baseline) for join in joins}
+        lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
+        return Plan(
+            tuple(joins),
+            len(first),
+            max(left.num_forked, right.num_forked),
+            left.num_unaligned + right.num_unaligned,
+            absent,
+            0 if subset else len(lone),
+        )
+
+    def _plan_whole(self, baseline: Sequence[Whole], target: Sequence[Whole]) -> Plan:
+        places = {_place(whole): i for i, whole in enumerate(baseline)}
+        joins = []
+        for i, whole in enumerate(target):
+            step, turn = _place(whole)
+            partner = step if self._partners is None else self._partners.get(step)
+            index = places.get((partner, turn)) if partner is not None else None
+            if index is not None:
+                joins.append(Join(index, i))
+        lone = len(baseline) + len(target) - 2 * len(joins)
+        return Plan(tuple(joins), missing=lone if self._partners is None else 0)
+
+
+@dataclass(slots=True)
+class _Side:
+    """The comparable rows of one side as columns of equal length, and counts of the others."""
+
+    keys: Array
+    firing: Array
+    rows: Array
+    valid: dict[int, int]
+    """Firing -> its rows that are no padding."""
+    num_forked: int
+    num_unaligned: int
+
+
+def _side(wholes: Sequence[Whole], layout: Layout, steps: Mapping[int, StepRows], num_pairs: int) -> _Side:
+    keys, firing, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    valid: dict[int, int] = {}
+    forked = unaligned = 0
+    for i, whole in enumerate(wholes):
+        grid = steps.get(whole.records[0].key.step)
+        if grid is None:
+            continue
+        slots, local = slots_of(whole, layout, grid)
+        pairs = grid.pairs[slots]
+        use = pairs >= 0
+        turn = _turn(whole)
+        keys.append(pairs[use] + turn * num_pairs)
+        rows.append(local[use])
+        firing.append(np.full(int(use.sum()), i, np.int64))
+        here = int((pairs == FORKED).sum()), int((pairs == UNALIGNED).sum())
+        forked, unaligned = forked + here[0], unaligned + here[1]
+        valid[i] = int(use.sum()) + sum(here)
+    return _Side(np.concatenate(keys), np.concatenate(firing), np.concatenate(rows), valid, forked, unaligned)
+
+
+def _joins(left: _Side, right: _Side, first: Array, second: Array, num_pairs: int) -> list[Join]:
+    """Split the paired rows where the firing of either side changes."""
+    pair_of = np.stack([left.firing[first], right.firing[second]])
+    cuts = [0, *(np.flatnonzero(np.any(pair_of[:, 1:] != pair_of[:, :-1], axis=0)) + 1).tolist(), len(first)]
+    joins = []
+    for start, end in pairwise(cuts):
+        if start == end:
+            continue
+        mine, other = first[start:end], second[start:end]
+        b, t = int(pair_of[0, start]), int(pair_of[1, start])
+        rows_b, rows_t = left.rows[mine], right.rows[other]
+        same = left.valid[b] == right.valid[t] == len(mine) and np.array_equal(rows_b, rows_t)
+        joins.append(Join(b, t, _compact(rows_b), _compact(rows_t), left.keys[mine] % num_pairs, same))
+    return joins
+
+
+def _compact(rows: Array) -> Rows:
+    first, last = int(rows[0]), int(rows[-1])
+    neighbours = last - first == len(rows) - 1 and bool(np.all(rows[1:] - rows[:-1] == 1))
+    return slice(first, last + 1) if neighbours else rows
+
+
+def _step_partners(rows: RowMap) -> dict[int, int]:
+    """Target step -> baseline step that holds exactly the same rows in the same order."""
+    found: dict[bytes, list[int]] = {}
+    for step, grid in rows.baseline.items():
+        valid = grid.pairs[grid.pairs != -1]
+        if len(valid) and valid.min() >= 0:
+            found.setdefault(valid.tobytes(), []).append(step)
+    partners = {}
+    for step, grid in rows.target.items():
+        same = found.get(grid.pairs[grid.pairs != -1].tobytes())
+        if same:
+            partners[step] = same[0]
+    return partners
+
+
+def _place(whole: Whole) -> tuple[int, tuple[int, int]]:
+    key = whole.records[0].key
+    return key.step, (key.micro, key.occurrence)
+
+
+def _turn(whole: Whole) -> int:
+    """Firings of a step as one number; micro-batches are far fewer than this."""
+    key = whole.records[0].key
+    return key.occurrence + (key.micro << 20)
+
+
+def _signature(whole: Whole) -> tuple[object, ...]:
+    return (*_place(whole), whole.records[0].rows)

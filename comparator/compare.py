@@ -1,0 +1,141 @@
+"""Compare: two runs in, a report out: load -> match -> assemble -> align -> measure -> judge -> localise."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.comparator.coverage import Coverage, cover
+from tapscope.comparator.examine import Examined, Examiner
+from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.flips import explain_flips
+from tapscope.comparator.judge import Judge
+from tapscope.comparator.localise import Divergence, localise
+from tapscope.comparator.match import Pair, match, series_of
+from tapscope.comparator.options import CompareOptions, select
+from tapscope.comparator.rows import RowMap, map_rows
+from tapscope.errors import NothingInCommonError
+from tapscope.record import Record
+from tapscope.run import Run
+
+Progress = Callable[[int, int], None]
+"""Called with (sites done, sites in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a run is, for the head of a report."""
+
+    name: str
+    path: str
+    framework: str
+    model: str
+    dtype: str
+    mesh: dict[str, int]
+    steps: int
+    records: int
+    """Records selected."""
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a comparison."""
+
+    baseline: Header
+    target: Header
+    findings: tuple[Finding, ...]
+    """In execution order."""
+    divergences: tuple[Divergence, ...]
+    """Producers, in execution order."""
+    coverage: Coverage
+    options: CompareOptions
+
+    @property
+    def first_divergence(self) -> Divergence | None:
+        """The culprit, or None when nothing differs as numbers."""
+        return self.divergences[0] if self.divergences else None
+
+    @property
+    def num_bad(self) -> int:
+        """Findings that speak against the target."""
+        return sum(f.verdict.is_bad for f in self.findings)
+
+    @property
+    def closest_call(self) -> Finding | None:
+        """The finding with the largest error beside its floor, among those that pass."""
+        passing = [f for f in self.findings if f.verdict is Verdict.CLOSE and f.floor > 0.0]
+        return max(passing, key=lambda f: f.ratio, default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1."""
+        return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
+
+    def to_json(self) -> Iterator[dict[str, Any]]:
+        """One object a line: a header, the findings, a summary; see :mod:`.report.json`."""
+        from tapscope.comparator.report.json import lines
+
+        yield from lines(self)
+
+
+def compare(
+    baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
+) -> Report:
+    """Compare two open runs.
+
+    Raises RuleError for a selection that matches nothing and NothingInCommonError when not one row or value of the
+    runs can be compared.
+    """
+    options = options or CompareOptions()
+    left, right = select(baseline, target, options)
+    kept = [_without_objects(records) for records in (left, right)]
+    rows = map_rows(baseline, target, options.steps)
+    pairs = match(series_of(baseline, kept[0]), series_of(target, kept[1]))
+    _check_common(baseline, target, pairs, rows)
+    examined = _examine(Examiner(baseline, target, rows, options.tolerance), pairs, progress)
+    sites = target.sites | baseline.sites
+    judge = Judge(examined, sites, options.tolerance, explain_flips(examined, rows.forks))
+    findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
+    if all(f.basis == "none" for f in findings):
+        reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
+        raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
+    objects = len(left) + len(right) - sum(map(len, kept))
+    coverage = cover((baseline, target), rows, examined, findings, objects)
+    headers = _header(baseline, len(left)), _header(target, len(right))
+    return Report(*headers, tuple(findings), tuple(divergences), coverage, options)
+
+
+def _without_objects(records: Sequence[Record]) -> list[Record]:
+    """Without records of objects that have no value: a cache, a config."""
+    return [r for r in records if r.dtype is not None or (isinstance(r.value, dict) and "value" in r.value)]
+
+
+def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:
+    if not any(p.baseline and p.target for p in pairs):
+        examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
+        raise NothingInCommonError(
+            f"{baseline.path} and {target.path} have no site in common: e.g. {examples[0]} against {examples[1]}; "
+            "were they captured from models of one architecture?"
+        )
+    if rows.known and not rows.num_pairs:
+        facts = [*rows.problems, *(f"request {f.request} parts at position {f.position}" for f in rows.forks)]
+        why = facts[0] if facts else "their steps hold other positions"
+        raise NothingInCommonError(
+            f"{baseline.path} and {target.path} have no token row in common: {why}; capture both with the same prompts "
+            "and request ids"
+        )
+
+
+def _examine(examiner: Examiner, pairs: Sequence[Pair], progress: Progress | None) -> list[Examined]:
+    examined = []
+    for done, pair in enumerate(pairs, 1):
+        examined.append(examiner.examine(pair))
+        if progress is not None:
+            progress(done, len(pairs))
+    return examined
+
+
+def _header(run: Run, records: int) -> Header:
+    manifest = run.manifest
+    framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
+    return Header(run.name, str(run.path), framework, model, dtype, run.mesh, len(run.steps), records, not run.closed)

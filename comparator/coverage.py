@@ -1,0 +1,115 @@
+"""Coverage: how much of both runs the verdict is about, and what makes the data partial."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tapscope.comparator.examine import Examined
+from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.requests import Fork
+from tapscope.comparator.rows import RowMap
+from tapscope.ledger import Ledger
+from tapscope.run import Run
+from tapscope.site import layer_of
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The account of a comparison; ``partial`` and ``warnings`` are sentences."""
+
+    sites_matched: int
+    sites_only_baseline: int
+    sites_only_target: int
+    sites_not_comparable: int
+    rows_known: bool
+    """Whether both runs say which token rows their steps hold."""
+    rows_aligned: int
+    rows_forked: tuple[int, int]
+    rows_unaligned: tuple[int, int]
+    rows_again: tuple[int, int]
+    forks: tuple[Fork, ...]
+    ledgers: tuple[Ledger, Ledger]
+    partial: tuple[str, ...]
+    """What is missing, so that agreement of the rest is no verdict on the whole."""
+    warnings: tuple[str, ...]
+    """What was assumed or left out without making the verdict weaker than it says."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the verdict is about everything that both runs have in common and should have."""
+        return not self.partial
+
+
+def cover(
+    runs: tuple[Run, Run], rows: RowMap, examined: Sequence[Examined], findings: Sequence[Finding], num_objects: int
+) -> Coverage:
+    """Account for a comparison; ``num_objects`` records held objects that have no value to compare."""
+    counts = {v: sum(f.verdict is v for f in findings) for v in Verdict}
+    ledgers = runs[0].ledger(), runs[1].ledger()
+    partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
+    warnings = list(rows.notes)
+    for run, ledger in zip(runs, ledgers, strict=True):
+        said = [f"{run.name}: {sentence}" for sentence in ledger.sentences()]
+        (warnings if ledger.complete else partial).extend(said)
+    missing = [one.site for one in examined if one.missing]
+    if missing:
+        partial.append(f"{len(missing)} sites lack records that the other run has, first {missing[0]}")
+    if num_objects:
+        warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
+    return Coverage(
+        sum(counts[v] for v in Verdict if not v.is_orphan),
+        counts[Verdict.ONLY_BASELINE],
+        counts[Verdict.ONLY_TARGET],
+        counts[Verdict.SHAPE],
+        rows.known,
+        rows.num_pairs,
+        rows.num_forked,
+        rows.num_unaligned,
+        rows.num_again,
+        rows.forks,
+        ledgers,
+        tuple(partial),
+        tuple(warnings),
+    )
+
+
+def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
+    return [
+        f"{count:,} token rows of {run.name} were never computed by {other.name}"
+        for run, other, count in zip(runs, runs[::-1], rows.num_unaligned, strict=True)
+        if count
+    ]
+
+
+def _prompts(forks: Sequence[Fork]) -> list[str]:
+    given = [f for f in forks if f.in_prompt]
+    if not given:
+        return []
+    return [f"the prompts differ: request {given[0].request} at position {given[0].position}, {len(given)} in all"]
+
+
+def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
+    """Orphans are usual between frameworks; a layer, most of a run, or a tapped module that has none is not."""
+    said = []
+    matched = [f for f in findings if not f.verdict.is_orphan]
+    layers = {_layer(f.site) for f in matched}
+    sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
+    for verdict, side in sides:
+        alone = [f for f in findings if f.verdict is verdict]
+        lost = sorted({layer for f in alone if (layer := _layer(f.site)) is not None} - layers)
+        if lost:
+            said.append(
+                f"layer {lost[0]} and {len(lost) - 1} more are only in {runs[side].name}"
+                if len(lost) > 1
+                else f"layer {lost[0]} is only in {runs[side].name}"
+            )
+        silent = [f.site for f in alone if f.site in set(ledgers[1 - side].never_fired)]
+        if silent:
+            said.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
+    fewer = len(matched) + min(sum(f.verdict is v for f in findings) for v, _ in sides)
+    if matched and 2 * len(matched) < fewer:
+        said.append(f"only {len(matched)} of at least {fewer} sites have a counterpart")
+    return said
+
+
+def _layer(site: str) -> int | None:
+    return layer_of(site.rpartition(":")[0])

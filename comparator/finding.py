@@ -1,0 +1,173 @@
+"""Finding: what is known of one site after comparing it, and the verdict on it."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """The outcome for one site; every one has a glyph for screens."""
+
+    SAME = "same"
+    """Equal: bit for bit, or as numbers where the dtypes differ."""
+    CLOSE = "close"
+    """Apart by no more than rounding explains, or than the tolerance allows."""
+    DIFFERS = "differs"
+    """Apart by more than that."""
+    SHAPE = "shape"
+    """Cannot be laid over each other: shapes, layouts, shards or values do not fit or are missing; never a pass."""
+    NONFINITE = "nonfinite"
+    """NaN or infinity on one side where the other has something else."""
+    ONLY_BASELINE = "only-baseline"
+    ONLY_TARGET = "only-target"
+
+    @property
+    def glyph(self) -> str:
+        """One character for tables."""
+        return _GLYPHS[self]
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it speaks against the target."""
+        return self in (Verdict.DIFFERS, Verdict.SHAPE, Verdict.NONFINITE)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether only one run has the site."""
+        return self in (Verdict.ONLY_BASELINE, Verdict.ONLY_TARGET)
+
+
+_GLYPHS = {
+    Verdict.SAME: "=",
+    Verdict.CLOSE: "~",
+    Verdict.DIFFERS: "!",
+    Verdict.SHAPE: "#",
+    Verdict.NONFINITE: "%",
+    Verdict.ONLY_BASELINE: "<",
+    Verdict.ONLY_TARGET: ">",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run's part of a finding."""
+
+    site: str
+    dtype: str | None
+    shape: tuple[int, ...]
+    """Of the first firing, put together over ranks."""
+    num_records: int
+    dims: str | None = None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Global measures over everything that was read; differences are over positions finite on both sides."""
+
+    max_abs: float
+    mean_abs: float
+    rel_l2: float
+    cosine: float
+    equal: int
+    count: int
+    over: int
+    """Elements beyond --atol/--rtol; 0 when the noise floor decided."""
+    nonfinite_baseline: int
+    nonfinite_target: int
+    nonfinite_mismatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is."""
+
+    step: int
+    """Target step."""
+    baseline_step: int
+    request: str | None = None
+    position: int | None = None
+    visit: int = 0
+    index: tuple[int, ...] = ()
+    """(row, column) for a tensor compared whole, (column,) within a token row."""
+    rank: int | None = None
+    """Target rank, where one alone holds it."""
+
+    def text(self) -> str:
+        """``request 0, position 6``, with the visit where it is not the first; ``[6,221]`` without token rows."""
+        if self.position is None:
+            return f"[{','.join(map(str, self.index))}]"
+        again = f", visit {self.visit}" if self.visit else ""
+        return f"request {self.request}, position {self.position}{again}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A finding's rows in one target step."""
+
+    step: int
+    rows: int
+    max_abs: float
+    rel_l2: float
+    error: float
+    """Largest error of a row, relative to its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """What became of a finding's token rows."""
+
+    compared: int = 0
+    forked: int = 0
+    """Set aside because the request's tokens had parted."""
+    unaligned: int = 0
+    """The other run never computed this token."""
+    absent: int = 0
+    """Both runs computed it, one recorded it here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One matched pair of sites, or an orphan, over all steps and firings."""
+
+    site: str
+    """The baseline's name; the target's for what only it has."""
+    verdict: Verdict
+    matched_by: str = ""
+    baseline: Side | None = None
+    target: Side | None = None
+    order: int = 0
+    """Place in execution order, from 0."""
+    basis: str = "none"
+    """What was compared: ``values``, ``hash``, ``stats``, ``value`` (no tensor), or ``none``."""
+    layout: str = "whole"
+    """How token rows were found: ``annotated``, ``inferred`` or ``whole``; the weaker of the two sides."""
+    rows: RowCounts = field(default_factory=RowCounts)
+    numbers: Numbers | None = None
+    worst: Place | None = None
+    """The row that is furthest off for its size."""
+    error: float = 0.0
+    """The error that decided, see :attr:`test`."""
+    floor: float = 0.0
+    """What rounding explains of it."""
+    test: str = ""
+    """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``."""
+    growth: float = 0.0
+    """error / floor of the site alone, given the errors of its own inputs; above 1 it adds error of its own."""
+    inputs: str = ""
+    """How that was known: ``captured``, ``inside``, ``before`` (the sites that fired before it), or empty."""
+    role: str = ""
+    """``producer``, ``downstream`` or empty."""
+    steps: tuple[StepResult, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """error / floor; above 1 is more than rounding."""
+        if self.error == 0.0:
+            return 0.0
+        return self.error / self.floor if self.floor > 0.0 else float("inf")
+
+    @property
+    def worst_step(self) -> StepResult | None:
+        """The step with the largest error."""
+        return max(self.steps, key=lambda s: s.error, default=None)

@@ -1,0 +1,111 @@
+"""Layout: which axes of a tensor are its token rows, from its dims or from the shape of the step's token grid."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.rows import StepRows
+from tapscope.dims import Dims
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a site's token rows are; the same for all of its firings."""
+
+    axes: tuple[int, ...] = ()
+    """Tensor axes that hold the token grid, in tensor order; empty when the tensor is compared whole."""
+    source: str = "whole"
+    """``annotated`` by dims, ``inferred`` from the grid, or ``whole``."""
+    swapped: bool = False
+    """Sequence before batch: row s * B + b is slot b * S + s."""
+    broadcast: bool = False
+    """One sequence that stands for every one of the batch."""
+    problem: str = ""
+    """Why the annotation cannot be right; the site is not compared then."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether there are token rows."""
+        return bool(self.axes)
+
+
+def layout_of(site: str, wholes: Sequence[Whole], steps: Mapping[int, StepRows]) -> Layout:
+    """The layout of a site's firings, given the token grids of their steps.
+
+    Inference must hold for every firing: a table that has the grid's length in one step has another in the next.
+    """
+    port = site.rpartition(":")[2]
+    placed = [(w, steps[w.records[0].key.step]) for w in wholes if w.records[0].key.step in steps]
+    if not placed or port.startswith(("param[", "buffer[")):
+        return Layout()
+    dims = placed[0][0].dims
+    if dims is not None:
+        return _checked(_annotated(dims), placed)
+    common = [_inferred(whole, rows) for whole, rows in placed]
+    return next((c for c in common[0] if all(c in other for other in common)), Layout())
+
+
+def _annotated(dims: Dims) -> Layout:
+    t, b, s = (dims.index(name) for name in ("t", "b", "s"))
+    if t is not None:
+        return Layout((t,), "annotated")
+    if s is None:
+        return Layout()
+    if b is None:
+        return Layout((s,), "annotated")
+    return Layout((min(b, s), max(b, s)), "annotated", swapped=s < b)
+
+
+def _checked(layout: Layout, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
+    if not layout.by_rows:
+        return layout
+    for whole, rows in placed:
+        found = int(np.prod([whole.shape[i] for i in layout.axes], dtype=np.int64))
+        if found != num_rows(whole, rows):
+            key = whole.records[0].key
+            return Layout(
+                problem=f"dims '{whole.dims}' give shape {tuple(whole.shape)} {found} token rows at step {key.step}, "
+                f"where the step has {num_rows(whole, rows)}"
+            )
+    return layout
+
+
+def _inferred(whole: Whole, rows: StepRows) -> list[Layout]:
+    """Layouts that fit this firing, the likeliest first."""
+    shape, expected, subset = whole.shape, num_rows(whole, rows), whole.records[0].rows is not None
+    found = []
+    padded = len(rows.grid) == 2
+    two = len(shape) >= 2 and shape[0] * shape[1] == expected
+    if two and (subset or tuple(shape[:2]) == (rows.grid if padded else (1, expected))):
+        found.append(Layout((0, 1), "inferred"))
+    if shape and shape[0] == expected:
+        found.append(Layout((0,), "inferred"))
+    if padded and not subset and len(shape) >= 2 and tuple(shape[:2]) == (1, rows.grid[1]):
+        found.append(Layout((0, 1), "inferred", broadcast=True))
+    return found if padded else found[::-1]
+
+
+def num_rows(whole: Whole, rows: StepRows) -> int:
+    """How many token rows the tensor must have."""
+    subset = whole.records[0].rows
+    return rows.num_slots if subset is None else sum(count for _, count in subset)
+
+
+def slots_of(whole: Whole, layout: Layout, rows: StepRows) -> tuple[Array, Array]:
+    """(slots, rows of the tensor), both int64 of one length: which grid slot each of its rows is."""
+    subset = whole.records[0].rows
+    if subset is not None:
+        slots = np.concatenate([np.arange(first, first + count, dtype=np.int64) for first, count in ((0, 0), *subset)])
+        return slots, np.arange(len(slots), dtype=np.int64)
+    slots = np.arange(rows.num_slots, dtype=np.int64)
+    if layout.broadcast:
+        return slots, slots % rows.grid[1]
+    if layout.swapped and len(rows.grid) == 2:
+        batch, length = rows.grid
+        return slots, (slots % length) * batch + slots // length
+    return slots, slots

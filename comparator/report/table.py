@@ -1,0 +1,118 @@
+"""Table: a report for people. Glyph and word carry the meaning, colour only repeats it; the last three lines are the
+answer."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from tapscope import dtypes, text
+from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.report.answer import answer
+from tapscope.comparator.report.fold import Row, fold
+
+if TYPE_CHECKING:
+    from tapscope.comparator.compare import Header, Report
+
+STYLES = {
+    Verdict.SAME: "dim",
+    Verdict.CLOSE: "dim",
+    Verdict.DIFFERS: "bold orange1",
+    Verdict.SHAPE: "bold orange1",
+    Verdict.NONFINITE: "bold orange1",
+    Verdict.ONLY_BASELINE: "cyan",
+    Verdict.ONLY_TARGET: "cyan",
+}
+_HEADS = ("site", "verdict", "shape", "max |Δ|", "rel l2", "err/floor", "worst at")
+_MIN_SITE = 16
+TOP = 12
+"""Rows of the table, when nobody asks for more."""
+
+
+def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iterator[Text]:
+    """The lines of the report for a screen of ``width`` columns; ``top`` rows of findings, None for every one."""
+    yield from _headers(report)
+    yield Text()
+    rows, hidden = fold(report, top)
+    yield from _table(rows, width)
+    for line in hidden:
+        yield Text(f"   … {line}")
+    yield Text()
+    yield from _coverage(report)
+    yield from map(Text, answer(report))
+
+
+def _headers(report: "Report") -> Iterator[Text]:
+    cells = [_header(which, side) for which, side in (("baseline", report.baseline), ("target", report.target))]
+    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    for row in cells:
+        yield Text("  ".join(cell + " " * (w - cell_len(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
+
+
+def _header(which: str, header: "Header") -> list[str]:
+    mesh = " ".join(f"{axis}{size}" for axis, size in header.mesh.items() if size > 1) or "1 rank"
+    state = "still open" if header.is_open else ""
+    facts = [header.model or "-", header.framework or "-", dtypes.short(header.dtype or None), mesh]
+    sizes = [text.plural(header.steps, "step"), text.plural(header.records, "record")]
+    return [which, header.name, *facts, *sizes, state]
+
+
+def _table(rows: list[Row], width: int) -> Iterator[Text]:
+    cells = [_HEADS, *(row.cells for row in rows)]
+    widths = [max(cell_len(line[i]) for line in cells) for i in range(len(_HEADS))]
+    # Numbers are never shortened: the site gives way, in its middle.
+    rest = sum(widths[1:]) + 2 * len(widths) + 1
+    widths[0] = max(min(widths[0], width - rest), min(widths[0], _MIN_SITE))
+    yield Text(_line("  ", _HEADS, widths), style="bold")
+    yield Text("─" * min(width, sum(widths) + 2 * len(widths) + 1))
+    for row in rows:
+        yield Text(_line(f"{row.verdict.glyph} ", row.cells, widths), style=STYLES[row.verdict])
+
+
+def _line(lead: str, cells: tuple[str, ...], widths: list[int]) -> str:
+    shown = [text.middle(cells[0], widths[0])]
+    shown[0] += " " * (widths[0] - cell_len(shown[0]))
+    for i, (cell, width) in enumerate(zip(cells[1:], widths[1:], strict=True), 1):
+        space = " " * (width - cell_len(cell))
+        shown.append(space + cell if 3 <= i <= 5 else cell + space)
+    return (lead + "  ".join(shown)).rstrip()
+
+
+def _coverage(report: "Report") -> Iterator[Text]:
+    coverage = report.coverage
+    sites = f"{text.plural(coverage.sites_matched, 'site')} matched"
+    alone = f"{coverage.sites_only_baseline:,} only in baseline, {coverage.sites_only_target:,} only in target"
+    rows = ""
+    if coverage.rows_known:
+        rows = f" · rows: {coverage.rows_aligned:,} aligned, {max(coverage.rows_forked):,} forked, "
+        rows += f"{sum(coverage.rows_unaligned):,} unaligned"
+        again = sum(coverage.rows_again)
+        rows += f", {again:,} computed again by one run" if again else ""
+    yield Text(f"coverage  {sites} ({alone}){rows}")
+    for fork in coverage.forks[:4]:
+        tokens = f"token {fork.baseline_token} against {fork.target_token}"
+        yield Text(f"fork      request {fork.request} at position {fork.position}: {tokens}; later rows not compared")
+    if len(coverage.forks) > 4:
+        yield Text(f"fork      {len(coverage.forks) - 4} more requests; --json lists them")
+    for sentence in coverage.warnings:
+        yield Text(f"note      {sentence}")
+    for sentence in coverage.partial:
+        yield Text(f"missing   {sentence}", style="bold")
+
+
+def cells_of(finding: Finding) -> tuple[str, ...]:
+    """The cells of one finding, in the order of the table's head."""
+    side = finding.target or finding.baseline
+    numbers, worst = finding.numbers, finding.worst
+    ratio = text.number(finding.ratio) if finding.floor > 0 or finding.error else "-"
+    where = "" if worst is None or finding.verdict is Verdict.SAME else f"{worst.text()}, step {worst.step}"
+    return (
+        finding.site,
+        str(finding.verdict),
+        text.shape(side.shape) if side else "-",
+        text.number(numbers.max_abs if numbers else None),
+        text.number(numbers.rel_l2 if numbers else None),
+        ratio,
+        where,
+    )

@@ -1,0 +1,94 @@
+"""Summaries: records without values to subtract, that is plain values and tensors kept as statistics only."""
+
+import json
+import math
+from collections.abc import Sequence
+from functools import reduce
+
+from tapscope.comparator.align import Plan
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.layout import Layout
+from tapscope.comparator.match import Series
+from tapscope.comparator.pieces import Joined, Leaf, Piece, leaves
+from tapscope.comparator.spread import NOTHING, QUANTILES, Spread
+from tapscope.record import Stats
+
+
+def compare_values(baseline: Series, target: Series) -> tuple[str, int, int]:
+    """(problem, values compared, values that differ) of two sites whose records are typed JSON values.
+
+    A value that never changes is compared once, whatever the steps; else firings meet by step and turn.
+    """
+    if (baseline.first.dtype is None) != (target.first.dtype is None):
+        return "a tensor on one side and a plain value on the other", 0, 0
+    left, right = _values(baseline), _values(target)
+    if len(set(left.values())) == len(set(right.values())) == 1:
+        return "", 1, int(set(left.values()) != set(right.values()))
+    both = left.keys() & right.keys()
+    if not both:
+        return "no step in common", 0, 0
+    return "", len(both), sum(left[place] != right[place] for place in both)
+
+
+def _values(series: Series) -> dict[tuple[int, tuple[int, int]], str]:
+    return {(f.step, f.turn): json.dumps(f.records[0].value, sort_keys=True) for f in series.firings}
+
+
+def compare_stats(
+    left: Sequence[Whole], right: Sequence[Whole], plan: Plan, layouts: tuple[Layout, Layout]
+) -> tuple[str, Spread]:
+    """(problem, spread) from statistics alone, where every join covers both of its tensors wholly.
+
+    The typical error is the difference of the means beside the rms, the worst row's that of the largest magnitudes,
+    and the gain is the ratio of the rms minus 1: statistics do not see what leaves all three alone.
+    """
+    found: list[tuple[float, float, float]] = []
+    for join in plan.joins:
+        one, two = left[join.baseline], right[join.target]
+        covered = join.pairs is None or all(
+            _holds_only(whole, layout, len(join.pairs)) for whole, layout in ((one, layouts[0]), (two, layouts[1]))
+        )
+        stats = _stats(one), _stats(two)
+        if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:
+            return "statistics only, and they are over other rows: capture with keep=full to compare these", NOTHING
+        found.append(_differences(stats[0], stats[1]))
+    mean, largest, gain = (max(column, key=abs) for column in zip(*found, strict=True))
+    if not (mean or largest or gain):
+        return "", NOTHING
+    errors = (abs(mean),) * (len(QUANTILES) - 1) + (max(abs(mean), abs(largest)),)
+    return "", Spread(1, errors, 0.0, gain, 0.0)
+
+
+def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
+    """Whether the tensor holds the compared rows and nothing else, no padding either."""
+    count = 1
+    for axis in layout.axes:
+        count *= whole.shape[axis]
+    return count == num_pairs and not layout.broadcast
+
+
+def _stats(whole: Whole) -> Stats | None:
+    if whole.piece is None or not _is_joined(whole.piece):
+        return None
+    parts = [record.stats for record in leaves(whole.piece)]
+    known = [p for p in parts if p is not None]
+    return reduce(Stats.merge, known) if len(known) == len(parts) else None
+
+
+def _is_joined(piece: Piece) -> bool:
+    """Whether statistics of the parts add up to those of the whole: shards do, summands do not."""
+    if isinstance(piece, Leaf):
+        return True
+    return isinstance(piece, Joined) and all(map(_is_joined, piece.parts))
+
+
+def _differences(one: Stats, two: Stats) -> tuple[float, float, float]:
+    """(mean, largest magnitude, gain), each relative to the baseline."""
+    if one.nonfinite != two.nonfinite:
+        return math.inf, math.inf, 0.0
+    if one.rms is None or two.rms is None or one.mean is None or two.mean is None:
+        return 0.0, 0.0, 0.0  # not one finite value
+    if one.rms == 0.0:
+        return (0.0, 0.0, 0.0) if two.rms == 0.0 else (math.inf, math.inf, 0.0)
+    largest = (two.absmax or 0.0) / (one.absmax or math.inf) - 1.0
+    return (two.mean - one.mean) / one.rms, largest, two.rms / one.rms - 1.0

@@ -1,0 +1,87 @@
+"""`tapscope diff`: compare two runs."""
+
+import argparse
+
+from ..comparator import CompareOptions, Report, compare
+from ..comparator.report.table import TOP, render
+from ..run import Run, open_run
+from ..site import parse_ranges
+from . import diagnostics, output
+
+
+class DiffCommand:
+    """Compare two runs and name the first module where they part.
+
+      $ tapscope diff base target
+      $ tapscope diff base target --layers 0-3 --skip '*:in[*]'
+      $ tapscope diff base target --json | jq 'select(.type == "summary")'
+
+    Sites meet by name, token rows by request and position, shards by their dims. Without a tolerance an error is
+    judged beside what rounding explains, so fp32 against bf16 is a normal case. The last three lines are the answer.
+
+    exit code: 0 agrees, 1 differs or the data are partial, 2 usage, 3 unreadable or nothing in common
+    """
+
+    name = "diff"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        parser.add_argument("baseline", metavar="BASELINE", help="the run to trust")
+        parser.add_argument("target", metavar="TARGET", help="the run to judge")
+        choose = parser.add_argument_group("selection, on both runs")
+        choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites; repeatable")
+        choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these; repeatable")
+        choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
+        choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
+        choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
+        judge = parser.add_argument_group("judgement")
+        judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
+        judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
+        judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
+        show = parser.add_argument_group("output")
+        show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
+        show.add_argument("--all", action="store_true", help="one row for every site, nothing folded")
+        show.add_argument("--json", action="store_true", help="one object a line: header, findings, summary")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Compare, print, and return the exit code."""
+        options = CompareOptions(
+            sites=tuple(args.site),
+            skip=tuple(args.skip),
+            layers=args.layers,
+            steps=args.steps,
+            ranks=args.ranks,
+            rtol=args.rtol,
+            atol=args.atol,
+            allow_partial=args.allow_partial,
+        )
+        with open_run(args.baseline) as baseline, open_run(args.target) as target:
+            report = _compare(baseline, target, options)
+        if args.json:
+            for line in report.to_json():
+                output.write_json(line)
+        else:
+            _print(report, None if args.all else args.top)
+        return report.exit_code
+
+
+def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
+    for run in (baseline, target):
+        if not run.closed:
+            diagnostics.warn(f"{run.path} is still open: what is compared is what had arrived")
+    sites = {r.key.site for r in baseline.records} | {r.key.site for r in target.records}
+    with diagnostics.progress(len(sites), "comparing") as advance:
+        return compare(baseline, target, options, lambda done, total: advance(1))
+
+
+def _print(report: Report, top: int | None) -> None:
+    console = output.console()
+    for line in render(report, width=console.width, top=top):
+        console.print(line, overflow="ignore", no_wrap=True, crop=False)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of rows; give 1 or more")
+    return value
