@@ -58,7 +58,7 @@ def _matrix(name: str, array: Array) -> Array:
         raise ValueError(f"{name} must be native and have unit stride along its last axis; copy it first")
     if array.dtype == np.complex64:
         array = array.view(np.float32)
-    if array.dtype.name not in library.CODES:
+    if array.dtype not in library.CODES_BY_TYPE:
         raise ValueError(f"{name} has dtype {array.dtype.name}; known: {', '.join(library.CODES)}, complex64")
     return array
 
@@ -93,8 +93,8 @@ def _compare_native(
     functions.compare_rows(
         baseline.ctypes.data,
         target.ctypes.data,
-        library.CODES[baseline.dtype.name],
-        library.CODES[target.dtype.name],
+        library.CODES_BY_TYPE[baseline.dtype],
+        library.CODES_BY_TYPE[target.dtype],
         baseline.strides[0],
         target.strides[0],
         None if left is None else left.ctypes.data,

@@ -8,6 +8,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from tapscope import dtypes
 from tapscope.errors import ConfigError
 
@@ -16,6 +18,9 @@ ABI = 1
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n != "complex64")}
 """Element type -> the number common.h gives it."""
+
+CODES_BY_TYPE: dict[np.dtype[Any], int] = {dtypes.numpy_dtype(name): code for name, code in CODES.items()}
+"""The same by numpy type, because ``dtype.name`` takes longer than the rest of a small call."""
 
 _VARIABLE = "TAPSCOPE_NATIVE"
 _ADDRESS, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
