@@ -78,7 +78,7 @@ def _extent(finding: Finding) -> str:
     words = {"typical": "most tokens", "gain": "most tokens", "element": "most tokens", "tail": "some tokens"}
     if finding.worst is not None and finding.worst.position is None:
         return "worst at"
-    return f"{words.get(finding.test, 'single tokens')}, worst at"
+    return f"{words.get(finding.test, 'single tokens')}, worst in"
 
 
 def _amount(finding: Finding) -> str:
@@ -88,10 +88,10 @@ def _amount(finding: Finding) -> str:
         return f"{int(finding.error):,} rows of integers unequal"
     if finding.test in ("replicas", "tolerance"):
         return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
-    names = {"gain": "scaled by", "element": "largest element off by"}
     if finding.test == "gain":
         return f"scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
-    return f"{names.get(finding.test, 'error')} {text.number(finding.error)}, rounding explains {text.number(finding.floor)}"
+    what = "largest element off by" if finding.test == "element" else "error"
+    return f"{what} {text.number(finding.error)}, rounding explains {text.number(finding.floor)}"
 
 
 def _next(report: "Report") -> str:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from tapscope.comparator.compare import Report
 
 
+STRETCH = " … "
+"""Between the first and the last site of a stretch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table."""
@@ -34,12 +38,12 @@ def fold(report: "Report", top: int | None) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     hidden = [f for f in report.findings if f.verdict.is_bad and id(f) not in shown]
     kept = [f for f in report.findings if not f.verdict.is_bad or id(f) in shown]
-    for verdict, group in groupby(kept, key=lambda f: f.verdict):
+    for kind, group in groupby(kept, key=_kind):
         members = list(group)
-        if verdict.is_bad:
-            rows += [Row(verdict, cells_of(f)) for f in members]
+        if kind == "bad" or len(members) == 1:
+            rows += [Row(f.verdict, cells_of(f)) for f in members]
         else:
-            rows.append(_stretch(verdict, members) if len(members) > 1 else Row(verdict, cells_of(members[0])))
+            rows.append(_stretch(members))
     return _shorten(rows, top), _said(hidden) + _cut(rows, top)
 
 
@@ -49,13 +53,20 @@ def _shown(findings: Sequence[Finding], top: int) -> set[int]:
     return {id(f) for f in bad[:top]}
 
 
-def _stretch(verdict: Verdict, members: Sequence[Finding]) -> Row:
+def _kind(finding: Finding) -> str:
+    if finding.verdict.is_bad:
+        return "bad"
+    return str(finding.verdict) if finding.verdict.is_orphan else "passes"
+
+
+def _stretch(members: Sequence[Finding]) -> Row:
+    verdict = next((f.verdict for f in members if f.verdict is Verdict.CLOSE), members[0].verdict)
     numbers = [f.numbers for f in members if f.numbers]
     ratio = max((f.ratio for f in members), default=0.0)
     return Row(
         verdict,
         (
-            f"{members[0].site} … {members[-1].site}",
+            f"{members[0].site}{STRETCH}{members[-1].site}",
             str(verdict),
             text.plural(len(members), "site"),
             text.number(max(n.max_abs for n in numbers)) if numbers else "-",

@@ -8,9 +8,9 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from tapscope import dtypes, text
-from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.finding import Finding, Place, Verdict
 from tapscope.comparator.report.answer import answer
-from tapscope.comparator.report.fold import Row, fold
+from tapscope.comparator.report.fold import STRETCH, Row, fold
 
 if TYPE_CHECKING:
     from tapscope.comparator.compare import Header, Report
@@ -71,12 +71,23 @@ def _table(rows: list[Row], width: int) -> Iterator[Text]:
 
 
 def _line(lead: str, cells: tuple[str, ...], widths: list[int]) -> str:
-    shown = [text.middle(cells[0], widths[0])]
+    shown = [_site(cells[0], widths[0])]
     shown[0] += " " * (widths[0] - cell_len(shown[0]))
     for i, (cell, width) in enumerate(zip(cells[1:], widths[1:], strict=True), 1):
         space = " " * (width - cell_len(cell))
         shown.append(space + cell if 3 <= i <= 5 else cell + space)
     return (lead + "  ".join(shown)).rstrip()
+
+
+def _site(site: str, width: int) -> str:
+    """A site, or the two ends of a stretch, each losing its own middle."""
+    first, dots, last = site.partition(STRETCH)
+    if not dots or cell_len(site) <= width:
+        return text.middle(site, width)
+    room = width - len(STRETCH)
+    half = max(room - cell_len(last), room // 2)
+    shown = text.middle(first, half)
+    return shown + STRETCH + text.middle(last, room - cell_len(shown))
 
 
 def _coverage(report: "Report") -> Iterator[Text]:
@@ -101,12 +112,18 @@ def _coverage(report: "Report") -> Iterator[Text]:
         yield Text(f"missing   {sentence}", style="bold")
 
 
+def _where(place: Place) -> str:
+    if place.position is None:
+        return f"{place.text()} step {place.step}"
+    return f"req {text.middle(place.request or '', 12)} pos {place.position} step {place.step}"
+
+
 def cells_of(finding: Finding) -> tuple[str, ...]:
     """The cells of one finding, in the order of the table's head."""
     side = finding.target or finding.baseline
     numbers, worst = finding.numbers, finding.worst
     ratio = text.number(finding.ratio) if finding.floor > 0 or finding.error else "-"
-    where = "" if worst is None or finding.verdict is Verdict.SAME else f"{worst.text()}, step {worst.step}"
+    where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
     return (
         finding.site,
         str(finding.verdict),
