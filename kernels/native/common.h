@@ -1,4 +1,4 @@
-// Element formats and how their bytes are read; shared by stats.cpp and compare.cpp.
+// Element formats and how their bytes are read; shared by every source here.
 //
 // Non-finite values are told by integer tests on the bits, because the sums are compiled with associative math.
 // Nothing here changes the floating environment: no flush-to-zero, no -ffast-math.

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "common.h"
+#include "hash.h"
 
 namespace ts {
 namespace {
@@ -11,47 +11,13 @@ namespace {
 struct Summary {  // _LAYOUT in summary.py
     int64_t count = 0, nan = 0, posinf = 0, neginf = 0, zeros = 0, subnormals = 0, finite = 0;
     double min = std::numeric_limits<double>::infinity(), max = -min, absmax = 0, sum = 0, sumsq = 0;
-    uint64_t h1 = 0, h2 = 0;
+    Hash hash;
 
     void extend(double low, double high) {
         if (low < min) min = low;
         if (high > max) max = high;
     }
 };
-
-// ---- hash
-
-constexpr uint64_t kStep = 0x9E3779B97F4A7C15u, kMixA = 0xBF58476D1CE4E5B9u, kMixB = 0x94D049BB133111EBu;
-constexpr uint64_t kRound = 0xD6E8FEB86659FD93u;
-
-TS_INLINE uint64_t mix64(uint64_t z) {
-    z = (z ^ (z >> 30)) * kMixA;
-    z = (z ^ (z >> 27)) * kMixB;
-    return z ^ (z >> 31);
-}
-
-TS_CLONES void hash_words(const uint8_t* bytes, int64_t words, uint64_t first, Summary* out) {
-    uint64_t h1 = 0, h2 = 0;
-    for (int64_t i = 0; i < words; ++i) {
-        const uint64_t mixed = mix64(load<uint64_t>(bytes, i) + (first + static_cast<uint64_t>(i) + 1) * kStep);
-        const uint64_t again = mixed * kRound;
-        h1 += mixed;
-        h2 += again ^ (again >> 32);
-    }
-    out->h1 += h1;
-    out->h2 += h2;
-}
-
-void hash_bytes(const uint8_t* bytes, int64_t nbytes, int64_t offset, Summary* out) {
-    const int64_t words = nbytes / 8, tail = nbytes % 8;
-    const uint64_t first = static_cast<uint64_t>(offset / 8);
-    hash_words(bytes, words, first, out);
-    if (tail) {
-        uint8_t last[8] = {};
-        std::memcpy(last, bytes + words * 8, static_cast<size_t>(tail));
-        hash_words(last, 1, first + static_cast<uint64_t>(words), out);
-    }
-}
 
 // ---- floating formats
 
@@ -193,7 +159,7 @@ void summarize_bytes(const uint8_t* bytes, int dtype, Summary* out) {
     Histogram histogram;
     for (int64_t done = 0; done < out->count; done += kBlock) {
         const int64_t end = done + kBlock < out->count ? done + kBlock : out->count;
-        hash_bytes(bytes + done, end - done, done, out);
+        hash_bytes(bytes + done, end - done, done, &out->hash);
         for (int64_t i = done; i < end; ++i) ++histogram.counts[i & 3][bytes[i]];
     }
     digest_histogram(dtype, histogram, out);
@@ -233,7 +199,7 @@ constexpr Way kWays[] = {
 void summarize_wide(const uint8_t* bytes, Way way, Summary* out) {
     for (int64_t done = 0; done < out->count; done += kBlock) {
         const int64_t n = out->count - done < kBlock ? out->count - done : kBlock, offset = done * way.width;
-        hash_bytes(bytes + offset, n * way.width, offset, out);
+        hash_bytes(bytes + offset, n * way.width, offset, &out->hash);
         way.block(bytes + offset, n, out);
     }
 }
@@ -253,8 +219,6 @@ TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, void* re
         ts::summarize_bytes(static_cast<const uint8_t*>(data), dtype, &out);
     }
     if (out.finite) out.absmax = out.max > -out.min ? out.max : -out.min;
-    const uint64_t nbytes = static_cast<uint64_t>(count * way.width);
-    out.h1 = ts::mix64(out.h1 + nbytes);
-    out.h2 = ts::mix64(out.h2 + nbytes);
+    out.hash.finish(static_cast<uint64_t>(count * way.width));
     std::memcpy(result, &out, sizeof out);
 }

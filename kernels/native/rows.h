@@ -1,0 +1,52 @@
+// What a comparison reads, counts and tolerates; shared by the three ways of comparing a block.
+#pragma once
+
+#include "common.h"
+
+namespace ts {
+
+struct Row {  // FLOATS and INTEGERS in measure.py
+    double max_abs = -1, sum_abs = 0, sum_sq_diff = 0, sum_sq_baseline = 0, sum_sq_target = 0, dot = 0;
+    int64_t argmax = -1, equal = 0, over = 0, finite = 0, nonfinite_baseline = 0, nonfinite_target = 0, mismatch = 0;
+};
+
+// over: distance > atol + rtol * |baseline|. The float32 way counts with both bounds a little lower and a little
+// higher; equal counts mean that no value was near enough to the limit for rounding to matter.
+struct Tolerance {
+    double atol, rtol;
+    float atol_low, rtol_low, atol_high, rtol_high;
+    bool any, fits_float;
+
+    Tolerance(double absolute, double relative) : atol(absolute), rtol(relative) {
+        constexpr double kMargin = 0x1p-20;
+        atol_low = static_cast<float>(atol * (1 - kMargin)), atol_high = static_cast<float>(atol * (1 + kMargin));
+        rtol_low = static_cast<float>(rtol * (1 - kMargin)), rtol_high = static_cast<float>(rtol * (1 + kMargin));
+        any = atol > 0 || rtol > 0;
+        fits_float = fits(atol) && fits(rtol);
+    }
+
+    static bool fits(double bound) { return bound == 0 || (bound >= 1e-30 && bound <= 1e30); }
+};
+
+struct Sides {  // one block: the bytes of both sides, its length and its first column
+    const uint8_t *baseline, *target;
+    int64_t count, column;
+};
+
+// First index where same(i) holds, or n. Without a branch inside a stretch, so that the compiler can vectorise it.
+template <class Same>
+TS_INLINE int64_t find_first(int64_t n, Same same) {
+    constexpr int64_t kStretch = 256;
+    for (int64_t start = 0; start < n; start += kStretch) {
+        const uint32_t count = static_cast<uint32_t>(n - start < kStretch ? n - start : kStretch);
+        uint32_t first = count;
+        for (uint32_t i = 0; i < count; ++i) {
+            const uint32_t place = same(start + i) ? i : kStretch;
+            first = place < first ? place : first;
+        }
+        if (first < count) return start + first;
+    }
+    return n;
+}
+
+}  // namespace ts
