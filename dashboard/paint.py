@@ -53,7 +53,8 @@ def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
 def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
     """Dtype, shape, bytes, dims and whose rows."""
     if record.dtype is None:
-        return [Text(f"no tensor: {record.value}")]
+        value = record.value or {}
+        return [Text(f"no tensor: {value.get('type', '?')} {value.get('value', '?')}")]
     items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", dims_words(record))]
     if record.entry is not None:
         items.insert(1, ("", size(record.nbytes)))

@@ -263,6 +263,21 @@ def test_info_of_an_incomplete_run_exits_1_and_says_what_is_missing(tmp_path, ca
     assert "odd        none: no site holds nan, inf or only zeros\n" in out
 
 
+def test_values_that_are_no_tensors_are_shown_and_counted(tmp_path, capsys):
+    path = tmp_path / "values"
+    with RunFactory(path) as run:
+        run.step()
+        run.put("m:out", np.arange(4.0))
+        record = {"type": "record", "seq": 9, "site": "m:in[use_cache]", "step": 0}
+        run.writers[0].line({**record, "value": {"type": "bool", "value": True}})
+    assert cli.main(["info", str(path)]) == 0
+    assert "records    2: 1 with values (32 B), 1 not tensors\n" in capsys.readouterr().out
+    assert cli.main(["show", str(path), "m:in[use_cache]"]) == 0
+    out = capsys.readouterr().out
+    assert "no tensor: bool True\n" in out
+    assert "Not a tensor" in out
+
+
 def test_info_needs_a_run_or_env(run_cli):
     code, _, err = run_cli("info")
     assert code == 2

@@ -75,3 +75,19 @@ def test_view_of_no_run_is_a_data_error_before_the_screen_is_taken(terminal, tmp
     seen = read_until(fd, b"is no run: it does not exist", process)
     assert b"\x1b[?1049h" not in seen
     assert drain_until_exit(fd, process) == 3
+
+
+def test_the_screen_loads_neither_torch_nor_the_capture_side():
+    program = (
+        "import sys, tapscope.dashboard.app; "
+        "print(sorted({'torch', 'zmq', 'transformers', 'tapscope.engine', 'tapscope.dumper'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", ["sources", "digest", "rows", "paint", "oddity", "tree"])
+def test_what_show_shares_with_the_screen_needs_no_textual(module):
+    program = f"import sys, tapscope.dashboard.{module}; print('textual' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -12,7 +12,7 @@ from tapscope.dashboard.keys import PANES, KeySpec, bindings
 from tapscope.dashboard.widgets.titles import plain_title
 
 _WORDS = """
-Glyphs: % holds nan or inf, ∅ is all zeros, > is the cursor, ▾ ▸ unfolded and folded.
+Glyphs: % holds nan or inf, ∅ is all zeros, > the cursor (› in a pane without the keys), ▾ ▸ folds.
 Blocks ▁▂▃▄▅▆▇█ are the largest |x| of each row, % a row with a non-finite value, · a row of zeros.
 A tensor's rows read 0:5 for position 5 of request 0."""
 

@@ -127,7 +127,8 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         if row >= self.num_rows:
             return Strip.blank(width, base)
         is_cursor = row == self.cursor
-        line = Text("> " if is_cursor else "  ").append_text(self.format_row(row, width - 2))
+        mark = "  " if not is_cursor else "> " if self.has_focus else "› "
+        line = Text(mark).append_text(self.format_row(row, width - 2))
         return self._strip(line, self.get_component_rich_style("row-list--cursor") if is_cursor else base)
 
     def _empty_line(self, y: int, width: int) -> Text:

@@ -9,7 +9,7 @@ from tapscope.dashboard.oddity import Oddity, oddity_of
 from tapscope.record import Record
 from tapscope.run import Event, Run
 from tapscope.site import compact_ranges, layer_of
-from tapscope.text import count, number, plural, size
+from tapscope.text import count, plural, size
 
 MAX_LINES = 12
 """Odd sites and events printed as text; what is left out is said, and --json prints all."""
@@ -32,8 +32,8 @@ class MetricSummary:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def __str__(self) -> str:
-        spread = f"mean {number(self.mean)}  min {number(self.min)}  max {number(self.max)}"
-        return f"{self.name}  {spread}  last {number(self.last)}  ({plural(self.num_steps, 'step')}, rank {self.rank})"
+        spread = "  ".join(f"{name} {getattr(self, name):.4g}" for name in ("mean", "min", "max", "last"))
+        return f"{self.name}  {spread}  ({plural(self.num_steps, 'step')}, rank {self.rank})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,8 @@ class Account:
     layers: tuple[int, ...]
     num_records: int
     num_with_values: int
+    num_non_tensors: int
+    """Records of numbers, strings and other values that are no tensors."""
     nbytes: int
     """Bytes of payload on disk, shared ones once."""
     metrics: list[MetricSummary]
@@ -112,7 +114,7 @@ class Account:
     def facts(self) -> dict[str, Any]:
         """The countable part, for JSON."""
         names = ("run", "manifest", "ranks", "world_size", "phases", "num_sites", "layers", "num_records")
-        return {name: getattr(self, name) for name in (*names, "num_with_values", "nbytes")}
+        return {name: getattr(self, name) for name in (*names, "num_with_values", "num_non_tensors", "nbytes")}
 
     def sections(self) -> list[tuple[str, list[str]]]:
         """(heading, lines) for people."""
@@ -153,9 +155,11 @@ class Account:
     def _records(self) -> str:
         if not self.num_records:
             return "none yet"
-        stats = self.num_records - self.num_with_values
-        values = f"{count(self.num_with_values)} with values ({size(self.nbytes)})"
-        return f"{count(self.num_records)}: {values}, {count(stats)} without"
+        stats_only = self.num_records - self.num_with_values - self.num_non_tensors
+        parts = [f"{count(self.num_with_values)} with values ({size(self.nbytes)})"]
+        parts += [f"{count(stats_only)} statistics only"] if stats_only else []
+        parts += [f"{count(self.num_non_tensors)} not tensors"] if self.num_non_tensors else []
+        return f"{count(self.num_records)}: {', '.join(parts)}"
 
 
 def account_of(run: Run) -> Account:
@@ -177,6 +181,7 @@ def account_of(run: Run) -> Account:
         layers=tuple(layers),
         num_records=len(run.records),
         num_with_values=sum(1 for r in run.records if r.entry is not None),
+        num_non_tensors=sum(1 for r in run.records if r.dtype is None),
         nbytes=sum(entry.nbytes for _, entry in entries),
         metrics=_metrics(run),
         events=[EventLine(e) for e in run.events() if e.kind not in ("open", "close")],
