@@ -53,14 +53,26 @@ def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
 def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
     """Dtype, shape, bytes, dims and whose rows."""
     if record.dtype is None:
-        value = record.value or {}
-        return [Text(f"no tensor: {value.get('type', '?')} {value.get('value', '?')}")]
+        return [Text(f"no tensor: {_value_words(record.value)}")]
     items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", dims_words(record))]
     if record.entry is not None:
         items.insert(1, ("", size(record.nbytes)))
     if rows is not None:
         items.append(("rows", rows.describe() + (" (axes inferred from the shape)" if rows.inferred else "")))
     return flow(items, width)
+
+
+def _value_words(value: Any) -> str:
+    """``bool True``, ``object transformers.DynamicCache``, ``str 'abc' (first 3 of 9,000 characters)``."""
+    if not isinstance(value, dict):
+        return repr(value)
+    words = str(value.get("type", "unknown type"))
+    if "value" in value:
+        words += f" {value['value']!r}"
+    elif "class" in value:
+        words += f" {value['class']}, of which only the class was kept"
+    cut = value.get("cut")
+    return f"{words} (first {count(len(value['value']))} of {count(cut)} characters)" if cut else words
 
 
 def stats_lines(record: Record, width: int) -> list[Text]:

@@ -270,12 +270,20 @@ def test_values_that_are_no_tensors_are_shown_and_counted(tmp_path, capsys):
         run.put("m:out", np.arange(4.0))
         record = {"type": "record", "seq": 9, "site": "m:in[use_cache]", "step": 0}
         run.writers[0].line({**record, "value": {"type": "bool", "value": True}})
+        run.writers[0].line({**record, "seq": 10, "site": "m:in[cache]", "value": {"type": "object", "class": "a.B"}})
+        run.writers[0].line(
+            {**record, "seq": 11, "site": "m:in[text]", "value": {"type": "str", "value": "x\n", "cut": 9000}}
+        )
     assert cli.main(["info", str(path)]) == 0
-    assert "records    2: 1 with values (32 B), 1 not tensors\n" in capsys.readouterr().out
+    assert "records    4: 1 with values (32 B), 3 not tensors\n" in capsys.readouterr().out
     assert cli.main(["show", str(path), "m:in[use_cache]"]) == 0
     out = capsys.readouterr().out
     assert "no tensor: bool True\n" in out
     assert "Not a tensor" in out
+    assert cli.main(["show", str(path), "m:in[cache]"]) == 0
+    assert "no tensor: object a.B, of which only the class was kept\n" in capsys.readouterr().out
+    assert cli.main(["show", str(path), "m:in[text]"]) == 0
+    assert "no tensor: str 'x\\n' (first 2 of 9,000 characters)\n" in capsys.readouterr().out
 
 
 def test_info_needs_a_run_or_env(run_cli):
