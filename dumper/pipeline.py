@@ -49,6 +49,10 @@ class _Batch:
     lines: list[bytes] = field(default_factory=list)
     payloads: list[list[Any]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
+    """What the payloads point into."""
+    shared: list[list[Any]] = field(default_factory=list)
+    """[line, tensor name of the payload that holds the same bytes]."""
+    unsent: list[torch.Tensor] = field(default_factory=list)
     cost: int = 0
 
 
@@ -91,6 +95,8 @@ class Pipeline:
         self.capture_left: int | None = None
         self._num_batches = 0
         self._unacknowledged: dict[int, _Batch] = {}
+        self._sent_payloads: dict[tuple[str, int], str] = {}
+        self._sharing_step = -1
         self._heard = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -167,7 +173,7 @@ class Pipeline:
         return self.dead is None and self._has_room(cost)
 
     def _run(self) -> None:
-        last_progress = 0.0
+        last_progress = time.monotonic()
         try:
             while True:
                 items = self._take()
@@ -220,6 +226,11 @@ class Pipeline:
             elif isinstance(item, bytes):
                 batch.lines.append(item)
             else:
+                if item.record.key.step != self._sharing_step:
+                    self._send_batch(batch)
+                    batch = _Batch()
+                    self._sharing_step = item.record.key.step
+                    self._sent_payloads.clear()
                 self._add(item, batch)
         self._send_batch(batch)
 
@@ -235,8 +246,16 @@ class Pipeline:
             self.num_failed += 1
             _log.warning("tapscope: %s was not kept: %s: %s", item.record.key.site, type(error).__name__, error)
             return
-        batch.payloads.append([len(batch.lines), item.record.key.tensor_name, taken.dtype, list(taken.shape)])
+        # Equal bytes are sent once a step: a layer's input is the output of the one before.
+        name = item.record.key.tensor_name
+        line, same = len(batch.lines), (digest, taken.nbytes)
         batch.lines.append(record.encode(replace(item.record, stats=stats, hash=digest)))
+        if same in self._sent_payloads:
+            batch.shared.append([line, self._sent_payloads[same]])
+            batch.unsent.append(taken.buffer)
+            return
+        self._sent_payloads[same] = name
+        batch.payloads.append([line, name, taken.dtype, list(taken.shape)])
         batch.buffers.append(taken.buffer)
 
     def _send_batch(self, batch: "_Batch") -> None:
@@ -244,7 +263,8 @@ class Pipeline:
             return
         number, self._num_batches = self._num_batches, self._num_batches + 1
         self._unacknowledged[number] = batch
-        fields = {"n": number, "at": self.at, "capture_left": self.capture_left, "payloads": batch.payloads}
+        fields: dict[str, Any] = {"n": number, "at": self.at, "capture_left": self.capture_left}
+        fields |= {"payloads": batch.payloads, "shared": batch.shared, "sharing_step": self._sharing_step}
         frames = [b"\n".join(batch.lines), *(buffer.numpy().data for buffer in batch.buffers)]
         # copy=False: the buffers stay untouched until the recorder acknowledges the batch.
         self._socket.send_multipart(wire.encode(Message("batch", fields, frames)), copy=False)
@@ -283,7 +303,7 @@ class Pipeline:
         batch = self._unacknowledged.pop(number, None)
         if batch is None:
             return
-        for buffer in batch.buffers:
+        for buffer in (*batch.buffers, *batch.unsent):
             self.pool.give_back(buffer)
         with self._changed:
             self._in_flight_bytes -= batch.cost

@@ -1,5 +1,6 @@
 """Processes: is one alive, and the recorders that this process started."""
 
+import atexit
 import os
 import subprocess
 from pathlib import Path
@@ -25,3 +26,11 @@ def is_alive(pid: int) -> bool:
 def remember(process: subprocess.Popen[bytes]) -> None:
     """Keep a recorder that outlives its starter's interest, and reap those that have ended."""
     _started[:] = [each for each in _started if each.poll() is None] + [process]
+
+
+@atexit.register
+def _let_go() -> None:
+    """A recorder may outlive us (it waits for other ranks); Popen would call that a leak."""
+    for process in _started:
+        if process.poll() is None:
+            process.returncode = 0

@@ -199,7 +199,7 @@ class Recorder:
             for (i, name, dtype, shape), frame in zip(message["payloads"], message.frames[1:], strict=True)
         ]
         try:
-            written = peer.writer.batch(lines, payloads)
+            written = peer.writer.batch(lines, payloads, message["shared"], message["sharing_step"])
         except OSError as error:
             self._leave(peer, "disk", f"writing failed: {error}")
             self.send(peer.identity, Message("failing", {"reason": f"the recorder cannot write {self.path}: {error}"}))

@@ -232,3 +232,21 @@ def test_rows_are_read_off_a_padded_call(tmp_path: Path) -> None:
     assert [(r.request, r.position, r.count, r.slot) for r in info.rows] == [("0", 0, 2, 2), ("1", 0, 4, 4)]
     assert run.tokens() == {"0": {0: 5, 1: 6}, "1": {0: 7, 1: 8, 2: 9, 3: 10}}
     assert info.num_rows == 6
+
+
+def test_equal_bytes_of_a_step_are_stored_once_and_read_back_everywhere(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    with torch.inference_mode(), Dumper(model, tmp_path / "run", keep="full", queue_bytes=1 << 20):
+        for _ in range(30):
+            model(torch.randn(4, 8))
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    arrays = {(r.key.step, r.key.site): (run.array(r), r.entry) for r in run.records}
+    for step in range(30):
+        for layer in range(5):
+            out, entry = arrays[step, f"{layer}:out"]
+            into, shared = arrays[step, f"{layer + 1}:in[input]"]
+            np.testing.assert_array_equal(out, into)
+            assert entry == shared
+    assert len({r.entry for r in run.records}) == 30 * 7

@@ -14,7 +14,6 @@ from .record import Entry
 from .run import FORMAT, INDEX, MANIFEST, VERSION, rank_dir
 from .segment import SEGMENT_BYTES, SegmentWriter
 
-
 RECORDER_FILE = "recorder.json"
 """Where a live recorder says how to reach it."""
 RECORDER_LOG = "recorder.log"
@@ -67,6 +66,8 @@ class RankWriter:
         self._segment_bytes = segment_bytes
         self._segment: SegmentWriter | None = None
         self._num_segments = 0
+        self._entries: dict[str, Entry] = {}
+        self._sharing = -1
         self.bytes_written = 0
         self.lines_written = 0
         self._fd = os.open(self._dir / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -92,15 +93,27 @@ class RankWriter:
         """Append one payload and its record's line."""
         self.batch([line], [(0, name, dtype, shape, payload)])
 
-    def batch(self, lines: list[bytes], payloads: Iterable[tuple[int, str, str, Sequence[int], Any]]) -> list[bytes]:
+    def batch(
+        self,
+        lines: list[bytes],
+        payloads: Iterable[tuple[int, str, str, Sequence[int], Any]],
+        shared: Iterable[tuple[int, str]] = (),
+        sharing: int = -1,
+    ) -> list[bytes]:
         """Append payloads, then all lines (without newlines); returns the lines as written.
 
-        A payload is (index of its line, tensor name, dtype, shape, bytes); its line gets the entry put in.
+        A payload is (index of its line, tensor name, dtype, shape, bytes); its line gets the entry put in. A
+        shared one is (index of its line, name of a payload with the same bytes written under the same ``sharing``
+        number); its line gets that entry.
         """
+        if sharing != self._sharing:
+            self._sharing = sharing
+            self._entries.clear()
         for index, name, dtype, shape, payload in payloads:
-            file, offset, nbytes = self._payload(name, dtype, shape, payload)
-            entry = json.dumps([file, offset, nbytes], separators=(",", ":")).encode()
-            lines[index] = lines[index][:-1] + b',"entry":' + entry + b"}"
+            entry = self._entries[name] = self._payload(name, dtype, shape, payload)
+            lines[index] = _with_entry(lines[index], entry)
+        for index, name in shared:
+            lines[index] = _with_entry(lines[index], self._entries[name])
         if lines:
             self.lines(b"\n".join(lines) + b"\n")
         return lines
@@ -134,6 +147,10 @@ class RankWriter:
         view = memoryview(blob)
         while view.nbytes:
             view = view[os.write(self._fd, view) :]
+
+
+def _with_entry(line: bytes, entry: Entry) -> bytes:
+    return line[:-1] + b',"entry":' + json.dumps(list(entry), separators=(",", ":")).encode() + b"}"
 
 
 def _now() -> str:
