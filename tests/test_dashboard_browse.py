@@ -14,6 +14,7 @@ from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.screens import panes
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.sources import RunSource
+from tapscope.dashboard.theme import NAMES
 from tapscope.errors import RunNotFoundError
 from tapscope.run import open_run
 
@@ -483,6 +484,16 @@ def test_no_color_leaves_every_word(base, monkeypatch):
         assert "> ∅ lm_head:out" in d.picture
 
     drive(base, steps)
+
+
+@pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
+def test_every_theme_draws_the_same_words(base, theme):
+    async def steps(d):
+        assert d.app.theme == NAMES[theme]
+        assert "> " in d.picture
+        assert "model.embed_tokens:out" in d.picture
+
+    drive(base, steps, theme=theme)
 
 
 def test_brackets_in_sites_and_titles_are_never_read_as_markup(tmp_path):
