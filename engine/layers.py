@@ -29,8 +29,8 @@ class Probe(nn.Module):
 
     def __init__(self, dims: str, rows: str | None = None) -> None:
         super().__init__()
-        self.tap_dims = {"out": dims}
-        self.tap_rows = {} if rows is None else {"out": rows}
+        self.tap_dims = dict.fromkeys(("in[output]", "out"), dims)
+        self.tap_rows = {} if rows is None else dict.fromkeys(("in[output]", "out"), rows)
 
     def forward(self, output: Tensor) -> Tensor:
         """``output`` itself."""

@@ -61,8 +61,9 @@ class LlamaForCausalLM(nn.Module):
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
         self.sampler = Probe(TOKENS, rows="logits")
-        self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[logits]": "t v # tp:replicated"}
-        self.tap_rows = {"out[logits]": "logits"}
+        inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)
+        self.tap_dims = inputs | {"out[logits]": "t v # tp:replicated"}
+        self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None

@@ -22,7 +22,7 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.runner import Runner
-from tapscope.errors import RankLostError
+from tapscope.errors import RankLostError, UsageError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, decode, encode
 
@@ -40,7 +40,12 @@ class Ranks:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._socket.bind(_address(self._folder))
+        try:
+            self._socket.bind(_address(self._folder))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            self._folder.rmdir()
+            raise UsageError(f"no socket can be made in {self._folder}: {error}; set TMPDIR to a short path") from None
         self._failures: dict[int, str] = {}
         self._abandoned = self._dismissed = False
         context = multiprocessing.get_context("spawn")
@@ -164,6 +169,9 @@ def rank_main(
         except BaseException:  # noqa: BLE001  (told to rank 0, which raises it)
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
             raise SystemExit(1) from None
+        finally:
+            if not _rank_0_lives():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _obey(
@@ -189,12 +197,16 @@ def _obey(
 
 def _next_message(socket: "zmq.Socket[bytes]") -> Message | None:
     """The next plan; None when rank 0 says close or is no more."""
-    parent = multiprocessing.parent_process()
     while not socket.poll(_POLL_MS):
-        if parent is not None and not parent.is_alive():
+        if not _rank_0_lives():
             return None
     message = decode(socket.recv_multipart())
     return None if message.kind == "close" else message
+
+
+def _rank_0_lives() -> bool:
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.is_alive()
 
 
 def _end(process: BaseProcess, deadline: float) -> None:

@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from json import JSONDecodeError
@@ -97,7 +97,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _quiet_sigterm() -> Any:
+def _quiet_sigterm() -> Iterator[None]:
     """uvicorn drains on SIGTERM and then raises it again; that second one shall not kill the process."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from engine_helpers import reference_tokens
 from engine_observers import JournalIn, unmakeable_on_rank_1
 
 from tapscope.engine import LLM
-from tapscope.errors import RankLostError
+from tapscope.errors import RankLostError, UsageError
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300]]
 
@@ -87,7 +88,7 @@ def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Pat
 
 
 def test_a_rank_that_hangs_is_lost_after_the_timeout(path: Path, tmp_path: Path) -> None:
-    with LLM(path, tp=2, rank_timeout_s=2.0) as llm:
+    with LLM(path, tp=2, rank_timeout_s=1.0) as llm:
         assert llm.generate([[5]], max_new_tokens=1)
         pid = llm.engine.rank_pids[1]
         os.kill(pid, signal.SIGSTOP)
@@ -113,13 +114,28 @@ if __name__ == "__main__":
 def test_no_rank_outlives_its_engine(path: Path, tmp_path: Path, ending: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(SCRIPT.replace("{ending}", ending))
-    with subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True) as process:
-        pid = int(process.stdout.readline())
-        if "sleep" in ending:
-            assert not _is_gone(pid)
-            process.kill()
-        assert process.wait(15) == (-9 if "sleep" in ending else 0)
-        assert _wait(lambda: _is_gone(pid), 10)
+    with TemporaryDirectory() as temporary:
+        command = [sys.executable, str(script), str(path)]
+        environment = os.environ | {"TMPDIR": temporary}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            pid = int(process.stdout.readline())
+            if "sleep" in ending:
+                assert not _is_gone(pid)
+                process.kill()
+            assert process.wait(15) == (-9 if "sleep" in ending else 0)
+            assert _wait(lambda: _is_gone(pid), 10)
+        assert not list(Path(temporary).iterdir()), "sockets were left behind"
+
+
+def test_a_temporary_directory_too_deep_for_a_socket_is_said(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(UsageError, match="set TMPDIR to a short path"):
+        LLM(path, tp=2)
+    assert not list(deep.iterdir())
 
 
 def test_a_script_without_a_main_guard_is_told_what_to_write(path: Path, tmp_path: Path) -> None:
