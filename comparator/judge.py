@@ -10,7 +10,7 @@ from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.floor import Floor, amplification, depth_floor, learned, local_floor, score, unit
 from tapscope.comparator.graph import Graph, Inputs, Node
 from tapscope.comparator.spread import NOTHING, Spread
-from tapscope.run import SiteInfo
+from tapscope.index import SiteInfo
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 

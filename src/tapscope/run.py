@@ -2,15 +2,15 @@
 
 import json
 import mmap
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import dtypes, record
+from . import dtypes
 from .errors import RuleError, RunCorruptError, RunNotFoundError, RunVersionError
+from .index import Event, Metric, RankIndex, SiteInfo, read_index
 from .ledger import Ledger, StepLine, step_from_lines
 from .record import Record
 from .site import Glob, describe_layers, layer_of
@@ -27,56 +27,13 @@ def rank_dir(run: Path, rank: int) -> Path:
     return run / f"rank-{rank:05d}"
 
 
-@dataclass(frozen=True, slots=True)
-class SiteInfo:
-    """What is known of a site once, from its ``site`` line."""
-
-    site: str
-    cls: str
-    """Class name of the module, e.g. ``LlamaRMSNorm``."""
-    params: dict[str, tuple[int, ...]]
-    """The module's own parameters and their local shapes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A named number of a step."""
-
-    rank: int
-    step: int
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened: ``open``, ``close``, ``config``, ``failed``, ``dropped``, ..."""
-
-    rank: int
-    kind: str
-    fields: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _RankIndex:
-    """The parsed lines of one rank."""
-
-    records: list[Record] = field(default_factory=list)
-    sites: dict[str, SiteInfo] = field(default_factory=dict)
-    begins: dict[int, dict[str, Any]] = field(default_factory=dict)
-    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
-    metrics: list[Metric] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 class Run:
     """One run, read only. Use :func:`open_run`.
 
     The index is read at once; payloads are mapped when asked for. An open run may be read while it is written.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], ranks: dict[int, _RankIndex]) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], ranks: dict[int, RankIndex]) -> None:
         self.path = path
         self.manifest = manifest
         self._ranks = ranks
@@ -270,10 +227,10 @@ def open_run(path: str | Path) -> Run:
     """
     path = Path(path)
     manifest = read_manifest(path)
-    ranks: dict[int, _RankIndex] = {}
+    ranks: dict[int, RankIndex] = {}
     for index in sorted(path.glob(f"rank-*/{INDEX}")):
         rank = int(index.parent.name.removeprefix("rank-"))
-        ranks[rank] = _read_index(index, rank)
+        ranks[rank] = read_index(index, rank)
     return Run(path, manifest, ranks)
 
 
@@ -301,47 +258,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_index(path: Path, rank: int) -> _RankIndex:
-    index = _RankIndex()
-    for number, line in _lines(path, index):
-        try:
-            _add(index, json.loads(line), rank)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
-    return index
-
-
-def _lines(path: Path, index: _RankIndex) -> Iterator[tuple[int, bytes]]:
-    """Complete lines; a torn last one is what a killed writer leaves, and is said."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        index.problems.append(f"{path}: cannot be read: {error}")
-        return
-    lines = data.split(b"\n")
-    if lines[-1]:
-        index.problems.append(f"{path}:{len(lines)}: the last line is cut off and was left out")
-    yield from ((n, line) for n, line in enumerate(lines[:-1], 1) if line)
-
-
-def _add(index: _RankIndex, line: dict[str, Any], rank: int) -> None:
-    kind = line["type"]
-    if kind == "record":
-        index.records.append(record.from_json(line, rank))
-    elif kind == "site":
-        params = {name: tuple(shape) for name, shape in line["params"].items()}
-        index.sites[line["site"]] = SiteInfo(line["site"], line["class"], params)
-    elif kind == "step":
-        (index.begins if line["at"] == "begin" else index.ends)[int(line["step"])] = line
-    elif kind == "metric":
-        index.metrics.append(Metric(rank, int(line["step"]), line["name"], float(line["value"])))
-    elif kind == "event":
-        index.events.append(Event(rank, line["kind"], {k: v for k, v in line.items() if k not in ("type", "kind")}))
-    else:
-        raise ValueError(f"unknown line type {kind!r}")
-
-
-def _steps(ranks: dict[int, _RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
+def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
     steps: dict[int, dict[int, StepLine]] = {}
     for rank, index in sorted(ranks.items()):
         for step, begin in index.begins.items():

@@ -6,8 +6,9 @@ from typing import Any
 
 from tapscope import dtypes
 from tapscope.dashboard.oddity import Oddity, oddity_of
+from tapscope.index import Event
 from tapscope.record import Record
-from tapscope.run import Event, Run
+from tapscope.run import Run
 from tapscope.site import compact_ranges, layer_of
 from tapscope.text import count, plural, size
 

@@ -1,0 +1,94 @@
+"""Index: the typed lines of one rank's ``records.jsonl``, parsed."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import record
+from .record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class SiteInfo:
+    """What is known of a site once, from its ``site`` line."""
+
+    site: str
+    cls: str
+    """Class name of the module, e.g. ``LlamaRMSNorm``."""
+    params: dict[str, tuple[int, ...]]
+    """The module's own parameters and their local shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A named number of a step."""
+
+    rank: int
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened: ``open``, ``close``, ``config``, ``failed``, ``dropped``, ..."""
+
+    rank: int
+    kind: str
+    fields: dict[str, Any]
+
+
+@dataclass(slots=True)
+class RankIndex:
+    """The parsed lines of one rank."""
+
+    records: list[Record] = field(default_factory=list)
+    sites: dict[str, SiteInfo] = field(default_factory=dict)
+    begins: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    metrics: list[Metric] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_index(path: Path, rank: int) -> RankIndex:
+    """Parse a rank's lines; what cannot be read is left out and named in ``problems``."""
+    index = RankIndex()
+    for number, line in _lines(path, index):
+        try:
+            _add(index, json.loads(line), rank)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
+    return index
+
+
+def _lines(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
+    """Complete lines; a torn last one is what a killed writer leaves, and is said."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        index.problems.append(f"{path}: cannot be read: {error}")
+        return
+    lines = data.split(b"\n")
+    if lines[-1]:
+        index.problems.append(f"{path}:{len(lines)}: the last line is cut off and was left out")
+    yield from ((n, line) for n, line in enumerate(lines[:-1], 1) if line)
+
+
+def _add(index: RankIndex, line: dict[str, Any], rank: int) -> None:
+    kind = line["type"]
+    if kind == "record":
+        index.records.append(record.from_json(line, rank))
+    elif kind == "site":
+        params = {name: tuple(shape) for name, shape in line["params"].items()}
+        index.sites[line["site"]] = SiteInfo(line["site"], line["class"], params)
+    elif kind == "step":
+        (index.begins if line["at"] == "begin" else index.ends)[int(line["step"])] = line
+    elif kind == "metric":
+        index.metrics.append(Metric(rank, int(line["step"]), line["name"], float(line["value"])))
+    elif kind == "event":
+        index.events.append(Event(rank, line["kind"], {k: v for k, v in line.items() if k not in ("type", "kind")}))
+    else:
+        raise ValueError(f"unknown line type {kind!r}")
