@@ -124,6 +124,7 @@ class Engine:
                 self._ranks.explain(error)
         except BaseException as error:
             self._ranks.abandon()
+            self.runner.model.tp.disconnect()
             left = RankLostError(f"rank 0 left step {plan.step} by {error!r}")
             self._lost = error if isinstance(error, RankLostError) else left
             raise

@@ -38,6 +38,10 @@ class TensorParallel:
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
 
+    def disconnect(self) -> None:
+        """Leave the group: ranks that wait for this one in a collective raise RankLostError at once."""
+        self._group = None
+
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, end) of ``total`` items in equal blocks; the last blocks may be shorter or empty."""
         return _span(total, self.rank, self.size)

@@ -5,6 +5,7 @@ the rendezvous file lie in a directory of mode 0700 made for this engine, so eng
 """
 
 import multiprocessing
+import pickle
 import shutil
 import signal
 import tempfile
@@ -29,6 +30,7 @@ from tapscope.wire import Message, decode, encode
 _POLL_MS = 100
 _LAST_WORDS_S = 1.0  # how long a dying rank's traceback may be on its way
 _CLOSE_S = 10.0  # how long a rank may take to close its observer
+_ABANDONED_S = 2.0  # the same for a rank that is out of step, and may hang
 
 
 class Ranks:
@@ -46,6 +48,7 @@ class Ranks:
             self._context.destroy(linger=0)
             self._folder.rmdir()
             raise UsageError(f"no socket can be made in {self._folder}: {error}; set TMPDIR to a short path") from None
+        self._said: set[tuple[int, str]] = set()
         self._failures: dict[int, str] = {}
         self._abandoned = self._dismissed = False
         context = multiprocessing.get_context("spawn")
@@ -58,7 +61,10 @@ class Ranks:
     def connect(self) -> TensorParallel:
         """Start the processes and join rank 0 with them; raises RankLostError."""
         for process in self._processes.values():
-            process.start()
+            try:
+                process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise UsageError(f"the observer factory must be picklable when tp > 1: {error}") from None
         self.await_all("up")
         try:
             return TensorParallel.connect(self._folder / "store", 0, self._config.tp, self._config.rank_timeout_s)
@@ -72,9 +78,8 @@ class Ranks:
 
     def await_all(self, kind: str) -> None:
         """Wait until every rank has sent a message of this kind; raises RankLostError as soon as one is dead."""
-        missing = set(self._processes)
-        while missing:
-            missing -= self._receive(kind, _POLL_MS)
+        while any((rank, kind) not in self._said for rank in self._processes):
+            self._receive(_POLL_MS)
             self.check()
 
     def send(self, plan: StepPlan) -> None:
@@ -86,7 +91,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raise RankLostError when a rank has failed or ended."""
-        self._receive("", 0)
+        self._receive(0)
         dead = self._dead()
         if dead or self._failures:
             self._raise(dead, None)
@@ -95,11 +100,11 @@ class Ranks:
         """Raise the RankLostError that says which rank broke the collective, with its traceback if it sent one."""
         deadline = time.monotonic() + _LAST_WORDS_S
         while not self._failures and not self._dead() and time.monotonic() < deadline:
-            self._receive("", _POLL_MS)
+            self._receive(_POLL_MS)
         self._raise(self._dead(), error)
 
     def abandon(self) -> None:
-        """The ranks are out of step: :meth:`close` will not wait for them."""
+        """The ranks are out of step: :meth:`close` will not wait long for them."""
         self._abandoned = True
 
     def dismiss(self) -> None:
@@ -115,7 +120,7 @@ class Ranks:
         if self._socket.closed:
             return
         self.dismiss()
-        deadline = time.monotonic() + (0 if self._abandoned else _CLOSE_S)
+        deadline = time.monotonic() + (_ABANDONED_S if self._abandoned else _CLOSE_S)
         for process in self._processes.values():
             if process.pid is not None:
                 _end(process, deadline)
@@ -126,22 +131,19 @@ class Ranks:
     def _dead(self) -> list[int]:
         return [rank for rank, process in self._processes.items() if not process.is_alive()]
 
-    def _receive(self, kind: str, timeout_ms: int) -> set[int]:
-        """Ranks that sent a message of ``kind``; failures are kept for whoever raises next."""
-        seen = set()
+    def _receive(self, timeout_ms: int) -> None:
+        """Note what ranks said, waiting at most ``timeout_ms`` for the first word."""
         while self._socket.poll(timeout_ms):
             sender, *frames = self._socket.recv_multipart()
             message, rank = decode(frames), int(sender.decode().removeprefix("rank-"))
+            self._said.add((rank, message.kind))
             if message.kind == "failed":
                 self._failures[rank] = message["traceback"]
-            elif message.kind == kind:
-                seen.add(rank)
             timeout_ms = 0
-        return seen
 
     def _raise(self, dead: list[int], cause: RankLostError | None) -> NoReturn:
         if dead and not self._failures:
-            self._receive("", 2 * _POLL_MS)  # its last words may still be on their way
+            self._receive(2 * _POLL_MS)  # its last words may still be on their way
         if self._failures:
             # A rank whose peer vanished fails too; the one that failed for a reason of its own explains more.
             rank, text = min(self._failures.items(), key=lambda item: ("RankLostError" in item[1], item[0]))

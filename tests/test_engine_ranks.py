@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
-from engine_observers import JournalIn, unmakeable_on_rank_1
+from engine_observers import JournalIn, Memory, unmakeable_on_rank_1
 
 from tapscope.engine import LLM
 from tapscope.errors import RankLostError, UsageError
@@ -87,6 +87,20 @@ def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Pat
         assert (tmp_path / "closed-1").exists()  # what it had recorded was flushed first
 
 
+def test_when_rank_0_leaves_a_step_the_others_close_their_observers_and_end(path: Path, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with LLM(path, tp=2, observer=JournalIn(tmp_path)) as llm:
+        llm.generate([[5]], max_new_tokens=2)
+        llm.model.model.layers[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5]])
+        with pytest.raises(RankLostError, match="rank 0 left step 2 by KeyboardInterrupt"):
+            llm.generate([[5]])
+    assert (tmp_path / "closed-1").exists()
+
+
 def test_a_rank_that_hangs_is_lost_after_the_timeout(path: Path, tmp_path: Path) -> None:
     with LLM(path, tp=2, rank_timeout_s=1.0) as llm:
         assert llm.generate([[5]], max_new_tokens=1)
@@ -125,6 +139,11 @@ def test_no_rank_outlives_its_engine(path: Path, tmp_path: Path, ending: str) ->
             assert process.wait(15) == (-9 if "sleep" in ending else 0)
             assert _wait(lambda: _is_gone(pid), 10)
         assert not list(Path(temporary).iterdir()), "sockets were left behind"
+
+
+def test_an_observer_factory_that_cannot_be_pickled_is_said(path: Path) -> None:
+    with pytest.raises(UsageError, match="the observer factory must be picklable when tp > 1"):
+        LLM(path, tp=2, observer=lambda model, info: Memory(model, info))
 
 
 def test_a_temporary_directory_too_deep_for_a_socket_is_said(
