@@ -162,6 +162,11 @@ class Selection:
         """Compile the rules."""
         return cls(config, tuple((Glob(rule.glob), rule.keep) for rule in config.rules))
 
+    @classmethod
+    def of_nothing(cls) -> "Selection":
+        """Keeps nothing anywhere."""
+        return cls(DumperConfig(keep="off"))
+
     def keep(self, site: str) -> Keep:
         """What is kept at ``site``."""
         if not self.config.enabled:

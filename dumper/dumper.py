@@ -1,37 +1,27 @@
 """Dumper: taps a model and streams what its rules select into a run."""
 
 import logging
-import os
-import platform
-import socket
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from .. import ledger
-from .._version import __version__
-from ..errors import ConfigError, RecorderError, RuleError, StepError
-from ..ledger import StepCounts
+from ..errors import RecorderError, StepError
 from ..observe import RankInfo, RowRun, StepInfo
-from ..record import Key, Record
 from ..site import describe_layers
 from ..wire import Message
-from . import capture, session
+from . import manifest, session
+from .adoption import Adoption
+from .collector import Collector
 from .config import RUNTIME_FIELDS, DumperConfig, Selection
-from .flatten import flatten, plain_value
-from .pipeline import Pending, Pipeline
+from .pipeline import Pipeline
 from .rows import step_from_call
-from .taps import Hooks, Port, RootWrapper, Tap, find_taps, slots_as_ranges, usable_dims
+from .taps import Hooks, RootWrapper, find_taps
 
 _log = logging.getLogger("tapscope")
-_MAX_COMPLAINTS = 20
 
 
 class Dumper:
@@ -64,31 +54,19 @@ class Dumper:
         """``settings`` are fields of :class:`DumperConfig`; ``force`` replaces an old run at ``out``."""
         self.config = (config or DumperConfig()).updated(settings)
         self.out = Path(out)
-        self.info = info or _rank_info(model)
+        self.info = info or manifest.rank_info(model)
+        self.http: str | None = None
+        """``HOST:PORT`` of the HTTP control, when asked for."""
         self._force = force
         self._model = model
         self._taps = find_taps(model)
         self._hooks = Hooks(model, self._taps, self._fire)
-        self._root_tap = self._taps[0]
-        self._selection = Selection.of(self.config)
+        self._adoption = Adoption(self._check)
         self._base_config = self.config
         self._root: RootWrapper | None = None
         self._pipeline: Pipeline | None = None
-        self._step: StepInfo | None = None
-        self._step_announced = False
-        self._step_began = 0.0
+        self._collector: Collector | None = None
         self._next_step = 0
-        self._serial = 0
-        self._seq = 0
-        self._counts = StepCounts()
-        self._num_outside = 0
-        self._num_complaints = 0
-        self._row_ranges: dict[str, tuple[tuple[int, int], ...]] = {}
-        self._epoch = 0
-        self._prepared: dict[int, dict[str, Any]] = {}
-        self._commit: tuple[int, int] | None = None
-        self.http: str | None = None
-        """``HOST:PORT`` of the HTTP control, when asked for."""
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -96,7 +74,7 @@ class Dumper:
         """Join or start the recorder and place the taps."""
         if self._pipeline is not None:
             raise StepError("this Dumper is already open")
-        self._check_rules(self._selection)
+        self._check(self.config)
         options = {"control": self.config.control, "segment_bytes": self.config.segment_bytes}
         found = session.join(self.out, options, force=self._force, first=self.info.rank == 0)
         pipeline = Pipeline(
@@ -104,34 +82,31 @@ class Dumper:
             found["pid"],
             queue_bytes=self.config.queue_bytes,
             block_timeout_s=None if self.config.policy == "drop" else self.config.block_timeout_s,
-            on_message=self._on_message,
+            on_message=lambda message: self._adoption.on_message(message, self._next_step - 1),
         )
-        self._pipeline = pipeline
-        try:
-            self.http = pipeline.greet(self._hello()).fields.get("http")
-        except RecorderError:
-            self._pipeline = None
-            raise
+        self.http = pipeline.greet(manifest.hello(self.info, self.config, self._taps)).fields.get("http")
+        self._pipeline, self._collector = pipeline, Collector(pipeline, self.info.rank)
         self._root = RootWrapper(self._model, self._around_root)
-        self._hooks.install(self._selection)
+        self._select(self._collector)
         return self
 
     def close(self) -> None:
         """Take the taps away, send what is left and say what is missing."""
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is None:
+        pipeline, collector = self._pipeline, self._collector
+        self._pipeline = self._collector = None
+        if pipeline is None or collector is None:
             return
         never_fired = self._never_fired()
         self._hooks.remove()
         if self._root is not None:
             self._root.remove()
         farewell = {"type": "event", "kind": "close", "reason": "closed", "never_fired": never_fired}
-        pipeline.put_line(farewell | {"outside_step": self._num_outside, "failed_late": pipeline.num_failed})
+        pipeline.put_line(farewell | {"outside_step": collector.num_outside})
         lost = pipeline.close(Message("close", {"at": self._next_step - 1}))
         if never_fired:
             _log.warning("tapscope: %d taps never fired: %s", len(never_fired), ", ".join(never_fired[:4]))
-        if self._num_outside:
-            _log.warning("tapscope: %d values fired outside a step and were not kept; use step()", self._num_outside)
+        if collector.num_outside:
+            _log.warning("tapscope: %d firings outside a step were not kept; use step()", collector.num_outside)
         if lost:
             _log.warning("tapscope: %s is incomplete: %s", self.out, lost)
 
@@ -175,255 +150,142 @@ class Dumper:
 
     def before_step(self, info: StepInfo) -> None:
         """Open ``info`` as the current step; a change of configuration that is due is applied first."""
-        if self._step is not None:
-            raise StepError(f"step {self._step.step} is still open; steps do not nest")
+        collector = self._collector
+        if collector is None:
+            return
+        if collector.step is not None:
+            raise StepError(f"step {collector.step.step} is still open; steps do not nest")
         if info.step < self._next_step:
             raise StepError(f"step {info.step} comes after step {self._next_step - 1}; steps never go back in a run")
-        pipeline = self._pipeline
-        if pipeline is None:
-            return
         self._apply_due(info)
-        self._step, self._next_step = info, info.step + 1
-        self._serial += 1
-        self._counts = StepCounts()
-        self._row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
-        self._step_announced = False
-        pipeline.at = info.step
-        self._step_began = time.perf_counter()
+        self._next_step = info.step + 1
+        collector.begin(info, self._adoption.applied)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Close the current step. With the strict policy, raises RecorderError when anything of it was lost."""
-        info, self._step, pipeline = self._step, None, self._pipeline
-        if info is None or pipeline is None:
+        pipeline, collector = self._pipeline, self._collector
+        if pipeline is None or collector is None or collector.step is None:
             return
+        number = collector.step.step
         if self.armed:
-            self._announce_step(pipeline, info)
-            measured = {"latency_s": time.perf_counter() - self._step_began, "num_tokens": float(info.num_rows)}
-            for name, value in (measured | dict(metrics)).items():
-                pipeline.put_line({"type": "metric", "step": info.step, "name": name, "value": float(value)})
-            pipeline.put_line(ledger.end_line(info.step, self._counts))
-            pipeline.kick()
+            collector.end(metrics)
+        collector.step = None
         if pipeline.capture_left is not None:
             self._count_down(pipeline)
-        lost = self._counts.dropped + self._counts.failed
+        lost = collector.counts.dropped + collector.counts.failed
         if lost and self.config.policy == "strict":
             raise RecorderError(
-                f"{lost} values of step {info.step} were lost: {pipeline.dead or 'see the events of the run'}"
+                f"{lost} values of step {number} were lost: {pipeline.dead or 'see the run for events'}"
             )
 
     def metric(self, name: str, value: float) -> None:
         """Record a named number of the current step."""
-        if self._pipeline is not None and self._step is not None:
-            self._pipeline.put_line({"type": "metric", "step": self._step.step, "name": name, "value": float(value)})
+        if self._collector is not None and self._collector.step is not None:
+            self._collector.metric(self._collector.step.step, name, value)
 
     # ---- Arming -----------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The configuration epoch this rank has been told to apply at its next step."""
-        return self._commit[0] if self._commit else self._epoch
+        return self._adoption.wanted
 
     @property
     def armed(self) -> bool:
         """Whether any tap is in place."""
         return bool(self._hooks.armed)
 
-    # ---- firing (in the model's forward: nothing may escape) --------------------------------------------
+    # ---- in the model's forward: nothing may escape -----------------------------------------------------
+
+    def _fire(self, tap: Any, kind: str, value: Any) -> None:
+        if self._collector is not None:
+            self._collector.fire(tap, kind, value)
 
     def _around_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._pipeline is None:
+        collector = self._collector
+        if collector is None:
             return forward(*args, **kwargs)
-        alone = self._step is None
+        alone = collector.step is None
         if alone:
-            self.before_step(self._described(StepInfo(step=self._next_step), args, kwargs))
-        elif self._step is not None and not self._step.grid and not self._step_announced:
-            self._step = self._described(self._step, args, kwargs)
+            self.before_step(self._described(collector, StepInfo(step=self._next_step), args, kwargs))
+        elif collector.step is not None and collector.may_describe:
+            collector.step = self._described(collector, collector.step, args, kwargs)
         try:
             if self.armed:
-                self._fire(self._root_tap, "in", (args, kwargs))
+                collector.fire(self._taps[0], "in", (args, kwargs))
             output = forward(*args, **kwargs)
             if self.armed:
-                self._fire(self._root_tap, "out", output)
+                collector.fire(self._taps[0], "out", output)
             return output
         finally:
             if alone:
                 self.after_step({})
 
-    def _described(self, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInfo:
+    def _described(
+        self, collector: Collector, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepInfo:
         """The step with the rows that the root's own arguments tell of, where the host told none."""
+        if not self.armed and self._adoption.wanted == self._adoption.applied:
+            return info
         try:
             found = step_from_call(info.step, args, kwargs)
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
-            self._complain("step", f"rows unknown: {type(error).__name__}: {error}")
+            collector.complain("step", f"rows unknown: {type(error).__name__}: {error}")
             return info
-        if info.phase != "forward":
-            found = replace(found, phase=info.phase)
-        return replace(found, epoch=info.epoch)
+        phase = found.phase if info.phase == "forward" else info.phase
+        return replace(found, phase=phase, epoch=info.epoch)
 
-    def _announce_step(self, pipeline: Pipeline, info: StepInfo) -> None:
-        if not self._step_announced:
-            self._step_announced = True
-            pipeline.put_line(ledger.begin_line(info, self._epoch))
-
-    def _fire(self, tap: Tap, kind: str, value: Any) -> None:
-        try:
-            if self._pipeline is None:
-                return
-            if self._step is None:
-                self._num_outside += 1
-                return
-            self._announce_step(self._pipeline, self._step)
-            tap.fired = True
-            occurrence = tap.occurrence(self._serial, kind)
-            leaves = flatten(tap.named_inputs(*value) if kind == "in" else value)
-            for path, leaf in leaves:
-                port = tap.port(kind, path, self._selection)
-                if port.keep != "off":
-                    self._take(self._pipeline, tap, port, leaf, occurrence)
-        except Exception as error:  # noqa: BLE001 - the model must go on
-            self._counts.failed += 1
-            self._complain(tap.path, f"{type(error).__name__}: {error}")
-
-    def _take(self, pipeline: Pipeline, tap: Tap, port: Port, leaf: Any, occurrence: int) -> None:
-        assert self._step is not None
-        self._counts.seen += 1
-        key = Key(port.site, self._step.step, self.info.rank, occurrence)
-        try:
-            pending = self._pending(pipeline, port, leaf, key)
-        except Exception as error:  # noqa: BLE001 - the model must go on
-            self._counts.failed += 1
-            self._complain(port.site, str(error) or type(error).__name__)
-            return
-        if not port.announced:
-            port.announced = True
-            pipeline.put_line({"type": "site", "site": port.site, "class": tap.module_class, "params": tap.params})
-        if pipeline.put(pending):
-            self._counts.sent += 1
-        else:
-            self._counts.dropped += 1
-        self._seq += 1
-
-    def _pending(self, pipeline: Pipeline, port: Port, leaf: Any, key: Key) -> Pending:
-        if not isinstance(leaf, torch.Tensor):
-            return Pending(Record(key, self._seq, None, (), value=plain_value(leaf)), None, 0)
-        tensor = capture.local_tensor(leaf)
-        shape = tuple(tensor.shape)
-        if not port.announced:
-            port.dims, problem = usable_dims(port.dims, shape)
-            if problem:
-                self._complain(port.site, problem)
-        rows = self._row_ranges.get(port.row_set) if port.row_set else None
-        rec = Record(key, self._seq, capture.dtype_name(tensor), shape, port.dims, rows)
-        if port.keep == "full":
-            return Pending(rec, capture.snapshot(tensor, pipeline.pool), tensor.numel())
-        stats, digest = capture.measure(tensor)
-        return Pending(replace(rec, stats=stats, hash=digest), None, 0)
-
-    def _complain(self, where: str, reason: str) -> None:
-        self._num_complaints += 1
-        if self._pipeline is not None and self._num_complaints <= _MAX_COMPLAINTS:
-            event = {"type": "event", "kind": "failed", "where": where, "reason": reason}
-            self._pipeline.put_line(event | {"step": self._step.step if self._step else None})
-
-    # ---- configuration ----------------------------------------------------------------------------------
-
-    def _on_message(self, message: Message) -> Message | None:
-        """In the pipeline's thread: the model is not touched here."""
-        if message.kind == "prepare":
-            return self._prepare(message)
-        if message.kind == "commit":
-            self._commit = (int(message["epoch"]), int(message["step"]))
-        elif message.kind == "cancel":
-            self._prepared.pop(int(message["epoch"]), None)
-        return None
-
-    def _prepare(self, message: Message) -> Message:
-        epoch, problem = int(message["epoch"]), None
-        try:
-            if "config" in message.fields:
-                self._check_rules(Selection.of(DumperConfig().updated(message["config"])))
-            self._prepared[epoch] = message.fields
-        except (ConfigError, RuleError) as error:
-            problem = str(error)
-        return Message("accept", {"epoch": epoch, "problem": problem, "at": self._next_step - 1})
+    # ---- configuration, between steps -------------------------------------------------------------------
 
     def _apply_due(self, info: StepInfo) -> None:
-        epoch = info.epoch
-        if epoch is None and self._commit and info.step >= self._commit[1]:
-            epoch = self._commit[0]
-        if epoch is None or epoch == self._epoch or epoch not in self._prepared:
+        change, pipeline, collector = self._adoption.due(info.step, info.epoch), self._pipeline, self._collector
+        if change is None or pipeline is None or collector is None:
             return
-        change, pipeline = self._prepared.pop(epoch), self._pipeline
-        assert pipeline is not None
-        self._epoch = epoch
         if "run" in change:
-            self._reopen(pipeline, change["run"])
+            self._reopen(pipeline, collector, change["run"])
         else:
             self._base_config = DumperConfig().updated(change["base"])
-            self._configure(pipeline, DumperConfig().updated(change["config"]))
-        pipeline.put_message(Message("applied", {"epoch": epoch, "step": info.step, "at": info.step}))
+            self._configure(pipeline, collector, DumperConfig().updated(change["config"]))
+        applied = {"epoch": self._adoption.applied, "step": info.step, "at": info.step}
+        pipeline.put_message(Message("applied", applied))
         pipeline.kick()
 
-    def _configure(self, pipeline: Pipeline, config: DumperConfig) -> None:
-        self.config, self._selection = config, Selection.of(config)
+    def _configure(self, pipeline: Pipeline, collector: Collector, config: DumperConfig) -> None:
+        self.config = config
         pipeline.capture_left = config.capture_steps
-        self._hooks.install(self._selection)
+        self._select(collector)
         shown = {name: value for name, value in config.to_json().items() if name in (*RUNTIME_FIELDS, "capture_steps")}
-        pipeline.put_line({"type": "event", "kind": "config", "epoch": self._epoch, **shown})
+        pipeline.put_line({"type": "event", "kind": "config", "epoch": self._adoption.applied, **shown})
+
+    def _select(self, collector: Collector) -> None:
+        collector.selection = Selection.of(self.config)
+        self._hooks.install(collector.selection)
 
     def _count_down(self, pipeline: Pipeline) -> None:
         assert pipeline.capture_left is not None
+        assert self._collector is not None
         pipeline.capture_left -= 1
         if pipeline.capture_left <= 0:
-            self._configure(pipeline, self._base_config)
+            self._configure(pipeline, self._collector, self._base_config)
         pipeline.kick()
 
-    def _reopen(self, pipeline: Pipeline, run: str) -> None:
+    def _reopen(self, pipeline: Pipeline, collector: Collector, run: str) -> None:
         pipeline.put_message(Message("reopen", {"run": run, "never_fired": self._never_fired()}))
         self.out = Path(run)
-        self._seq = 0
+        collector.restart()
         for tap in self._taps:
             tap.forget()
             tap.fired = False
 
-    def _check_rules(self, selection: Selection) -> None:
-        paths = {tap.path: tap.known_ports() for tap in self._taps}
-        seen = [port.site for tap in self._taps for port in list(tap.ports.values())]
-        for site in seen:
-            path, _, name = site.rpartition(":")
-            paths[path].append(name)
-        selection.check_matches(paths, describe_layers(f"{path}:out" for path in paths))
+    def _check(self, config: DumperConfig) -> None:
+        """Raise RuleError for a rule that can match no site; ports that only a firing shows count once seen."""
+        ports = {tap.path: tap.known_ports() for tap in self._taps}
+        for tap in self._taps:
+            ports[tap.path] += [port.site.rpartition(":")[2] for port in list(tap.ports.values())]
+        Selection.of(config).check_matches(ports, describe_layers(f"{path}:out" for path in ports))
 
     def _never_fired(self) -> list[str]:
-        if self._next_step == 0:
-            return []
-        return [f"{tap.path}:out" for tap in self._hooks.armed if not tap.fired]
-
-    def _hello(self) -> Message:
-        info = self.info
-        opening = {
-            "world_size": info.world_size,
-            "mesh": dict(info.mesh),
-            "coords": dict(info.coords),
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-        manifest = {
-            "tapscope": __version__,
-            "framework": info.framework,
-            "model": info.model,
-            "dtype": info.dtype,
-            "mesh": dict(info.mesh),
-            "world_size": info.world_size,
-            "command": sys.argv,
-            "seeds": {"torch": torch.initial_seed()},
-            "config": self._base_config.to_json(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        modules = [[tap.path, tap.module_class, tap.known_ports()] for tap in self._taps]
-        fields = {"rank": info.rank, "opening": opening, "manifest": manifest, "modules": modules}
-        return Message("hello", fields | {"config": self._base_config.to_json()})
+        return [f"{tap.path}:out" for tap in self._hooks.armed if not tap.fired] if self._next_step else []
 
 
 def attach(
@@ -431,15 +293,3 @@ def attach(
 ) -> Dumper:
     """An :data:`~tapscope.observe.ObserverFactory` once ``out`` and ``config`` are bound (functools.partial)."""
     return Dumper(model, out, config=config, force=force, info=info).open()
-
-
-def _rank_info(model: nn.Module) -> RankInfo:
-    rank, world = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    parameter = next(model.parameters(), None)
-    dtype = capture.dtype_name(parameter) if parameter is not None else ""
-    config = getattr(model, "config", None)
-    name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
-    framework = "transformers" if type(model).__module__.startswith("transformers.") else "torch"
-    return RankInfo(rank=rank, world_size=world, framework=framework, model=name, dtype=dtype)

@@ -88,8 +88,6 @@ class Pipeline:
         self._closed = False
         self.dead: str | None = None
         """Why nothing can be sent any more, or None."""
-        self.num_failed = 0
-        """Values whose statistics could not be taken after all."""
         self.at = -1
         """The step the rank is in, told with every batch."""
         self.capture_left: int | None = None
@@ -243,7 +241,6 @@ class Pipeline:
         try:
             stats, digest = measure_snapshot(taken, item.count)
         except Exception as error:  # noqa: BLE001 - one value that cannot be measured must not end the capture
-            self.num_failed += 1
             _log.warning("tapscope: %s was not kept: %s: %s", item.record.key.site, type(error).__name__, error)
             return
         # Equal bytes are sent once a step: a layer's input is the output of the one before.

@@ -1,0 +1,61 @@
+"""What a rank says of itself when it meets the recorder, and what becomes the run's manifest."""
+
+import os
+import platform
+import socket
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._version import __version__
+from ..observe import RankInfo
+from ..wire import Message
+from . import capture
+from .config import DumperConfig
+from .taps import Tap
+
+
+def rank_info(model: nn.Module) -> RankInfo:
+    """Who this process is, as torch.distributed and the model tell."""
+    rank, world = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    parameter = next(model.parameters(), None)
+    dtype = capture.dtype_name(parameter) if parameter is not None else ""
+    config = getattr(model, "config", None)
+    name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
+    framework = "transformers" if type(model).__module__.startswith("transformers.") else "torch"
+    return RankInfo(rank=rank, world_size=world, framework=framework, model=name, dtype=dtype)
+
+
+def hello(info: RankInfo, config: DumperConfig, taps: list[Tap]) -> Message:
+    """The first message to the recorder."""
+    settings = config.to_json()
+    opening = {
+        "world_size": info.world_size,
+        "mesh": dict(info.mesh),
+        "coords": dict(info.coords),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    modules = [[tap.path, tap.module_class, tap.known_ports()] for tap in taps]
+    fields = {"rank": info.rank, "opening": opening, "manifest": _manifest(info, settings)}
+    return Message("hello", fields | {"modules": modules, "config": settings})
+
+
+def _manifest(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tapscope": __version__,
+        "framework": info.framework,
+        "model": info.model,
+        "dtype": info.dtype,
+        "mesh": dict(info.mesh),
+        "world_size": info.world_size,
+        "command": sys.argv,
+        "seeds": {"torch": torch.initial_seed()},
+        "config": settings,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
