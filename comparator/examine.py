@@ -12,7 +12,7 @@ from tapscope.comparator.assemble import Coords, Whole, assemble, coords_of
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.layout import Layout, layout_of
 from tapscope.comparator.match import Pair, Series
-from tapscope.comparator.measure import Measured, WidthError, measure
+from tapscope.comparator.measure import Measured, WidthError, are_masks, measure
 from tapscope.comparator.names import is_partial
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.rows import RowMap
@@ -58,9 +58,10 @@ class Examined:
     @property
     def is_exact(self) -> bool:
         """Whether values of this kind must be equal: integers, booleans, values that are no tensors."""
-        return self.baseline is not None and not any(
-            dtypes.is_float(side.dtype) for side in (self.baseline, self.target) if side
-        )
+        if self.baseline is None or self.target is None:
+            return False
+        names = self.baseline.dtype, self.target.dtype
+        return are_masks(*names) or not any(map(dtypes.is_float, names))
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ the depth in the model.
 The model of one module that computes y from x in a dtype with epsilon ``eps``:
 
 - rounding a value once leaves a relative error of about 0.2 eps (rms of a uniform error of +-ulp/2 over a
-  mantissa that is uniform in the logarithm: 0.29 x 0.72); against a wider dtype the weights were rounded too, so the
-  two add up to a factor of sqrt(2);
+  mantissa that is uniform in the logarithm: 0.29 x 0.72). It happens twice: to the outputs of both sides, or, beside
+  a wider dtype, to the weights and to the output of the narrow side, hence a factor of sqrt(2);
 - a sum of n products in float32 in another order leaves about 2^-24 sqrt(n) (Higham, Accuracy and Stability of
   Numerical Algorithms, section 3.1, with errors that are independent);
 - the error e of its inputs passes through, and the module may amplify both by cancellation.
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from tapscope import dtypes
 from tapscope.comparator.spread import QUANTILES, Spread
 
-TAIL = (1.0, 1.5, 2.2, 4.0)
+TAIL = (1.0, 2.0, 3.0, 5.0)
 """How much wider the floor is at each of :data:`~.spread.QUANTILES` than for the typical row."""
 AMPLIFY = 4.0
 """k where no peers are known."""
-AMPLIFY_RANGE = (2.5, 6.0)
+AMPLIFY_RANGE = (1.5, 6.0)
 """k is kept within this whatever the peers say."""
 AMPLIFY_PEERS = 2.5
 """k is this times the median of what the peers show."""
-DEPTH = 8.0
+DEPTH = 12.0
 """The floor without regard to inputs, in units, before the first layer; it grows with the root of the depth."""
 ROW_LIMIT = 0.5
 """A row may never be off by more than this share of itself, however noisy its inputs."""
@@ -73,7 +73,7 @@ def score(error: float, floor: float) -> float:
 def unit(baseline: str, target: str, reduction: int) -> float:
     """Relative error that one module adds, computed in both dtypes; ``reduction`` is the length of its sums."""
     coarse = max(dtypes.epsilon(baseline), dtypes.epsilon(target))
-    rounding = 0.2 * coarse * (math.sqrt(2.0) if baseline != target else 1.0)
+    rounding = 0.2 * coarse * math.sqrt(2.0)
     # Accumulation is in float32 at least as a rule, and float64 tensors are summed in float64.
     narrow = 2.0**-53 if coarse <= 2.0**-52 else 2.0**-24
     return math.hypot(rounding, narrow * math.sqrt(max(reduction, 1)))

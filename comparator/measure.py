@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope import dtypes
 from tapscope.comparator.align import Join, Rows
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout
@@ -44,15 +45,16 @@ class Measured:
 class _Opened:
     """The column blocks of firings, opened once each while a site is measured."""
 
-    def __init__(self, wholes: Sequence[Whole], axes: tuple[int, ...]) -> None:
-        self._wholes, self._axes = wholes, axes
+    def __init__(self, wholes: Sequence[Whole], axes: tuple[int, ...], as_mask: bool) -> None:
+        self._wholes, self._axes, self._as_mask = wholes, axes, as_mask
         self._blocks: dict[int, list[Block]] = {}
 
     def __getitem__(self, index: int) -> list[Block]:
         if index not in self._blocks:
             whole = self._wholes[index]
             assert whole.piece is not None
-            self._blocks[index] = list(blocks(whole.piece, whole.run, self._axes))
+            found = blocks(whole.piece, whole.run, self._axes)
+            self._blocks[index] = [b._replace(values=_visible(b.values)) if self._as_mask else b for b in found]
         return self._blocks[index]
 
 
@@ -67,7 +69,8 @@ def measure(
 
     Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
     """
-    left, right = _Opened(baseline, layouts[0].axes), _Opened(target, layouts[1].axes)
+    masks = are_masks(baseline[0].dtype, target[0].dtype)
+    left, right = _Opened(baseline, layouts[0].axes, masks), _Opened(target, layouts[1].axes, masks)
     parts: list[RowMeasures] = []
     columns: list[tuple[Array, ...]] = []
     hashed = 0
@@ -85,6 +88,16 @@ def measure(
     none = (np.empty(0, np.int64),) * 5
     at_worst, pairs, baseline_firing, target_firing, ranks = map(np.concatenate, zip(none, *columns, strict=True))
     return Measured(RowMeasures.concat(parts), at_worst, pairs, baseline_firing, target_firing, ranks, hashed)
+
+
+def are_masks(baseline: str | None, target: str | None) -> bool:
+    """Whether one side is boolean and the other a float: an attention mask, once as flags and once to be added."""
+    return (baseline == "bool" and dtypes.is_float(target)) or (target == "bool" and dtypes.is_float(baseline))
+
+
+def _visible(mask: Array) -> Array:
+    """True where a mask lets through: where it is True, or where it adds nothing."""
+    return mask if mask.dtype == np.bool_ else mask == 0
 
 
 def _check_width(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> None:

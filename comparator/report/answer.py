@@ -23,6 +23,13 @@ def answer(report: "Report") -> list[str]:
     return [_counts(report), _verdict(report), f"next: {_next(report)}"]
 
 
+def share(ratio: float) -> str:
+    """error / floor: ``0.45``, ``2.6``, ``130``; the exponent only beyond thousands."""
+    if 0.01 <= ratio < 9.95:
+        return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}"
+    return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else text.number(ratio)
+
+
 def _counts(report: "Report") -> str:
     counts = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
     return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in counts.items() if n or v in _ALWAYS)
@@ -53,8 +60,7 @@ def _how_close(report: "Report") -> str:
             return "everything within the tolerance"
         return "every compared value is equal"
     return (
-        f"the largest error is {text.number(closest.ratio)} of what rounding explains, at {closest.site} "
-        f"({_amount(closest)})"
+        f"the largest error is {share(closest.ratio)} of what rounding explains, at {closest.site} ({_amount(closest)})"
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tapscope import text
 from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.report.answer import share
 
 if TYPE_CHECKING:
     from tapscope.comparator.compare import Report
@@ -71,7 +72,7 @@ def _stretch(members: Sequence[Finding]) -> Row:
             text.plural(len(members), "site"),
             text.number(max(n.max_abs for n in numbers)) if numbers else "-",
             text.number(max(n.rel_l2 for n in numbers)) if numbers else "-",
-            text.number(ratio) if verdict is Verdict.CLOSE else "-",
+            share(ratio) if verdict is Verdict.CLOSE else "-",
             "",
         ),
     )

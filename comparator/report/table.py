@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tapscope import dtypes, text
 from tapscope.comparator.finding import Finding, Place, Verdict
-from tapscope.comparator.report.answer import answer
+from tapscope.comparator.report.answer import answer, share
 from tapscope.comparator.report.fold import STRETCH, Row, fold
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def cells_of(finding: Finding) -> tuple[str, ...]:
     """The cells of one finding, in the order of the table's head."""
     side = finding.target or finding.baseline
     numbers, worst = finding.numbers, finding.worst
-    ratio = text.number(finding.ratio) if finding.floor > 0 or finding.error else "-"
+    ratio = share(finding.ratio) if finding.floor > 0 or finding.error else "-"
     where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
     return (
         finding.site,
