@@ -38,6 +38,8 @@ class Tap:
     params: dict[str, list[int]]
     tap_dims: dict[str, str]
     tap_rows: dict[str, str]
+    kinds: tuple[str, ...] = ("in", "out")
+    """Kinds of port that the module says are worth a tap."""
     ports: dict[tuple[str, str], Port] = field(default_factory=dict)
     fired: bool = False
     serial: int = -1
@@ -45,9 +47,10 @@ class Tap:
     num_in: int = 0
     num_out: int = 0
 
-    def known_ports(self) -> list[str]:
-        """Ports that can be named before anything fired."""
-        return [*(f"in[{name}]" for name in self.names), "out"]
+    def known_ports(self, *kinds: str) -> list[str]:
+        """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
+        ports = {"in": [f"in[{name}]" for name in self.names], "out": ["out"]}
+        return [port for kind in self.kinds if not kinds or kind in kinds for port in ports[kind]]
 
     def occurrence(self, serial: int, kind: str) -> int:
         """Number this firing within the step."""
@@ -101,6 +104,7 @@ def _tap(path: str, module: nn.Module) -> Tap:
         params,
         dict(getattr(module, "tap_dims", None) or {}),
         dict(getattr(module, "tap_rows", None) or {}),
+        tuple(getattr(module, "tap_ports", None) or ("in", "out")),
     )
 
 
@@ -129,9 +133,10 @@ class Hooks:
         self.remove()
         for tap in self._taps:
             tap.forget()
-            ports = tap.known_ports()
-            wants_in = selection.may_keep(tap.path, "in", ports[:-1])
-            wants_out = selection.may_keep(tap.path, "out", ports[-1:])
+            wants_in, wants_out = (
+                kind in tap.kinds and selection.may_keep(tap.path, kind, tap.known_ports(kind))
+                for kind in ("in", "out")
+            )
             if wants_in or wants_out:
                 self.armed.append(tap)
             if tap.path:  # the root is wrapped instead, see RootWrapper

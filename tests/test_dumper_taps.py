@@ -208,6 +208,13 @@ def test_dims_and_row_sets_that_a_module_declares_reach_the_record(tmp_path: Pat
     assert (records[":in[x]"].dims, records[":in[x]"].rows) == ("t h", None)
 
 
+def test_a_module_may_say_which_kinds_of_port_are_worth_a_tap(tmp_path: Path) -> None:
+    model = Root()
+    model.inplace.tap_ports = ("out",)
+    run = _record(tmp_path / "run", model, torch.zeros(1, 2))
+    assert {r.key.site for r in run.records if r.key.site.startswith("inplace")} == {"inplace:out"}
+
+
 def test_a_wrong_annotation_is_said_and_left_out(tmp_path: Path) -> None:
     model = Declared()
     model.tap_dims = {"out": "t h s"}

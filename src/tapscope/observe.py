@@ -1,10 +1,12 @@
 """How a host (the engine, a training loop) and an observer (the dumper) meet without knowing each other.
 
 The host calls a :class:`StepObserver` around every step; a module may say what its ports look like through
-two optional attributes, read by whoever taps it:
+three optional attributes, read by whoever taps it:
 
 ``tap_dims: dict[str, str]``
     port -> dims annotation, e.g. ``{"in[input]": "t h[tp]", "out": "t h"}``.
+``tap_ports: tuple[str, ...]``
+    the kinds of port worth a tap, of ``("in", "out")``; an identity that only names a value has ``("out",)``.
 ``tap_rows: dict[str, str]``
     port -> name of a row set in :attr:`StepInfo.row_sets`, for ports that hold only some of the step's rows.
 """
