@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.layout import Layout, slots_of
 from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap, StepRows
 
@@ -36,13 +37,8 @@ class Plan:
     """What of a site is compared with what, and what is left over."""
 
     joins: tuple[Join, ...] = ()
-    num_rows: int = 0
-    """Token rows compared; 0 when compared whole."""
-    num_forked: int = 0
-    num_unaligned: int = 0
-    """Rows of either side whose token the other run never computed."""
-    num_absent: int = 0
-    """Rows that both runs computed but only one recorded at this site."""
+    counts: RowCounts = field(default_factory=RowCounts)
+    """Token rows; all 0 when compared whole."""
     missing: int = 0
     """Firings that lack a partner though the rows were computed on both sides, and nobody said why."""
     problem: str = ""
@@ -86,10 +82,9 @@ class Aligner:
         lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
         return Plan(
             tuple(joins),
-            len(first),
-            max(left.num_forked, right.num_forked),
-            left.num_unaligned + right.num_unaligned,
-            absent,
+            RowCounts(
+                len(first), max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned, absent
+            ),
             0 if subset else len(lone),
         )
 

@@ -12,6 +12,7 @@ from tapscope.comparator.judge import Judge
 from tapscope.comparator.localise import Divergence, localise
 from tapscope.comparator.match import Pair, match, series_of
 from tapscope.comparator.options import CompareOptions, select
+from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rows import RowMap, map_rows
 from tapscope.errors import NothingInCommonError
 from tapscope.record import Record
@@ -92,9 +93,10 @@ def compare(
     rows = map_rows(baseline, target, options.steps)
     pairs = match(series_of(baseline, kept[0]), series_of(target, kept[1]))
     _check_common(baseline, target, pairs, rows)
-    examined = _examine(Examiner(baseline, target, rows, options.tolerance), pairs, progress)
+    examiner = Examiner(Preparer(baseline, target, rows), options.tolerance)
+    examined = _examine(examiner, pairs, progress)
     sites = target.sites | baseline.sites
-    judge = Judge(examined, sites, options.tolerance, explain_flips(examined, rows.forks))
+    judge = Judge(examined, sites, options.tolerance, explain_flips(examined, examiner.preparer))
     findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
     if all(f.basis == "none" for f in findings):
         reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")

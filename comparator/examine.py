@@ -1,31 +1,30 @@
 """Examine: everything about one matched pair of sites that can be known without looking at other sites."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tapscope import dtypes
-from tapscope.comparator.align import Aligner, Plan
-from tapscope.comparator.assemble import Coords, Whole, assemble, coords_of
+from tapscope.comparator.assemble import Whole
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
-from tapscope.comparator.layout import Layout, layout_of
+from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair, Series
 from tapscope.comparator.measure import Measured, WidthError, are_masks, measure
 from tapscope.comparator.names import is_partial
+from tapscope.comparator.pieces import Joined
+from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
-from tapscope.comparator.rows import RowMap
 from tapscope.comparator.spread import NOTHING, Spread, row_errors, spread_of
 from tapscope.comparator.summaries import compare_stats, compare_values
 from tapscope.errors import DataError
 from tapscope.kernels.native import RowMeasures
-from tapscope.run import Run
 
 Array = np.ndarray[Any, Any]
 
 MAX_UNEQUAL = 64
-"""Unequal integer rows whose place is kept."""
+"""Unequal integer rows that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +47,8 @@ class Examined:
     numbers: Numbers | None = None
     worst: Place | None = None
     steps: tuple[StepResult, ...] = ()
-    unequal: tuple[Place, ...] = ()
-    """Rows whose integers differ, the first few."""
+    unequal: tuple[int, ...] = ()
+    """Row pairs whose integers differ, the first few; -1 where there are no token rows."""
     num_unequal: int = 0
     replicas: str = ""
     """What is wrong with the replicas of one side, if anything."""
@@ -66,18 +65,10 @@ class Examined:
 
 @dataclass(slots=True)
 class Examiner:
-    """Compares pairs of one comparison; holds what is common to all of them."""
+    """Compares pairs of one comparison."""
 
-    baseline: Run
-    target: Run
-    row_map: RowMap
+    preparer: Preparer
     tolerance: tuple[float, float] | None = None
-    _aligner: Aligner = field(init=False)
-    _coords: tuple[Mapping[int, Coords], Mapping[int, Coords]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._aligner = Aligner(self.row_map)
-        self._coords = coords_of(self.baseline), coords_of(self.target)
 
     def examine(self, pair: Pair) -> Examined:
         """Compare one pair; what cannot be compared says why, only a broken program raises."""
@@ -89,69 +80,60 @@ class Examiner:
             return Examined(pair=pair, site=series.site, baseline=mine, target=other)
         if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
             return _examine_values(pair)
-        left = [assemble(self.baseline, self._coords[0], f) for f in pair.baseline.firings]
-        right = [assemble(self.target, self._coords[1], f) for f in pair.target.firings]
-        sides = _side(pair.baseline, left[0].shape), _side(pair.target, right[0].shape)
-        one = Examined(pair=pair, site=_named(pair), baseline=sides[0], target=sides[1])
+        ready = self.preparer.prepare(pair)
+        one = Examined(
+            pair=pair,
+            site=_named(pair),
+            baseline=_side(pair.baseline, ready.left[0].shape),
+            target=_side(pair.target, ready.right[0].shape),
+            problem=ready.problem,
+            layout=_weaker(ready.layouts),
+            missing=ready.num_broken + ready.plan.missing,
+            rows=ready.plan.counts,
+            notes=ready.notes,
+        )
         try:
-            return self._compare(one, pair, left, right)
+            return one if one.problem else self._compare(one, ready)
         except (WidthError, DataError) as error:
             return replace(one, problem=str(error))
 
-    def _compare(self, one: Examined, pair: Pair, left: list[Whole], right: list[Whole]) -> Examined:
-        assert pair.baseline is not None
-        assert pair.target is not None
-        known = self.row_map.known
-        layouts = (
-            layout_of(pair.baseline.site, left, self.row_map.baseline if known else {}),
-            layout_of(pair.target.site, right, self.row_map.target if known else {}),
-        )
-        problem = next((p for p in [w.problem for w in (*left, *right)] + [x.problem for x in layouts] if p), "")
-        plan = Plan(problem=problem) if problem else self._aligner.plan(left, right, layouts)
-        if plan.problem:
-            return replace(one, problem=plan.problem)
-        counts = RowCounts(plan.num_rows, plan.num_forked, plan.num_unaligned, plan.num_absent)
-        notes = tuple(dict.fromkeys(note for w in (*left, *right) for note in w.notes))
-        one = replace(one, layout=_weaker(layouts), rows=counts, missing=plan.missing, notes=notes)
-        if not plan.joins:
-            return replace(one, problem=_no_rows(counts))
-        used = {id(w): w for j in plan.joins for w in (left[j.baseline], right[j.target])}.values()
-        if not all(w.has_values for w in used) and not _all_hashed(plan, left, right, layouts):
-            return _examine_stats(one, left, right, plan, layouts)
-        measured = measure(left, right, plan.joins, layouts, self.tolerance or (0.0, 0.0))
-        return self._with_numbers(replace(one, replicas=check_replicas(used)), measured, left, right)
-
-    def _with_numbers(self, one: Examined, measured: Measured, left: list[Whole], right: list[Whole]) -> Examined:
-        numbers = _numbers(measured)
+    def _compare(self, one: Examined, ready: Prepared) -> Examined:
+        joins = ready.plan.joins
+        if not joins:
+            return replace(one, problem=_no_rows(one.rows))
+        if not all(w.has_values for w in ready.used) and not all(map(ready.equal_by_hash, joins)):
+            return _examine_stats(one, ready)
+        measured = measure(ready, self.tolerance or (0.0, 0.0))
+        one = replace(one, replicas=check_replicas(ready.used), numbers=_numbers(measured))
+        if one.numbers is not None and not one.numbers.count:
+            return replace(one, spread=NOTHING, notes=(*one.notes, "empty on both sides"))
         if not len(measured.rows):
-            return replace(one, basis="hash", numbers=numbers, spread=NOTHING)
+            return replace(one, basis="hash", spread=NOTHING)
         errors = row_errors(measured)
         row = int(np.argmax(np.where(measured.rows.nonfinite_mismatch > 0, np.inf, errors)))
         odd = np.flatnonzero(measured.rows.equal < measured.rows.width)
-        places = [self.place(measured, int(i), left, right) for i in odd[:MAX_UNEQUAL]] if one.is_exact else []
         return replace(
             one,
             basis="values",
-            numbers=numbers,
             spread=spread_of(measured),
-            worst=self.place(measured, row, left, right),
-            steps=_steps(measured, errors, right),
-            unequal=tuple(places),
+            worst=self._place(measured, row, ready),
+            steps=_steps(measured, errors, ready.right),
+            unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
             num_unequal=len(odd),
         )
 
-    def place(self, measured: Measured, row: int, left: Sequence[Whole], right: Sequence[Whole]) -> Place:
+    def _place(self, measured: Measured, row: int, ready: Prepared) -> Place:
         """Where a measured row is."""
         pair, column = int(measured.pairs[row]), int(measured.rows.argmax[row])
         target = int(measured.target_firing[row])
-        step = right[target].records[0].key.step
-        baseline_step = left[int(measured.baseline_firing[row])].records[0].key.step
-        rank = int(measured.target_rank[row]) if len(right[target].records) > 1 else -1
+        step = ready.right[target].records[0].key.step
+        baseline_step = ready.left[int(measured.baseline_firing[row])].records[0].key.step
+        rank = int(measured.target_rank[row]) if isinstance(ready.right[target].piece, Joined) else -1
         where = None if rank < 0 else rank
         if pair < 0:
             first = int(np.flatnonzero(measured.target_firing == target)[0])
             return Place(step, baseline_step, index=(row - first, column), rank=where)
-        rows = self.row_map
+        rows = self.preparer.row_map
         return Place(
             step,
             baseline_step,
@@ -163,10 +145,8 @@ class Examiner:
         )
 
 
-def _examine_stats(
-    one: Examined, left: list[Whole], right: list[Whole], plan: Plan, layouts: tuple[Layout, Layout]
-) -> Examined:
-    problem, spread = compare_stats(left, right, plan, layouts)
+def _examine_stats(one: Examined, ready: Prepared) -> Examined:
+    problem, spread = compare_stats(ready)
     if problem:
         return replace(one, problem=problem)
     note = "only statistics were kept: what leaves mean, rms and maximum alone is not seen"
@@ -209,13 +189,6 @@ def _weaker(layouts: tuple[Layout, Layout]) -> str:
 def _no_rows(counts: RowCounts) -> str:
     reasons = [f"{n:,} {what}" for n, what in ((counts.forked, "forked"), (counts.unaligned, "unaligned")) if n]
     return f"no row in common here{': ' + ', '.join(reasons) if reasons else ''}"
-
-
-def _all_hashed(plan: Plan, left: list[Whole], right: list[Whole], layouts: tuple[Layout, Layout]) -> bool:
-    return layouts[0] == layouts[1] and all(
-        j.aligned and left[j.baseline].digest is not None and left[j.baseline].digest == right[j.target].digest
-        for j in plan.joins
-    )
 
 
 def _numbers(measured: Measured) -> Numbers:

@@ -26,6 +26,8 @@ TAIL = (1.0, 2.0, 3.0, 5.0)
 """How much wider the floor is at each of :data:`~.spread.QUANTILES` than for the typical row."""
 AMPLIFY = 4.0
 """k where no peers are known."""
+AMPLIFY_TWIN = 2.5
+"""k at most where inputs are equal bit for bit and so are the dtypes: there is nothing to amplify but summands."""
 AMPLIFY_RANGE = (1.5, 6.0)
 """k is kept within this whatever the peers say."""
 AMPLIFY_PEERS = 2.5

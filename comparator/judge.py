@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from tapscope import dtypes
 from tapscope.comparator.examine import Examined
 from tapscope.comparator.finding import Finding, Verdict
-from tapscope.comparator.floor import Floor, amplification, depth_floor, learned, local_floor, score, unit
+from tapscope.comparator.flips import Flip
+from tapscope.comparator.floor import AMPLIFY_TWIN, Floor, amplification, depth_floor, learned, local_floor, score, unit
 from tapscope.comparator.graph import Graph, Inputs, Node
+from tapscope.comparator.names import is_partial, reduced
 from tapscope.comparator.spread import NOTHING, Spread
 from tapscope.index import SiteInfo
 
@@ -26,6 +28,8 @@ class _Case:
     """What one pass through the module adds."""
     eps: float
     depth: float
+    is_twin: bool
+    """Whether both sides have one dtype: then the weights are the same numbers."""
 
 
 class Judge:
@@ -36,13 +40,12 @@ class Judge:
         examined: Sequence[Examined],
         sites: Mapping[str, SiteInfo],
         tolerance: tuple[float, float] | None = None,
-        explained: Mapping[str, str] | None = None,
+        flips: Mapping[str, Flip] | None = None,
     ) -> None:
-        """``examined`` in execution order; ``sites`` of the runs; ``explained``: site -> why its unequal integers are
-        no fault of the target."""
+        """``examined`` in execution order; ``sites`` of the runs; ``flips``: integers that rounding may explain."""
         self._examined = examined
         self._tolerance = tolerance
-        self._explained = explained or {}
+        self._flips = flips or {}
         self.matched = [i for i, one in enumerate(examined) if one.baseline and one.target and not one.problem]
         self.graph = Graph([_node(examined[i], sites) for i in self.matched])
         self.inputs: list[Inputs] = [self.graph.inputs(n) for n in range(len(self.matched))]
@@ -52,10 +55,13 @@ class Judge:
     def findings(self) -> list[Finding]:
         """One finding a site, in execution order."""
         nodes = {index: n for n, index in enumerate(self.matched)}
-        return [
-            self._judge_matched(one, nodes[i], i) if i in nodes else _unmatched(one, i)
-            for i, one in enumerate(self._examined)
-        ]
+        found: list[Finding] = []
+        within: set[str] = set()  # sites judged so far that rounding explains
+        for i, one in enumerate(self._examined):
+            found.append(self._judge_matched(one, nodes[i], i, within) if i in nodes else _unmatched(one, i))
+            if not found[-1].verdict.is_bad:
+                within.add(one.site)
+        return found
 
     def _spread(self, node: int) -> Spread:
         return self._examined[self.matched[node]].spread or NOTHING
@@ -68,11 +74,10 @@ class Judge:
         names = one.baseline.dtype or "", one.target.dtype or ""
         base = unit(*names, _reduction(one, sites)) * inputs.ops**0.5
         spreads = tuple(self._spread(i) for i in inputs.nodes)
-        return _Case(
-            one.spread, spreads, inputs.how, base, max(map(dtypes.epsilon, names)), float(self.graph.depth[node])
-        )
+        eps, depth = max(map(dtypes.epsilon, names)), float(self.graph.depth[node])
+        return _Case(one.spread, spreads, inputs.how, base, eps, depth, names[0] == names[1])
 
-    def _judge_matched(self, one: Examined, node: int, order: int) -> Finding:
+    def _judge_matched(self, one: Examined, node: int, order: int, within: set[str]) -> Finding:
         if one.replicas:
             return _finding(one, order, Verdict.DIFFERS, test="replicas", error=1.0, notes=(one.replicas,))
         if one.numbers is not None and one.numbers.nonfinite_mismatch:
@@ -82,14 +87,14 @@ class Judge:
         if self._tolerance is not None and one.numbers is not None and not one.is_exact:
             return _by_tolerance(one, order, self._tolerance, self.inputs[node].how)
         case = self._cases[node]
-        return self._by_equality(one, order) if case is None else self._by_floor(one, node, order, case)
+        return self._by_equality(one, order, within) if case is None else self._by_floor(one, node, order, case)
 
-    def _by_equality(self, one: Examined, order: int) -> Finding:
+    def _by_equality(self, one: Examined, order: int, within: set[str]) -> Finding:
         if not one.num_unequal:
             return _finding(one, order, Verdict.SAME)
-        why = self._explained.get(one.site)
-        if why:
-            return _finding(one, order, Verdict.CLOSE, test="exact", notes=(why,))
+        flip = self._flips.get(one.site)
+        if flip is not None and (not flip.logits or flip.logits in within):
+            return _finding(one, order, Verdict.CLOSE, test="exact", notes=(flip.sentence,))
         return _finding(one, order, Verdict.DIFFERS, test="exact", error=float(one.num_unequal), growth=float("inf"))
 
     def _by_floor(self, one: Examined, node: int, order: int, case: _Case) -> Finding:
@@ -104,7 +109,10 @@ class Judge:
 
     def _floors(self, node: int, case: _Case) -> tuple[Floor, Floor]:
         """(given the inputs, given the depth too): the second is the one that the verdict is about."""
-        local = local_floor(case.inputs, case.base, case.spread, self._amplify[node], case.eps)
+        amplify = self._amplify[node]
+        if case.is_twin and all(s.is_zero for s in case.inputs):
+            amplify = min(amplify, AMPLIFY_TWIN)
+        local = local_floor(case.inputs, case.base, case.spread, amplify, case.eps)
         deep = depth_floor(case.base, case.depth, case.spread, case.eps)
         return (local, local.smaller(deep)) if case.how else (deep, deep)
 
@@ -116,7 +124,7 @@ def _node(one: Examined, sites: Mapping[str, SiteInfo]) -> Node:
 
 def _params(one: Examined, sites: Mapping[str, SiteInfo]) -> dict[str, tuple[int, ...]]:
     for side in (one.baseline, one.target):
-        info = sites.get(side.site) or sites.get(side.site.rpartition(":")[0]) if side else None
+        info = sites.get(reduced(side.site) if is_partial(side.site) else side.site) if side else None
         if info is not None and info.params:
             return info.params
     return {}

@@ -11,6 +11,7 @@ from tapscope.comparator.align import Join, Rows
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.pieces import Block, blocks
+from tapscope.comparator.prepare import Prepared
 from tapscope.kernels.native import Measure, RowMeasures, compare_rows
 
 Array = np.ndarray[Any, Any]
@@ -58,25 +59,20 @@ class _Opened:
         return self._blocks[index]
 
 
-def measure(
-    baseline: Sequence[Whole],
-    target: Sequence[Whole],
-    joins: Sequence[Join],
-    layouts: tuple[Layout, Layout],
-    tolerance: tuple[float, float] = (0.0, 0.0),
-) -> Measured:
+def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Measured:
     """Compare every join. ``tolerance`` is (atol, rtol), counted in :attr:`RowMeasures.over`.
 
     Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
     """
+    baseline, target, layouts = ready.left, ready.right, ready.layouts
     masks = are_masks(baseline[0].dtype, target[0].dtype)
     left, right = _Opened(baseline, layouts[0].axes, masks), _Opened(target, layouts[1].axes, masks)
     parts: list[RowMeasures] = []
     columns: list[tuple[Array, ...]] = []
     hashed = 0
-    for join in joins:
+    for join in ready.plan.joins:
         one, two = baseline[join.baseline], target[join.target]
-        if join.aligned and layouts[0] == layouts[1] and one.digest is not None and one.digest == two.digest:
+        if ready.equal_by_hash(join):
             hashed += int(np.prod(one.shape, dtype=np.int64))
             continue
         _check_width(one, two, layouts)

@@ -2,14 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
 from functools import reduce
 
-from tapscope.comparator.align import Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Series
 from tapscope.comparator.pieces import Joined, Leaf, Piece, leaves
+from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.spread import NOTHING, QUANTILES, Spread
 from tapscope.record import Stats
 
@@ -34,19 +33,17 @@ def _values(series: Series) -> dict[tuple[int, tuple[int, int]], str]:
     return {(f.step, f.turn): json.dumps(f.records[0].value, sort_keys=True) for f in series.firings}
 
 
-def compare_stats(
-    left: Sequence[Whole], right: Sequence[Whole], plan: Plan, layouts: tuple[Layout, Layout]
-) -> tuple[str, Spread]:
+def compare_stats(ready: Prepared) -> tuple[str, Spread]:
     """(problem, spread) from statistics alone, where every join covers both of its tensors wholly.
 
     The typical error is the difference of the means beside the rms, the worst row's that of the largest magnitudes,
     and the gain is the ratio of the rms minus 1: statistics do not see what leaves all three alone.
     """
     found: list[tuple[float, float, float]] = []
-    for join in plan.joins:
-        one, two = left[join.baseline], right[join.target]
+    for join in ready.plan.joins:
+        one, two = ready.left[join.baseline], ready.right[join.target]
         covered = join.pairs is None or all(
-            _holds_only(whole, layout, len(join.pairs)) for whole, layout in ((one, layouts[0]), (two, layouts[1]))
+            _holds_only(whole, layout, len(join.pairs)) for whole, layout in zip((one, two), ready.layouts, strict=True)
         )
         stats = _stats(one), _stats(two)
         if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:

@@ -1,0 +1,80 @@
+"""Prepare: put both sides of a pair together and decide which rows meet, without reading a value."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tapscope.comparator.align import Aligner, Join, Plan
+from tapscope.comparator.assemble import Coords, Whole, assemble, coords_of
+from tapscope.comparator.layout import Layout, layout_of
+from tapscope.comparator.match import Firing, Pair
+from tapscope.comparator.rows import RowMap
+from tapscope.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A pair ready to be measured."""
+
+    left: tuple[Whole, ...]
+    right: tuple[Whole, ...]
+    layouts: tuple[Layout, Layout]
+    plan: Plan
+    problem: str = ""
+    """Why it cannot be measured."""
+    num_broken: int = 0
+    """Firings left out because they could not be put together, though others of the site could."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def used(self) -> list[Whole]:
+        """The firings that take part, each once."""
+        joined = {(0, j.baseline) for j in self.plan.joins} | {(1, j.target) for j in self.plan.joins}
+        return [(self.right if side else self.left)[i] for side, i in sorted(joined)]
+
+    def equal_by_hash(self, join: Join) -> bool:
+        """Whether equal hashes already say that the joined rows are equal."""
+        if not join.aligned or self.layouts[0] != self.layouts[1]:
+            return False
+        digest = self.left[join.baseline].digest
+        return digest is not None and digest == self.right[join.target].digest
+
+
+@dataclass(slots=True)
+class Preparer:
+    """Prepares the pairs of one comparison; what pairs have in common is worked out once."""
+
+    baseline: Run
+    target: Run
+    row_map: RowMap
+    _aligner: Aligner = field(init=False)
+    _coords: tuple[Mapping[int, Coords], Mapping[int, Coords]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._aligner = Aligner(self.row_map)
+        self._coords = coords_of(self.baseline), coords_of(self.target)
+
+    def prepare(self, pair: Pair) -> Prepared:
+        """Prepare a pair of tensors; never raises for what the runs hold."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        left, broken_left = _sound(self.baseline, self._coords[0], pair.baseline.firings)
+        right, broken_right = _sound(self.target, self._coords[1], pair.target.firings)
+        known = self.row_map.known
+        layouts = (
+            layout_of(pair.baseline.site, left, self.row_map.baseline if known else {}),
+            layout_of(pair.target.site, right, self.row_map.target if known else {}),
+        )
+        problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
+        problem = next((p for p in problems if p), "")
+        plan = Plan() if problem else self._aligner.plan(left, right, layouts)
+        notes = tuple(dict.fromkeys(note for w in (*left, *right) for note in w.notes))
+        broken = broken_left + broken_right
+        notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
+        return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes)
+
+
+def _sound(run: Run, coords: Mapping[int, Coords], firings: Sequence[Firing]) -> tuple[tuple[Whole, ...], list[Whole]]:
+    """(firings that could be put together, those that could not); all of them as the first where none could."""
+    wholes = [assemble(run, coords, firing) for firing in firings]
+    sound = tuple(w for w in wholes if not w.problem)
+    return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])
