@@ -63,6 +63,9 @@ class FusedLinear(Weighted):
     ``parts`` maps each part's name, a sibling of this module in the checkpoint, to its output features.
     """
 
+    tap_ports = ("in",)
+    """Its outputs are seen under their own names, as outputs of the parts' Probes."""
+
     def __init__(
         self, in_features: int, parts: dict[str, int], bias: bool, tp: TensorParallel, dtype: torch.dtype
     ) -> None:

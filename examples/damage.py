@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 
 
 def damage(source: Path, target: Path, tensor: str, noise: float = 0.1) -> None:
-    """Add noise of ``noise`` times the tensor's own standard deviation to it."""
+    """Add noise of ``noise`` times the tensor's own root mean square to it."""
     shutil.copytree(source, target)
     file = target / "model.safetensors"
     weights = load_file(file)
     torch.manual_seed(0)
     weight = weights[tensor]
-    weights[tensor] = weight + torch.randn_like(weight) * weight.std() * noise
+    weights[tensor] = weight + torch.randn_like(weight) * weight.square().mean().sqrt() * noise
     save_file(weights, file, metadata={"format": "pt"})
 
 

@@ -1,0 +1,44 @@
+"""Every example runs as its first lines say."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_llama
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def _run(*words: object, expect: int = 0) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path}
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_dump_fits_thirty_lines_and_prints_the_mlp_of_layer_1(tmp_path: Path) -> None:
+    example = EXAMPLES / "01_dump.py"
+    assert len(example.read_text().splitlines()) <= 30
+    said = _run(sys.executable, example, tmp_path / "run")
+    for name in ("gate_proj", "up_proj", "act_fn", "down_proj"):
+        assert f"model.layers.1.mlp.{name}:out (1, 12, " in said
+
+
+def test_find_the_bad_layer_names_the_norm(tmp_path: Path) -> None:
+    said = _run(sys.executable, EXAMPLES / "02_find_the_bad_layer.py", tmp_path)
+    assert "model.layers.2.post_attention_layernorm" in said
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_ci_gate_passes_an_unchanged_model_and_stops_a_changed_one(tmp_path: Path) -> None:
+    model, gate, baseline = make_llama(tmp_path / "model"), EXAMPLES / "04_ci_gate.sh", tmp_path / "baseline"
+    _run("bash", gate, model, baseline, tmp_path)
+    assert "agrees" in _run("bash", gate, model, baseline, tmp_path)
+    changed = tmp_path / "changed"
+    _run(sys.executable, EXAMPLES / "damage.py", model, changed, "model.layers.1.mlp.up_proj.weight")
+    said = _run("bash", gate, changed, baseline, tmp_path, expect=1)
+    assert "model.layers.1.mlp.up_proj" in said
