@@ -2,9 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := engine dumper comparator dashboard kernels
-# Each part is named through its link: ruff does not follow links on its own.
-SOURCES := src/tapscope $(PACKAGES:%=src/tapscope/%/) tests examples benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check lint types contracts snapshots clean
@@ -26,8 +23,8 @@ test: $(VENV)/.installed  ## Run the tests
 	$(BIN)/pytest
 
 lint: $(VENV)/.installed  ## ruff: rules and format
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed  ## mypy --strict
 	$(BIN)/mypy

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import DumperConfig, Rule
-    from .dumper import Dumper, attach
+    from tapscope.dumper.config import DumperConfig, Rule
+    from tapscope.dumper.dumper import Dumper, attach
 
 _EXPORTS = {"Dumper": ".dumper", "attach": ".dumper", "DumperConfig": ".config", "Rule": ".config"}
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConfigError, RuleError
-from ..wire import Message
-from .config import DumperConfig
+from tapscope.dumper.config import DumperConfig
+from tapscope.errors import ConfigError, RuleError
+from tapscope.wire import Message
 
 
 class Adoption:

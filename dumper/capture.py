@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import dtypes
-from ..kernels.native import summarize
-from ..record import Stats
+from tapscope import dtypes
+from tapscope.kernels.native import summarize
+from tapscope.record import Stats
 
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from .. import ledger
-from ..ledger import StepCounts
-from ..observe import StepInfo
-from ..record import Key, Record
-from . import capture
-from .config import Selection
-from .flatten import flatten, plain_value
-from .pipeline import Pending, Pipeline
-from .taps import Port, Tap, slots_as_ranges, usable_dims
+from tapscope import ledger
+from tapscope.dumper import capture
+from tapscope.dumper.config import Selection
+from tapscope.dumper.flatten import flatten, plain_value
+from tapscope.dumper.pipeline import Pending, Pipeline
+from tapscope.dumper.taps import Port, Tap, slots_as_ranges, usable_dims
+from tapscope.ledger import StepCounts
+from tapscope.observe import StepInfo
+from tapscope.record import Key, Record
 
 _MAX_COMPLAINTS = 20
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ..errors import ConfigError, RuleError, SiteError
-from ..site import Glob
+from tapscope.errors import ConfigError, RuleError, SiteError
+from tapscope.site import Glob
 
 Keep = Literal["off", "stats", "full"]
 Policy = Literal["block", "drop", "strict"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from .. import wire
-from ..errors import ConfigError, UnreachableError
-from ..wire import Message
+from tapscope import wire
+from tapscope.errors import ConfigError, UnreachableError
+from tapscope.wire import Message
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI

@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import RecorderError, StepError
-from ..observe import RankInfo, RowRun, StepInfo
-from ..site import describe_layers
-from ..wire import Message
-from . import manifest, session
-from .adoption import Adoption
-from .collector import Collector
-from .config import RUNTIME_FIELDS, DumperConfig, Selection
-from .pipeline import Pipeline
-from .rows import step_from_call
-from .taps import Hooks, RootWrapper, find_taps
+from tapscope.dumper import manifest, session
+from tapscope.dumper.adoption import Adoption
+from tapscope.dumper.collector import Collector
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, Selection
+from tapscope.dumper.pipeline import Pipeline
+from tapscope.dumper.rows import step_from_call
+from tapscope.dumper.taps import Hooks, RootWrapper, find_taps
+from tapscope.errors import RecorderError, StepError
+from tapscope.observe import RankInfo, RowRun, StepInfo
+from tapscope.site import describe_layers
+from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._version import __version__
-from ..observe import RankInfo
-from ..wire import Message
-from . import capture
-from .config import DumperConfig
-from .taps import Tap
+from tapscope._version import __version__
+from tapscope.dumper import capture
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.taps import Tap
+from tapscope.observe import RankInfo
+from tapscope.wire import Message
 
 
 def rank_info(model: nn.Module) -> RankInfo:

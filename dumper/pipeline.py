@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import zmq
 
-from .. import record, wire
-from ..errors import RecorderError, TapscopeError
-from ..record import Record
-from ..wire import Message
-from .capture import BufferPool, Snapshot, measure_snapshot
-from .process import is_alive
+from tapscope import record, wire
+from tapscope.dumper.capture import BufferPool, Snapshot, measure_snapshot
+from tapscope.dumper.process import is_alive
+from tapscope.errors import RecorderError, TapscopeError
+from tapscope.record import Record
+from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
 _BATCH_BYTES = 8 * 1024 * 1024

@@ -22,12 +22,12 @@ from typing import Any
 
 import zmq
 
-from .. import wire
-from ..errors import ListenError, RecorderError, TapscopeError
-from ..wire import Message
-from ..writer import RECORDER_FILE, RECORDER_LOG, RankWriter, create_run
-from .process import is_alive
-from .steering import Steering
+from tapscope import wire
+from tapscope.dumper.process import is_alive
+from tapscope.dumper.steering import Steering
+from tapscope.errors import ListenError, RecorderError, TapscopeError
+from tapscope.wire import Message
+from tapscope.writer import RECORDER_FILE, RECORDER_LOG, RankWriter, create_run
 
 _BEAT_S = 0.5
 _JOIN_WAIT_S = 60.0  # for the first rank
@@ -85,7 +85,7 @@ class Recorder:
         """Serve the control app on ``HOST:PORT``; raises ListenError when that cannot be."""
         if control is None:
             return
-        from .control import ControlClient, ControlServer, make_app, parse_address
+        from tapscope.dumper.control import ControlClient, ControlServer, make_app, parse_address
 
         bound = bind(*parse_address(control))
         host, port = bound.getsockname()[:2]

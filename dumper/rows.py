@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..observe import RowRun, StepInfo
+from tapscope.observe import RowRun, StepInfo
 
 
 def step_from_call(step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepInfo:

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import errors, wire
-from ..errors import RecorderError, RunExistsError, TapscopeError
-from ..writer import RECORDER_FILE, RECORDER_LOG, clear_run
-from .process import is_alive, remember
+from tapscope import errors, wire
+from tapscope.dumper.process import is_alive, remember
+from tapscope.errors import RecorderError, RunExistsError, TapscopeError
+from tapscope.writer import RECORDER_FILE, RECORDER_LOG, clear_run
 
 START_TIMEOUT_S = 30.0
 """How long a recorder may take to start."""

@@ -4,15 +4,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RecorderError, TapscopeError
-from ..site import Glob
-from ..wire import Message
-from ..writer import create_run
-from .config import RUNTIME_FIELDS, DumperConfig
-from .transaction import Transaction
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.transaction import Transaction
+from tapscope.errors import RecorderError, TapscopeError
+from tapscope.site import Glob
+from tapscope.wire import Message
+from tapscope.writer import create_run
 
 if TYPE_CHECKING:
-    from .recorder import Peer, Recorder
+    from tapscope.dumper.recorder import Peer, Recorder
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import dims
-from ..errors import DimsError
-from .config import Keep, Selection
+from tapscope import dims
+from tapscope.dumper.config import Keep, Selection
+from tapscope.errors import DimsError
 
 
 @dataclass(slots=True)

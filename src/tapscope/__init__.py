@@ -3,14 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from tapscope._version import __version__
 
 if TYPE_CHECKING:
-    from .dumper import Dumper, DumperConfig
-    from .engine import LLM
-    from .errors import TapscopeError
-    from .run import Run, open_run
-    from .site import Site
+    from tapscope.dumper import Dumper, DumperConfig
+    from tapscope.engine import LLM
+    from tapscope.errors import TapscopeError
+    from tapscope.run import Run, open_run
+    from tapscope.site import Site
 
 _EXPORTS = {
     "Dumper": ".dumper",

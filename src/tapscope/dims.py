@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .errors import DimsError
+from tapscope.errors import DimsError
 
 AXES = (
     *("tp", "cp", "ep", "sp", "dp", "etp", "edp"),

@@ -5,7 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .errors import RunCorruptError
+from tapscope.errors import RunCorruptError
 
 # name (as torch spells it) -> (numpy type, safetensors name)
 _TABLE: dict[str, tuple[Any, str]] = {

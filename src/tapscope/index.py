@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import record
-from .record import Record
+from tapscope import record
+from tapscope.record import Record
 
 
 @dataclass(frozen=True, slots=True)

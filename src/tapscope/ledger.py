@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from .observe import RowRun, StepInfo
+from tapscope.observe import RowRun, StepInfo
 
 
 @dataclass(slots=True)

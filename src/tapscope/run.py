@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import dtypes
-from .errors import RuleError, RunCorruptError, RunNotFoundError, RunVersionError
-from .index import Event, Metric, RankIndex, SiteInfo, read_index
-from .ledger import Ledger, StepLine, step_from_lines
-from .record import Record
-from .site import Glob, describe_layers, layer_of
+from tapscope import dtypes
+from tapscope.errors import RuleError, RunCorruptError, RunNotFoundError, RunVersionError
+from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index
+from tapscope.ledger import Ledger, StepLine, step_from_lines
+from tapscope.record import Record
+from tapscope.site import Glob, describe_layers, layer_of
 
 FORMAT = "tapscope-run"
 VERSION = 1

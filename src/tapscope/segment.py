@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import dtypes
+from tapscope import dtypes
 
 ALIGNMENT = 64
 HEADER_BYTES = 128 * 1024

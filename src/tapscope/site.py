@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .errors import SiteError
+from tapscope.errors import SiteError
 
 _PORT = re.compile(r"(?P<kind>in|out|tap|param|buffer)(\[(?P<name>[^\[\]]+)\])?(?P<grad>\.grad)?")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import RecorderError
+from tapscope.errors import RecorderError
 
 VERSION = 1
 """Both ends must agree exactly; a peer of another version is refused by name."""

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import RunExistsError
-from .record import Entry
-from .run import FORMAT, INDEX, MANIFEST, VERSION, rank_dir
-from .segment import SEGMENT_BYTES, SegmentWriter
+from tapscope.errors import RunExistsError
+from tapscope.record import Entry
+from tapscope.run import FORMAT, INDEX, MANIFEST, VERSION, rank_dir
+from tapscope.segment import SEGMENT_BYTES, SegmentWriter
 
 RECORDER_FILE = "recorder.json"
 """Where a live recorder says how to reach it."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
-from .._version import __version__
-from ..errors import TapscopeError
-from . import diagnostics, output
-from .diagnostics import ExitCode
+from tapscope._version import __version__
+from tapscope.cli import diagnostics, output
+from tapscope.cli.diagnostics import ExitCode
+from tapscope.errors import TapscopeError
 
 
 class Command(Protocol):

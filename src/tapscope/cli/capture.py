@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..site import parse_ranges
+from tapscope.errors import UsageError
+from tapscope.site import parse_ranges
 
 if TYPE_CHECKING:
-    from ..dumper import DumperConfig
+    from tapscope.dumper import DumperConfig
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 
 def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
     """The DumperConfig that the flags mean."""
-    from ..dumper import DumperConfig
+    from tapscope.dumper import DumperConfig
 
     return DumperConfig().updated(rules(args) | settings)
 

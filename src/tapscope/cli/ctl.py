@@ -7,9 +7,9 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from ..errors import DataError, RankLostError, UnreachableError, UsageError
-from . import output
-from .diagnostics import ExitCode
+from tapscope.cli import output
+from tapscope.cli.diagnostics import ExitCode
+from tapscope.errors import DataError, RankLostError, UnreachableError, UsageError
 
 _TIMEOUT_S = 30.0
 
@@ -40,7 +40,7 @@ class CtlCommand:
         return ExitCode.OK
 
     def _request(self, args: argparse.Namespace) -> dict[str, Any] | str | None:
-        from ..dumper.config import parse_words
+        from tapscope.dumper.config import parse_words
 
         if args.steps is not None and args.verb != "capture":
             raise UsageError(f"--steps goes with capture, not with {args.verb}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-from . import output
+from tapscope.cli import output
 
 
 class ExitCode(IntEnum):

@@ -2,11 +2,11 @@
 
 import argparse
 
-from ..comparator import CompareOptions, Report, compare
-from ..comparator.report.table import TOP, render
-from ..run import Run, open_run
-from ..site import parse_ranges
-from . import diagnostics, output
+from tapscope.cli import diagnostics, output
+from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.comparator.report.table import TOP, render
+from tapscope.run import Run, open_run
+from tapscope.site import parse_ranges
 
 
 class DiffCommand:

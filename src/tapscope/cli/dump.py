@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..text import plural, size
-from . import capture, diagnostics, output, prompts, reference
-from .diagnostics import ExitCode
+from tapscope.cli import capture, diagnostics, output, prompts, reference
+from tapscope.cli.diagnostics import ExitCode
+from tapscope.text import plural, size
 
 if TYPE_CHECKING:
-    from ..dumper import DumperConfig
-    from ..engine import Generation
+    from tapscope.dumper import DumperConfig
+    from tapscope.engine import Generation
 
 
 class DumpCommand:
@@ -35,7 +35,7 @@ class DumpCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Capture, then say what was captured and what to type next."""
-        from ..dumper.session import require_free
+        from tapscope.dumper.session import require_free
 
         work = prompts.workload(args)
         config = capture.config(args)
@@ -48,8 +48,8 @@ class DumpCommand:
 
 
 def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
-    from ..dumper import attach
-    from ..engine import LLM
+    from tapscope.dumper import attach
+    from tapscope.engine import LLM
 
     observer = partial(attach, out=str(args.out.absolute()), config=config, force=args.force)
     forced = any(work.forced)
@@ -72,8 +72,8 @@ def _text(generation: "Generation") -> str:
 
 
 def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
-    from ..dumper import Dumper
-    from ..errors import UsageError
+    from tapscope.dumper import Dumper
+    from tapscope.errors import UsageError
 
     if args.tp != 1:
         raise UsageError("--backend hf runs on one rank; leave out --tp or use --backend engine")
@@ -85,7 +85,7 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
 
 
 def _report(path: Path) -> int:
-    from ..run import open_run
+    from tapscope.run import open_run
 
     with open_run(path) as run:
         account = run.ledger()

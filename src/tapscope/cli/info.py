@@ -3,14 +3,12 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from tapscope.cli import diagnostics, output
 from tapscope.errors import RunCorruptError, UsageError
 
-from . import diagnostics, output
-
 if TYPE_CHECKING:
+    from tapscope.cli.account import Account
     from tapscope.run import Run
-
-    from .account import Account
 
 SCHEMA = "tapscope.info/1"
 
@@ -40,9 +38,8 @@ class InfoCommand:
             return _print_environment(args.json)
         if args.path is None:
             raise UsageError("info needs a RUN; write: tapscope info RUN, or tapscope info --env")
+        from tapscope.cli.account import account_of
         from tapscope.run import open_run
-
-        from .account import account_of
 
         with open_run(args.path) as run:
             account = account_of(run)
@@ -91,7 +88,7 @@ def _verified(run: "Run") -> str:
 
 
 def _print_environment(as_json: bool) -> int:
-    from .environment import environment
+    from tapscope.cli.environment import environment
 
     facts = environment()
     if as_json:

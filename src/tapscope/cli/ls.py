@@ -3,10 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from tapscope.cli import diagnostics, output
+from tapscope.cli.selection import add_selection_flags, select
 from tapscope.errors import UsageError
-
-from . import diagnostics, output
-from .selection import add_selection_flags, select
 
 if TYPE_CHECKING:
     from tapscope.record import Record

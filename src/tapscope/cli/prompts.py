@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import DataError, UsageError
+from tapscope.errors import DataError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def _lines(file: Path | None) -> list[str]:
 
 
 def _from_run(path: Path) -> Workload:
-    from ..run import open_run
+    from tapscope.run import open_run
 
     with open_run(path) as run:
         prompts, tokens = run.prompts(), run.tokens()

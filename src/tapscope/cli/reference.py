@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, UsageError
-from .prompts import Workload
+from tapscope.cli.prompts import Workload
+from tapscope.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from ..dumper import Dumper
+    from tapscope.dumper import Dumper
 
 
 def load(model: str, dtype: str) -> Any:
@@ -52,7 +52,7 @@ def generate(model: Any, prompts: list[list[int]], work: Workload, dumper: "Dump
     """Run the workload; returns the new tokens of each request. Finished requests' rows count as padding."""
     import torch
 
-    from ..dumper.rows import padded_step
+    from tapscope.dumper.rows import padded_step
 
     batch = _Batch(prompts, work, _stop_ids(model))
     cache: Any = None

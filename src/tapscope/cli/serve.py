@@ -5,8 +5,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from . import capture, diagnostics
-from .diagnostics import ExitCode
+from tapscope.cli import capture, diagnostics
+from tapscope.cli.diagnostics import ExitCode
 
 
 class ServeCommand:
@@ -29,12 +29,12 @@ class ServeCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
-        from ..dumper import attach
-        from ..dumper.control import ControlClient, make_router, parse_address
-        from ..dumper.recorder import bind
-        from ..dumper.session import find, require_free
-        from ..engine import LLM
-        from ..engine.server import make_app, serve
+        from tapscope.dumper import attach
+        from tapscope.dumper.control import ControlClient, make_router, parse_address
+        from tapscope.dumper.recorder import bind
+        from tapscope.dumper.session import find, require_free
+        from tapscope.engine import LLM
+        from tapscope.engine.server import make_app, serve
 
         host, port = parse_address(args.listen)
         out = args.out or Path("runs") / f"{capture.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"

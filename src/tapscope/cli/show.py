@@ -3,9 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from tapscope.cli import diagnostics, output
 from tapscope.errors import RuleError, UsageError
-
-from . import diagnostics, output
 
 if TYPE_CHECKING:
     from tapscope.dashboard.digest import Digest
