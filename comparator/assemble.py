@@ -107,11 +107,11 @@ def coords_of(run: Run) -> dict[int, Coords]:
 
 def _merge(run: Run, coords: Mapping[int, Coords], records: Sequence[Record], dims: Dims | None) -> _Work:
     work = _Work([(coords[r.key.rank], Leaf(r)) for r in records])
+    for axis in dims.replicated if dims else ():
+        _count_replicas(work, run, axis)
+        _pick(work, axis, declared=True)
     if len(records) == 1 and (dims is None or not dims.shards()):
         return work
-    declared = dims.replicated if dims else ()
-    for axis in declared:
-        _pick(work, axis, declared=True)
     for index, dim in enumerate(dims.dims if dims else ()):
         for shard in reversed(dim.shards):  # the innermost shard is put together first
             if shard.order == "zigzag" and run.mesh.get(shard.axis, 1) > 1:
@@ -159,6 +159,12 @@ def _pick(work: _Work, axis: str, *, declared: bool) -> None:
             work.replicas.append((first, other, axis))
         kept.append(({a: c for a, c in coords.items() if a != axis}, first))
     work.pieces = kept
+
+
+def _count_replicas(work: _Work, run: Run, axis: str) -> None:
+    size, found = run.mesh.get(axis, 1), len({coords.get(axis) for coords, _ in work.pieces})
+    if found < size:
+        work.notes.append(f"{found} of {size} replicas over {axis} were recorded: the others are not checked")
 
 
 def _same_bytes(first: Piece, other: Piece) -> bool:

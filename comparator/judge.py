@@ -156,10 +156,17 @@ def _by_tolerance(one: Examined, order: int, tolerance: tuple[float, float], how
     growth = float(one.numbers.over > 0)
     if not one.numbers.over:
         verdict = Verdict.SAME if one.numbers.equal == one.numbers.count else Verdict.CLOSE
-        return _finding(one, order, verdict, error=one.numbers.max_abs, floor=atol, test="tolerance", inputs=how)
+        return _finding(one, order, verdict, test="tolerance", inputs=how)
     notes = (f"{one.numbers.over:,} of {one.numbers.count:,} elements beyond atol {atol:g} + rtol {rtol:g}",)
     return _finding(
-        one, order, Verdict.DIFFERS, error=one.numbers.max_abs, test="tolerance", growth=growth, inputs=how, notes=notes
+        one,
+        order,
+        Verdict.DIFFERS,
+        error=float(one.numbers.over),
+        test="tolerance",
+        growth=growth,
+        inputs=how,
+        notes=notes,
     )
 
 

@@ -82,6 +82,8 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
 
 def _extent(finding: Finding) -> str:
     words = {"typical": "most tokens", "gain": "most tokens", "element": "most tokens", "tail": "some tokens"}
+    if finding.test not in (*words, "row"):
+        return "worst in" if finding.worst is not None and finding.worst.position is not None else "worst at"
     if finding.worst is not None and finding.worst.position is None:
         return "worst at"
     return f"{words.get(finding.test, 'single tokens')}, worst in"

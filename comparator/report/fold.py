@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tapscope.comparator.compare import Report
 
 
+_ALONE = {Verdict.ONLY_BASELINE: "only in baseline", Verdict.ONLY_TARGET: "only in target"}
 STRETCH = " … "
 """Between the first and the last site of a stretch."""
 
@@ -22,42 +23,54 @@ class Row:
     """One line of the table."""
 
     verdict: Verdict
-    cells: tuple[str, ...]
+    cells: tuple[str, ...] = ()
+    """By the columns of the table; empty for a line of its own."""
+    note: str = ""
+    """What only one run has: a line without columns."""
 
 
 def fold(report: "Report", top: int | None) -> tuple[list[Row], list[str]]:
     """(rows, sentences on what has none). With ``top`` None every finding has its own row.
 
-    Else neighbours that pass, or that only one run has, become one row; of those that do not pass, producers come
-    first and downstream ones are cut off after ``top``.
+    Else neighbours that pass become one row, and so do all sites of one run alone; of those that do not pass,
+    producers come first and downstream ones are cut off after ``top``.
     """
-    from tapscope.comparator.report.table import cells_of
-
     if top is None:
-        return [Row(f.verdict, cells_of(f)) for f in report.findings], []
+        return [_row(f) for f in report.findings], []
     shown = _shown(report.findings, top)
     rows: list[Row] = []
     hidden = [f for f in report.findings if f.verdict.is_bad and id(f) not in shown]
-    kept = [f for f in report.findings if not f.verdict.is_bad or id(f) in shown]
-    for kind, group in groupby(kept, key=_kind):
+    kept = [f for f in report.findings if not f.verdict.is_orphan and (not f.verdict.is_bad or id(f) in shown)]
+    for is_bad, group in groupby(kept, key=lambda f: f.verdict.is_bad):
         members = list(group)
-        if kind == "bad" or len(members) == 1:
-            rows += [Row(f.verdict, cells_of(f)) for f in members]
+        if is_bad or len(members) == 1:
+            rows += map(_row, members)
         else:
             rows.append(_stretch(members))
+    for verdict in (Verdict.ONLY_BASELINE, Verdict.ONLY_TARGET):
+        alone = [f for f in report.findings if f.verdict is verdict]
+        rows += [_row(alone[0])] if len(alone) == 1 else [_orphans(verdict, alone)] if alone else []
     return _shorten(rows, top), _said(hidden) + _cut(rows, top)
+
+
+def _row(finding: Finding) -> Row:
+    from tapscope.comparator.report.table import cells_of
+
+    if not finding.verdict.is_orphan:
+        return Row(finding.verdict, cells_of(finding))
+    side = finding.baseline or finding.target
+    shape = text.shape(side.shape) if side and side.dtype else "value"
+    return Row(finding.verdict, note=f"{finding.site}  {_ALONE[finding.verdict]}, {shape}")
+
+
+def _orphans(verdict: Verdict, alone: Sequence[Finding]) -> Row:
+    return Row(verdict, note=f"{len(alone):,} sites {_ALONE[verdict]}: {alone[0].site}{STRETCH}{alone[-1].site}")
 
 
 def _shown(findings: Sequence[Finding], top: int) -> set[int]:
     bad = [f for f in findings if f.verdict.is_bad]
     bad.sort(key=lambda f: (f.role != "producer", f.order))
     return {id(f) for f in bad[:top]}
-
-
-def _kind(finding: Finding) -> str:
-    if finding.verdict.is_bad:
-        return "bad"
-    return str(finding.verdict) if finding.verdict.is_orphan else "passes"
 
 
 def _stretch(members: Sequence[Finding]) -> Row:

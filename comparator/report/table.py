@@ -24,7 +24,7 @@ STYLES = {
     Verdict.ONLY_BASELINE: "cyan",
     Verdict.ONLY_TARGET: "cyan",
 }
-_HEADS = ("site", "verdict", "shape", "max |Δ|", "rel l2", "err/floor", "worst at")
+_HEADS = ("site", "verdict", "shape", "max |Δ|", "rel l2", "err/floor", "worst req:pos")
 _MIN_SITE = 16
 TOP = 12
 """Rows of the table, when nobody asks for more."""
@@ -59,7 +59,7 @@ def _header(which: str, header: "Header") -> list[str]:
 
 
 def _table(rows: list[Row], width: int) -> Iterator[Text]:
-    cells = [_HEADS, *(row.cells for row in rows)]
+    cells = [_HEADS, *(row.cells for row in rows if row.cells)]
     widths = [max(cell_len(line[i]) for line in cells) for i in range(len(_HEADS))]
     # Numbers are never shortened: the site gives way, in its middle.
     rest = sum(widths[1:]) + 2 * len(widths) + 1
@@ -67,7 +67,9 @@ def _table(rows: list[Row], width: int) -> Iterator[Text]:
     yield Text(_line("  ", _HEADS, widths), style="bold")
     yield Text("─" * min(width, sum(widths) + 2 * len(widths) + 1))
     for row in rows:
-        yield Text(_line(f"{row.verdict.glyph} ", row.cells, widths), style=STYLES[row.verdict])
+        lead = f"{row.verdict.glyph} "
+        line = _line(lead, row.cells, widths) if row.cells else lead + text.middle(row.note, max(width - 2, _MIN_SITE))
+        yield Text(line, style=STYLES[row.verdict])
 
 
 def _line(lead: str, cells: tuple[str, ...], widths: list[int]) -> str:
@@ -115,14 +117,14 @@ def _coverage(report: "Report") -> Iterator[Text]:
 def _where(place: Place) -> str:
     if place.position is None:
         return f"{place.text()} step {place.step}"
-    return f"req {text.middle(place.request or '', 12)} pos {place.position} step {place.step}"
+    return f"{text.middle(place.request or '', 12)}:{place.position} step {place.step}"
 
 
 def cells_of(finding: Finding) -> tuple[str, ...]:
     """The cells of one finding, in the order of the table's head."""
     side = finding.target or finding.baseline
     numbers, worst = finding.numbers, finding.worst
-    ratio = share(finding.ratio) if finding.floor > 0 or finding.error else "-"
+    ratio = share(finding.ratio) if finding.floor > 0 else "-"
     where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
     return (
         finding.site,

@@ -1,0 +1,143 @@
+"""Shards are put back together by dims and mesh, and what no dims explain is said."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import RunFactory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.comparator import Finding, Verdict, compare
+from tapscope.observe import RowRun
+from tapscope.run import open_run
+
+ROWS = 6
+
+
+def finding(path: Path, whole: Any, parts: dict[int, Any], dims: str | None, mesh: dict[str, int]) -> Finding:
+    """Compare one site: ``whole`` on one rank against ``parts`` on several."""
+    for name, values, said, layout in (("b", {0: whole}, "t h", {}), ("t", parts, dims, mesh)):
+        with RunFactory(path / name, mesh=layout) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            axes = {1: "t", 2: "t h", 3: "t n d"}[np.asarray(whole).ndim] if said == "t h" else said
+            run.put("layers.0.mlp:out", values, dims=axes)
+            run.put("norm:out", np.ones((ROWS, 2), np.float32), dims="t h")
+    with open_run(path / "b") as one, open_run(path / "t") as two:
+        return compare(one, two).findings[0]
+
+
+def values(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from(["t h[tp]", "t h[tp] d", "t n d[tp]", "t[tp] h"]))
+@settings(max_examples=25, deadline=None)
+def test_split_then_merged_is_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, size: int, width: int, dims: str
+) -> None:
+    axes = dims.split()
+    axis = next(i for i, name in enumerate(axes) if "[tp]" in name)
+    shape = [ROWS, *(3 for _ in axes[1:])]
+    if axis:
+        shape[axis] = width * size
+    whole = values(*shape)
+    parts = dict(enumerate(np.array_split(whole, size, axis=axis)))
+    found = finding(tmp_path_factory.mktemp("split"), whole, parts, dims, {"tp": size})
+    assert found.verdict is Verdict.SAME
+    assert found.rows.compared == ROWS
+    assert found.numbers is not None
+    assert found.numbers.equal == found.numbers.count == whole.size
+
+
+@given(st.integers(2, 4), st.sampled_from([np.float32, np.float64]))
+@settings(max_examples=10, deadline=None)
+def test_summands_add_up_to_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, size: int, kind: type[np.floating[Any]]
+) -> None:
+    parts = {rank: values(ROWS, 8, seed=rank).astype(kind) for rank in range(size)}
+    found = finding(tmp_path_factory.mktemp("sum"), sum(parts.values()), parts, "t h[tp:partial]", {"tp": size})
+    assert found.verdict in (Verdict.SAME, Verdict.CLOSE)
+    assert found.numbers is not None
+    assert found.numbers.rel_l2 < 1e-6
+
+
+def test_two_axes_of_a_mesh_are_merged_from_the_inside_out(tmp_path: Path) -> None:
+    whole = values(ROWS, 16)
+    quarters = np.split(whole, 4, axis=1)
+    found = finding(tmp_path, whole, dict(enumerate(quarters)), "t h[ep,tp]", {"ep": 2, "tp": 2})
+    assert found.verdict is Verdict.SAME
+
+
+def test_a_wrong_column_is_placed_within_the_whole(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    wrong = whole.copy()
+    wrong[2, 5] += 10
+    found = finding(tmp_path, whole, dict(enumerate(np.split(wrong, 2, axis=1))), "t h[tp]", {"tp": 2})
+    assert found.verdict is Verdict.DIFFERS
+    assert found.worst is not None
+    assert (found.worst.position, found.worst.index, found.worst.rank) == (2, (5,), 1)
+
+
+def test_a_missing_shard_is_said_and_never_a_pass(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    found = finding(tmp_path, whole, {0: whole[:, :4]}, "t h[tp]", {"tp": 2})
+    assert found.verdict is Verdict.SHAPE
+    assert "shard 1 is missing" in found.notes[0]
+
+
+def test_ranks_that_differ_without_dims_ask_for_an_annotation(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    found = finding(tmp_path, whole, {0: whole, 1: whole + 1}, None, {"tp": 2})
+    assert found.verdict is Verdict.SHAPE
+    assert "annotate e.g. 't h[tp]'" in found.notes[0]
+
+
+def test_ranks_with_equal_bytes_need_no_dims(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    assert finding(tmp_path, whole, {0: whole, 1: whole}, None, {"tp": 2}).verdict is Verdict.SAME
+
+
+def test_replicas_that_differ_fail_though_rank_0_agrees(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    other = whole.copy()
+    other[3] *= 1.01
+    found = finding(tmp_path, whole, {0: whole, 1: other}, "t h # tp:replicated", {"tp": 2})
+    assert found.verdict is Verdict.DIFFERS
+    assert "replicas over tp differ in t: ranks 0, 1" in found.notes[0]
+
+
+def test_replicas_may_differ_by_the_rounding_of_their_dtype(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    other = np.nextafter(whole, np.float32(np.inf))
+    found = finding(tmp_path, whole, {0: whole, 1: other}, "t h # tp:replicated", {"tp": 2})
+    assert found.verdict is Verdict.SAME
+
+
+def test_identical_summands_are_flagged(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    found = finding(tmp_path, whole, {0: whole, 1: whole}, "t h[tp:partial]", {"tp": 2})
+    assert found.verdict is Verdict.DIFFERS
+    assert any("identical" in note and "2 times too large" in note for note in found.notes)
+
+
+def test_a_replication_nothing_can_check_is_said(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    path = tmp_path / "sp"
+    for name, mesh in (("b", {}), ("t", {"tp": 2})):
+        with RunFactory(path / name, mesh=mesh) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.put("norm:out", whole, dims="t h # tp:replicated")
+    with open_run(path / "b") as one, open_run(path / "t") as two:
+        found = compare(one, two).findings[0]
+    assert found.verdict is Verdict.SAME
+    assert any("replica" in note and "1 of 2" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("dims", ["t h x", "t h[tp:zigzag]", "t h # ep:replicated"])
+def test_dims_that_do_not_explain_the_ranks_are_said(tmp_path: Path, dims: str) -> None:
+    whole = values(ROWS, 8)
+    found = finding(tmp_path, whole, dict(enumerate(np.split(whole, 2, axis=1))), dims, {"tp": 2})
+    assert found.verdict is Verdict.SHAPE
+    assert found.notes[0]

@@ -1,0 +1,149 @@
+"""The culprit is named: two runs of one small decoder, one of them damaged in one place."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comparator_toy import LAYERS, Toy, damaged, prompts, weights
+
+from tapscope.comparator import Report, Verdict, compare
+from tapscope.run import open_run
+
+TABLES = weights()
+PROMPTS = prompts()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "fp32"
+    Toy(TABLES).write(path, PROMPTS).close()
+    return path
+
+
+def diff(baseline: Path, toy: Toy, path: Path, **kwargs: object) -> Report:
+    with open_run(baseline) as one, toy.write(path, PROMPTS, **kwargs) as two:  # type: ignore[arg-type]
+        return compare(one, two)
+
+
+def bad_sites(report: Report) -> list[str]:
+    return [f"{f.site} {f.ratio:.2f}" for f in report.findings if f.verdict.is_bad]
+
+
+def test_fp32_and_bf16_are_close_everywhere(base: Path, tmp_path: Path) -> None:
+    report = diff(base, Toy(TABLES, dtype="bfloat16"), tmp_path / "t")
+    assert bad_sites(report) == []
+    assert report.exit_code == 0
+    assert report.closest_call is not None
+    assert report.closest_call.ratio < 0.8
+
+
+def test_packed_and_padded_sharded_and_whole_are_the_same_run(base: Path, tmp_path: Path) -> None:
+    report = diff(base, Toy(TABLES, padded=True, annotate=False), tmp_path / "padded")
+    assert report.exit_code == 0
+    assert {f.verdict for f in report.findings} == {Verdict.SAME}
+    assert {f.layout for f in report.findings} == {"inferred"}
+    report = diff(base, Toy(TABLES, tp=2), tmp_path / "tp2")
+    assert bad_sites(report) == []
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("how", ["noise", "zeroed", "scaled"])
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_a_damaged_weight_is_named_in_bf16_against_fp32(base: Path, tmp_path: Path, name: str, how: str) -> None:
+    path = f"model.layers.2.{name}"
+    report = diff(base, Toy(damaged(TABLES, path, how), dtype="bfloat16"), tmp_path / "t")
+    assert report.first_divergence is not None
+    assert (report.first_divergence.module, report.first_divergence.inputs) == (path, "close")
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("how", ["noise", "zeroed", "scaled"])
+def test_a_damaged_weight_is_named_within_one_dtype(base: Path, tmp_path: Path, layer: int, how: str) -> None:
+    path = f"model.layers.{layer}.self_attn.v_proj"
+    report = diff(base, Toy(damaged(TABLES, path, how)), tmp_path / "t")
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == path
+    first = next(f for f in report.findings if f.verdict.is_bad)
+    assert first.role == "producer"
+    assert {f.role for f in report.findings if f.verdict.is_bad and f is not first} == {"downstream"}
+
+
+def test_a_row_parallel_weight_is_named_through_its_summands(base: Path, tmp_path: Path) -> None:
+    path = "model.layers.2.mlp.down_proj"
+    report = diff(base, Toy(damaged(TABLES, path, "noise"), dtype="bfloat16", tp=2, padded=True), tmp_path / "t")
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == path
+    assert report.first_divergence.site == f"{path}.partial:out"
+    assert report.first_divergence.finding.matched_by == "partial sum"
+
+
+def test_a_broken_all_reduce_is_told_from_a_damaged_weight(base: Path, tmp_path: Path) -> None:
+    path = "model.layers.1.self_attn.o_proj"
+    report = diff(base, Toy(TABLES, tp=2, hooks={f"{path}:out": lambda x: 2 * x}), tmp_path / "t")
+    divergence = report.first_divergence
+    assert divergence is not None
+    assert divergence.site == f"{path}:out"
+    assert next(f for f in report.findings if f.site == f"{path}.partial:out").verdict is not Verdict.DIFFERS
+
+
+def test_what_runs_between_modules_is_laid_on_the_module_around_them(base: Path, tmp_path: Path) -> None:
+    def shift(x: np.ndarray) -> np.ndarray:
+        return np.roll(x, 1, axis=0)
+
+    report = diff(base, Toy(TABLES, hooks={"model.layers.1.self_attn": shift}), tmp_path / "t")
+    divergence = report.first_divergence
+    assert divergence is not None
+    assert divergence.module == "model.layers.1.self_attn"
+    assert divergence.site == "model.layers.1.self_attn.o_proj:in[input]"
+    assert "v_proj" in divergence.evidence
+
+
+def test_without_captured_inputs_the_sites_before_stand_in_and_it_is_said(tmp_path: Path) -> None:
+    path = "model.layers.2.mlp.down_proj"
+    with (
+        Toy(TABLES, inputs=False).write(tmp_path / "b", PROMPTS) as one,
+        Toy(damaged(TABLES, path, "noise"), inputs=False, dtype="bfloat16").write(tmp_path / "t", PROMPTS) as two,
+    ):
+        report = compare(one, two)
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == path
+    assert report.first_divergence.inputs == "not captured"
+
+
+def test_two_independent_faults_are_both_listed(base: Path, tmp_path: Path) -> None:
+    attention = "model.layers.1.self_attn"
+    hooks = {f"{attention}.{name}:out": lambda x: x * 1.1 for name in ("q_proj", "v_proj")}
+    report = diff(base, Toy(TABLES, hooks=hooks), tmp_path / "t")
+    assert [d.module for d in report.divergences] == [f"{attention}.q_proj", f"{attention}.v_proj"]
+
+
+def test_a_fault_in_one_step_is_placed_in_that_step(tmp_path: Path) -> None:
+    def late(x: np.ndarray) -> np.ndarray:
+        return x * 1.2 if len(x) <= 8 else x
+
+    hooks = {"model.layers.3.mlp.gate_proj:out": late}
+    with (
+        Toy(TABLES).write(tmp_path / "b", PROMPTS) as one,
+        Toy(TABLES, hooks=hooks).write(tmp_path / "t", PROMPTS, steps=(20, 25)) as two,
+    ):
+        report = compare(one, two)
+    divergence = report.first_divergence
+    assert divergence is not None
+    assert divergence.module == "model.layers.3.mlp.gate_proj"
+    assert divergence.step >= 1
+    assert divergence.place is not None
+    assert divergence.place.baseline_step == 0
+    assert divergence.place.position is not None
+    assert divergence.place.position >= 20
+
+
+def test_a_shard_that_is_wrong_on_one_rank_is_placed_on_that_rank(base: Path, tmp_path: Path) -> None:
+    def right_half(x: np.ndarray) -> np.ndarray:
+        x[:, x.shape[1] // 2 :] *= 1.1
+        return x
+
+    report = diff(base, Toy(TABLES, tp=2, hooks={"model.layers.2.mlp.gate_proj:out": right_half}), tmp_path / "t")
+    assert report.first_divergence is not None
+    assert report.first_divergence.place is not None
+    assert report.first_divergence.place.rank == 1
