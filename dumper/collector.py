@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -132,8 +131,9 @@ class Collector:
             if problem:
                 self.complain(port.site, problem)
         rows = self._row_ranges.get(port.row_set) if port.row_set else None
-        rec = Record(key, self._seq, capture.dtype_name(tensor), shape, port.dims, rows)
+        dtype = capture.dtype_name(tensor)
         if port.keep == "full":
-            return Pending(rec, capture.snapshot(tensor, self._pipeline.pool), tensor.numel())
+            taken = capture.snapshot(tensor, self._pipeline.pool)
+            return Pending(Record(key, self._seq, dtype, shape, port.dims, rows), taken, tensor.numel())
         stats, digest = capture.measure(tensor)
-        return Pending(replace(rec, stats=stats, hash=digest), None, 0)
+        return Pending(Record(key, self._seq, dtype, shape, port.dims, rows, stats, digest), None, 0)

@@ -154,7 +154,7 @@ def to_json(record: Record) -> dict[str, Any]:
         if value is not None:
             line[name] = value
     if record.stats is not None:
-        line["stats"] = {name: _finite(getattr(record.stats, name)) for name in Stats.__slots__}
+        line["stats"] = _stats_to_json(record.stats)
     if record.entry is not None:
         line["entry"] = list(record.entry)
     return line
@@ -186,6 +186,22 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
     )
 
 
+def _stats_to_json(stats: Stats) -> dict[str, Any]:
+    return {
+        "count": stats.count,
+        "nan": stats.nan,
+        "posinf": stats.posinf,
+        "neginf": stats.neginf,
+        "zeros": stats.zeros,
+        "subnormals": stats.subnormals,
+        "min": stats.min,
+        "max": stats.max,
+        "absmax": stats.absmax,
+        "sum": _finite(stats.sum),
+        "sumsq": _finite(stats.sumsq),
+    }
+
+
 def _stats_from_json(stats: dict[str, Any]) -> Stats:
     sums = {name: math.inf if stats[name] is None else stats[name] for name in ("sum", "sumsq")}
     return Stats(**(stats | sums))
@@ -193,8 +209,11 @@ def _stats_from_json(stats: dict[str, Any]) -> Stats:
 
 def encode(record: Record) -> bytes:
     """One JSON line without its newline, UTF-8."""
-    return json.dumps(to_json(record), separators=(",", ":"), ensure_ascii=False).encode()
+    return _ENCODER.encode(to_json(record)).encode()
 
 
-def _finite(number: float | None) -> float | None:
-    return None if number is None or not math.isfinite(number) else number
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
