@@ -5,6 +5,7 @@ It stands in for a model where only the comparator is under test; no test in her
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Toy:
         with RunFactory(path, mesh=mesh, framework="toy", dtype=self.dtype) as run:
             cuts = [0, *steps, max(map(len, prompts.values()))]
             history: dict[str, list[tuple[Array, Array]]] = {}
-            for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+            for first, last in pairwise(cuts):
                 part = {name: list(ids[first:last]) for name, ids in prompts.items() if len(ids) > first}
                 _Pass(self, run, part, first, history, layers).run()
         return open_run(path)

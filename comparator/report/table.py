@@ -1,7 +1,7 @@
 """Table: a report for people. Glyph and word carry the meaning, colour only repeats it; the last three lines are the
 answer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -25,6 +25,7 @@ STYLES = {
     Verdict.ONLY_TARGET: "cyan",
 }
 _HEADS = ("site", "verdict", "shape", "max |Δ|", "rel l2", "err/floor", "worst req:pos")
+_SHAPE, _WORST, _NUMBERS = 2, 6, (3, 4, 5)
 _MIN_SITE = 16
 TOP = 12
 """Rows of the table, when nobody asks for more."""
@@ -36,6 +37,8 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iter
     yield Text()
     rows, hidden = fold(report, top)
     yield from _table(rows, width)
+    for finding in [f for f in report.findings if f.verdict is Verdict.SHAPE][: top or None]:
+        yield Text(f"# {finding.site}: {finding.notes[0] if finding.notes else 'cannot be compared'}")
     for line in hidden:
         yield Text(f"   … {line}")
     yield Text()
@@ -59,26 +62,30 @@ def _header(which: str, header: "Header") -> list[str]:
 
 
 def _table(rows: list[Row], width: int) -> Iterator[Text]:
-    cells = [_HEADS, *(row.cells for row in rows if row.cells)]
-    widths = [max(cell_len(line[i]) for line in cells) for i in range(len(_HEADS))]
-    # Numbers are never shortened: the site gives way, in its middle.
-    rest = sum(widths[1:]) + 2 * len(widths) + 1
+    # Numbers are never shortened: on a narrow screen columns go, then the site gives way, in its middle.
+    kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
+    cells = [[line[i] for i in kept] for line in (_HEADS, *(row.cells for row in rows if row.cells))]
+    widths = [max(cell_len(line[i]) for line in cells) for i in range(len(kept))]
+    rest = sum(widths[1:]) + 2 * len(widths)
     widths[0] = max(min(widths[0], width - rest), min(widths[0], _MIN_SITE))
-    yield Text(_line("  ", _HEADS, widths), style="bold")
-    yield Text("─" * min(width, sum(widths) + 2 * len(widths) + 1))
+    numeric = [i in _NUMBERS for i in kept]
+    yield Text(_line("  ", cells[0], widths, numeric), style="bold")
+    yield Text("─" * min(width, sum(widths) + 2 * len(widths)))
+    shown = iter(cells[1:])
     for row in rows:
         lead = f"{row.verdict.glyph} "
-        line = _line(lead, row.cells, widths) if row.cells else lead + text.middle(row.note, max(width - 2, _MIN_SITE))
+        note = text.middle(row.note, max(width - 2, _MIN_SITE))
+        line = _line(lead, next(shown), widths, numeric) if row.cells else lead + note
         yield Text(line, style=STYLES[row.verdict])
 
 
-def _line(lead: str, cells: tuple[str, ...], widths: list[int]) -> str:
-    shown = [_site(cells[0], widths[0])]
-    shown[0] += " " * (widths[0] - cell_len(shown[0]))
-    for i, (cell, width) in enumerate(zip(cells[1:], widths[1:], strict=True), 1):
+def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool]) -> str:
+    shown = [_site(cells[0], widths[0]), *cells[1:]]
+    padded = []
+    for cell, width, right in zip(shown, widths, numeric, strict=True):
         space = " " * (width - cell_len(cell))
-        shown.append(space + cell if 3 <= i <= 5 else cell + space)
-    return (lead + "  ".join(shown)).rstrip()
+        padded.append(space + cell if right else cell + space)
+    return (lead + "  ".join(padded)).rstrip()
 
 
 def _site(site: str, width: int) -> str:

@@ -1,0 +1,109 @@
+"""Token axes are found by name or by the grid, in whatever order they lie."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import RunFactory
+
+from tapscope.comparator import Finding, Verdict, compare
+from tapscope.observe import RowRun
+from tapscope.run import open_run
+
+LENGTHS = (5, 3)
+LONGEST = max(LENGTHS)
+TOKENS = list(range(sum(LENGTHS)))
+PACKED_ROWS = [RowRun("a", 0, 5, 0, 0), RowRun("b", 0, 3, 0, 5)]
+PADDED_ROWS = [RowRun("a", 0, 5, 0, 0), RowRun("b", 0, 3, 0, LONGEST)]
+
+
+def padded(packed: np.ndarray) -> np.ndarray:
+    grid = np.full((2, LONGEST, *packed.shape[1:]), 99, packed.dtype)
+    grid[0, :5], grid[1, :3] = packed[:5], packed[5:]
+    return grid
+
+
+def diff(
+    tmp_path: Path, packed: np.ndarray, other: Any, dims: str | None, packed_dims: str = "t h", **put: Any
+) -> Finding:
+    with RunFactory(tmp_path / "b") as run:
+        run.step(grid=(8,), rows=PACKED_ROWS, token_ids=TOKENS)
+        run.put("layers.0:out", packed, dims=packed_dims)
+        run.put("norm:out", packed[:, :1].copy(), dims="t h")
+    with RunFactory(tmp_path / "t") as run:
+        run.step(grid=(2, LONGEST), rows=PADDED_ROWS, token_ids=TOKENS)
+        run.put("layers.0:out", other, dims=dims, **put)
+        run.put("norm:out", padded(packed[:, :1].copy()), dims="b s h")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        return compare(one, two).findings[0]
+
+
+@pytest.fixture
+def values() -> np.ndarray:
+    return np.random.default_rng(3).standard_normal((8, 12)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("axes", "dims", "layout"),
+    [
+        ((0, 1, 2), None, "inferred"),
+        ((0, 1, 2), "b s h", "annotated"),
+        ((1, 0, 2), "s b h", "annotated"),
+        ((2, 0, 1), "h b s", "annotated"),
+    ],
+)
+def test_padded_rows_meet_packed_ones(
+    tmp_path: Path, values: np.ndarray, axes: tuple[int, ...], dims: str | None, layout: str
+) -> None:
+    found = diff(tmp_path, values, padded(values).transpose(axes), dims)
+    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, layout, 8)
+
+
+def test_heads_before_the_sequence_meet_heads_behind_the_tokens(tmp_path: Path, values: np.ndarray) -> None:
+    heads = values.reshape(8, 3, 4)
+    found = diff(tmp_path, heads, padded(heads).transpose(0, 2, 1, 3), "b n s d", "t n d")
+    assert (found.verdict, found.rows.compared) == (Verdict.SAME, 8)
+
+
+def test_one_sequence_of_positions_stands_for_the_batch(tmp_path: Path) -> None:
+    angles = np.random.default_rng(0).standard_normal((1, LONGEST, 4)).astype(np.float32)
+    packed = np.concatenate([angles[0, :5], angles[0, :3]])
+    found = diff(tmp_path, packed, angles, None)
+    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+
+
+def test_a_tensor_that_holds_some_rows_says_which(tmp_path: Path, values: np.ndarray) -> None:
+    last = values[[4, 7]]
+    found = diff(tmp_path, values, last, "t h", rows=[(4, 1), (7, 1)])
+    assert (found.verdict, found.rows.compared, found.rows.absent) == (Verdict.SAME, 2, 6)
+
+
+def test_the_padding_is_not_compared(tmp_path: Path, values: np.ndarray) -> None:
+    grid = padded(values)
+    grid[1, 3:] = np.nan
+    assert diff(tmp_path, values, grid, "b s h").verdict is Verdict.SAME
+
+
+def test_dims_that_cannot_be_right_are_said(tmp_path: Path, values: np.ndarray) -> None:
+    found = diff(tmp_path, values, padded(values)[:, :2], "b s h")
+    assert found.verdict is Verdict.SHAPE
+    assert "give shape (2, 2, 12) 4 token rows at step 0, where the step has 10" in found.notes[0]
+
+
+def test_a_side_without_a_token_axis_asks_for_dims(tmp_path: Path, values: np.ndarray) -> None:
+    found = diff(tmp_path, values, values.T.copy(), None)
+    assert found.verdict is Verdict.SHAPE
+    assert "annotate dims" in found.notes[0]
+
+
+def test_a_table_that_has_the_grids_length_in_one_step_only_is_no_token_tensor(tmp_path: Path) -> None:
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for name in ("b", "t"):
+        with RunFactory(tmp_path / name) as run:
+            for step, length in enumerate((4, 1)):
+                run.step(grid=(length,), rows=[RowRun("a", 4 * step, length, 0, 0)], token_ids=[0] * length)
+                run.put("rotary:out", table)
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = compare(one, two).findings[0]
+    assert (found.verdict, found.layout) == (Verdict.SAME, "whole")

@@ -1,0 +1,205 @@
+"""The report: the table, the JSON lines and the exit code tell one story, byte for byte."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from comparator_toy import Toy, damaged, prompts, weights
+from factories import RunFactory
+from rich.cells import cell_len
+
+from tapscope.cli import main
+from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.comparator.report.table import render
+from tapscope.observe import RowRun
+from tapscope.run import open_run
+
+GOLDEN = Path(__file__).parent / "golden"
+TABLES = weights(layers=3)
+CULPRIT = "model.layers.1.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    Toy(TABLES).write(path / "base", prompts((6, 4))).close()
+    Toy(damaged(TABLES, CULPRIT, "noise"), dtype="bfloat16", tp=2).write(path / "bad", prompts((6, 4))).close()
+    Toy(TABLES, dtype="bfloat16", tp=2).write(path / "good", prompts((6, 4))).close()
+    return path
+
+
+def written(path: Path, values: dict[str, Sequence[Any]]) -> None:
+    """A run of powers of two, so that every number in the report is exact on any machine."""
+    with RunFactory(path, dtype="float32") as run:
+        run.step(grid=(4,), rows=[RowRun("chat-1", 0, 4, 0, 0)], token_ids=[5, 6, 7, 8])
+        for site, (value, dims) in values.items():
+            run.put(site, value, dims=dims)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    path = tmp_path_factory.mktemp("exact")
+    ones, ids = np.ones((4, 8), np.float32), np.arange(4)
+    spoiled = ones.copy()
+    spoiled[2, 3] = np.nan
+    base = {f"model.layers.{i}.mlp:out": (ones, "t h") for i in range(3)}
+    base = {":in[input_ids]": (ids, "t"), **base, "model.norm:out": (ones, "t h"), "lm_head:out": (ones, "t h")}
+    written(path / "base", {**base, "extra:out": (ones, "t h")})
+    target = {
+        **base,
+        "model.layers.1.mlp:out": (ones * 2, "t h"),
+        "model.layers.2.mlp:out": (ones * 2, "t h"),
+        "model.norm:out": (ones[:, :4], "t h"),
+        "lm_head:out": (spoiled, "t h"),
+        "sampler:out": (ids, "t"),
+    }
+    written(path / "target", target)
+    return path / "base", path / "target"
+
+
+def report(baseline: Path, target: Path, **options: Any) -> Report:
+    with open_run(baseline) as one, open_run(target) as two:
+        return compare(one, two, CompareOptions(**options))
+
+
+def lines(found: Report, **how: Any) -> list[str]:
+    return [line.plain for line in render(found, **how)]
+
+
+def check_golden(name: str, text: str, root: Path) -> None:
+    text = text.replace(str(root), "RUNS")
+    path = GOLDEN / name
+    if not path.exists():
+        path.write_text(text)
+        pytest.fail(f"{path} was missing and has been written; look at it and run again")
+    assert text == path.read_text()
+
+
+def test_the_table_is_this_text(exact: tuple[Path, Path]) -> None:
+    text = "\n".join(lines(report(*exact), width=100)) + "\n"
+    check_golden("comparator_table.txt", text, exact[0].parent)
+
+
+def test_the_json_lines_are_these(exact: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *map(str, exact), "--json"]) == 1
+    out = capsys.readouterr().out
+    for line in out.splitlines():
+        assert {"type", "schema"} <= json.loads(line).keys()
+    check_golden("comparator_lines.jsonl", out, exact[0].parent)
+
+
+def test_table_and_json_agree_on_every_number(runs: Path) -> None:
+    found = report(runs / "base", runs / "bad")
+    rows = lines(found, width=200, top=None)
+    for item in (line for line in found.to_json() if line["type"] == "finding"):
+        row = next(r for r in rows if r[2:].startswith(f"{item['site']} "))
+        if item["numbers"] and item["verdict"] == "differs":
+            assert f"{item['numbers']['max_abs']:.1e}" in row
+            assert f"{item['numbers']['rel_l2']:.1e}" in row
+
+
+def test_the_last_three_lines_are_the_answer(runs: Path) -> None:
+    counts, verdict, following = lines(report(runs / "base", runs / "bad"))[-3:]
+    assert "differs" in counts
+    assert verdict.startswith(f"diverges at {CULPRIT} (seen at {CULPRIT}.partial:out), step 0; ")
+    assert verdict.endswith("inputs close")
+    assert following == f"next: tapscope show {runs / 'bad'} {CULPRIT}.partial:out --step 0"
+
+
+def test_agreement_says_how_close(runs: Path) -> None:
+    found = report(runs / "base", runs / "good")
+    counts, verdict, following = lines(found)[-3:]
+    assert "0 differs" in counts
+    assert found.closest_call is not None
+    assert verdict.startswith(f"agrees: the largest error is {found.closest_call.ratio:.2f} of what rounding explains")
+    assert found.closest_call.site in verdict
+    assert following == f"next: tapscope view {runs / 'good'}"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_numbers_are_never_shortened_and_sites_keep_their_tail(runs: Path, width: int) -> None:
+    found = report(runs / "base", runs / "bad")
+    rows = lines(found, width=width, top=None)
+    culprit = next(r for r in rows if r.startswith("! "))
+    numbers = next(f.numbers for f in found.findings if f.verdict.is_bad)
+    assert numbers is not None
+    assert f"{numbers.max_abs:.1e}" in culprit
+    assert "artial:out" in culprit
+    assert all(cell_len(r) <= width for r in rows if r[:2] in ("= ", "~ ", "! "))
+
+
+def test_downstream_findings_are_folded_and_counted(runs: Path) -> None:
+    found = report(runs / "base", runs / "bad", rtol=0.0, atol=1e-6)
+    rows = lines(found, top=3)
+    hidden = next(r for r in rows if r.startswith("   … "))
+    assert hidden == f"   … {found.num_bad - 3} more differ, all downstream; --all lists them"
+    assert sum(r.startswith("! ") for r in rows) == 3
+    assert sum(r.startswith("! ") for r in lines(found, top=None)) == found.num_bad
+
+
+def test_brackets_in_a_site_are_text_not_markup(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(runs / "base"), str(runs / "good"), "--all"]) == 0
+    assert ":in[input_ids]" in capsys.readouterr().out
+
+
+def test_exit_codes_and_streams(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = str(runs / "base")
+    assert main(["diff", base, str(runs / "good")]) == 0
+    assert main(["diff", base, str(runs / "bad")]) == 1
+    capsys.readouterr()
+    assert main(["diff", base, base, "--site", "layers.77.*"]) == 2
+    assert main(["diff", base, base, "--layers", "x"]) == 2
+    assert main(["diff", base, base, "--top", "0"]) == 2
+    assert main(["diff", base, str(tmp_path / "none")]) == 3
+    Toy(TABLES).write(tmp_path / "other", {"z": [1, 2]}).close()
+    assert main(["diff", base, str(tmp_path / "other")]) == 3
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert "layers run 0-2" in streams.err
+    assert "no token row in common" in streams.err
+
+
+def test_partial_data_is_said_and_may_be_allowed(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Toy(TABLES).write(tmp_path / "half", {"0": prompts((6, 4))["0"]}).close()
+    assert main(["diff", str(runs / "base"), str(tmp_path / "half")]) == 1
+    out = capsys.readouterr().out
+    assert "missing   requests only in base: 1" in out
+    assert "agrees as far as it goes, but on partial data: " in out
+    assert main(["diff", str(runs / "base"), str(tmp_path / "half"), "--allow-partial"]) == 0
+
+
+def test_an_open_run_is_compared_with_a_warning(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    still = tmp_path / "open"
+    Toy(TABLES).write(still, prompts((6, 4))).close()
+    index = still / "rank-00000" / "records.jsonl"
+    index.write_text("".join(line for line in index.read_text().splitlines(True) if '"close"' not in line))
+    assert main(["diff", str(runs / "base"), str(still)]) == 0
+    streams = capsys.readouterr()
+    assert "is still open" in streams.err
+    assert "ranks still recording or killed: 0" in streams.out
+
+
+def test_the_flags_of_diff_are_these(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "--help"]) == 0
+    out = capsys.readouterr().out
+    flags = {word.strip(",[]") for word in out.split() if word.strip(",[]").startswith("--")}
+    expected = [
+        "--site",
+        "--skip",
+        "--layers",
+        "--steps",
+        "--ranks",
+        "--rtol",
+        "--atol",
+        "--allow-partial",
+        "--top",
+        "--all",
+        "--json",
+    ]
+    assert set(expected) <= flags
+    assert flags - set(expected) <= {"--help", "--color", "--quiet", "--version", "--site'"}
