@@ -1,5 +1,6 @@
 """Layout: which axes of a tensor are its token rows, from its dims or from the shape of the step's token grid."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ def _checked(layout: Layout, placed: Sequence[tuple[Whole, StepRows]]) -> Layout
     if not layout.by_rows:
         return layout
     for whole, rows in placed:
-        found = int(np.prod([whole.shape[i] for i in layout.axes], dtype=np.int64))
+        found = math.prod([whole.shape[i] for i in layout.axes])
         if found != num_rows(whole, rows):
             key = whole.records[0].key
             return Layout(

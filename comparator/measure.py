@@ -1,5 +1,6 @@
 """Measure: how far the joined rows of a site are apart, row by row, in one pass over the bytes of both sides."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
     for join in ready.plan.joins:
         one, two = baseline[join.baseline], target[join.target]
         if ready.equal_by_hash(join):
-            hashed += int(np.prod(one.shape, dtype=np.int64))
+            hashed += math.prod(one.shape)
             continue
         _check_width(one, two, layouts)
         rows, at_worst, ranks = _compare(left[join.baseline], right[join.target], join, tolerance)
@@ -102,7 +103,7 @@ def _check_width(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> None
         for w, layout in zip((one, two), layouts, strict=True)
     ]
     if layouts[0].by_rows:
-        fits = np.prod(rests[0], dtype=np.int64) == np.prod(rests[1], dtype=np.int64)
+        fits = math.prod(rests[0]) == math.prod(rests[1])
     else:
         fits = [n for n in rests[0] if n != 1] == [n for n in rests[1] if n != 1]
     if not fits:

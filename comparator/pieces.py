@@ -1,6 +1,7 @@
 """Pieces: a tensor that lies in several records, as an expression over them that is opened only when values are
 needed."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...], offset: int = 0)
     if token_axes and isinstance(piece, Joined) and piece.axis not in token_axes and _outer(piece, others) == 1:
         for part in piece.parts:
             yield from blocks(part, run, token_axes, offset)
-            offset += int(np.prod([part.shape[i] for i in others], dtype=np.int64))
+            offset += math.prod([part.shape[i] for i in others])
         return
     rank = piece.record.key.rank if isinstance(piece, Leaf) else None
     yield Block(offset, as_rows(piece.open(run), token_axes), rank)
@@ -115,7 +116,7 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...], offset: int = 0)
 def _outer(piece: Joined, others: list[int]) -> int:
     """Elements that vary more slowly than the sharded axis within a row; 1 when shards are whole column ranges."""
     before = others[: others.index(piece.axis)]
-    return int(np.prod([piece.shape[i] for i in before], dtype=np.int64))
+    return math.prod([piece.shape[i] for i in before])
 
 
 def as_rows(array: Array, token_axes: tuple[int, ...]) -> Array:
@@ -125,11 +126,11 @@ def as_rows(array: Array, token_axes: tuple[int, ...]) -> Array:
     """
     if not token_axes:
         sizes = [n for n in array.shape if n != 1] or [1]
-        rows, width = int(np.prod(sizes[:-1], dtype=np.int64)), sizes[-1]
+        rows, width = math.prod(sizes[:-1]), sizes[-1]
         moved = array
     else:
         moved = np.moveaxis(array, token_axes, range(len(token_axes)))
-        rows = int(np.prod(moved.shape[: len(token_axes)], dtype=np.int64))
-        width = int(np.prod(moved.shape[len(token_axes) :], dtype=np.int64))
+        rows = math.prod(moved.shape[: len(token_axes)])
+        width = math.prod(moved.shape[len(token_axes) :])
     flat = np.ascontiguousarray(moved.reshape(rows, width))
     return flat.view(np.float32) if flat.dtype == np.complex64 else flat

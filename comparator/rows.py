@@ -4,6 +4,7 @@ A row is known by (request, position, visit). It is comparable while every earli
 is equal on both sides; where they part the request is *forked*, and its later rows are set aside.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,4 +212,4 @@ def _grids(lines: Mapping[int, StepLine], columns: list[Array], codes: Array) ->
 
 def _slots(grid: Iterable[int], used: Array) -> int:
     """Slots of the grid; a table whose rows lie outside its own grid is given room rather than trusted."""
-    return max(int(np.prod(list(grid), dtype=np.int64)), int(used.max(initial=-1)) + 1)
+    return max(math.prod(list(grid)), int(used.max(initial=-1)) + 1)
