@@ -8,9 +8,10 @@ import torch
 
 from tapscope import ledger
 from tapscope.dumper import capture
+from tapscope.dumper.batch import Pending
 from tapscope.dumper.config import Selection
 from tapscope.dumper.flatten import flatten, plain_value
-from tapscope.dumper.pipeline import Pending, Pipeline
+from tapscope.dumper.pipeline import Pipeline
 from tapscope.dumper.taps import Port, Tap, slots_as_ranges, usable_dims
 from tapscope.ledger import StepCounts
 from tapscope.observe import StepInfo

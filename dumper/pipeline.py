@@ -6,54 +6,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import zmq
 
-from tapscope import record, wire
-from tapscope.dumper.capture import BufferPool, Snapshot, measure_snapshot
+from tapscope import wire
+from tapscope.dumper.batch import Batch, Pending, Sharing
+from tapscope.dumper.capture import BufferPool
 from tapscope.dumper.process import is_alive
 from tapscope.errors import RecorderError, TapscopeError
-from tapscope.record import Record
 from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
 _BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_RECORDS = 64
-_LINE_COST = 512
 _IDLE_S = 0.05  # how long control messages may lie unread while nothing is captured
 _SILENCE_S = 10.0  # a local recorder that lives but says nothing for so long is given up
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
-
-
-@dataclass(slots=True)
-class Pending:
-    """A record on its way; statistics of a snapshot are taken in the pipeline's thread."""
-
-    record: Record
-    snapshot: Snapshot | None
-    count: int
-
-    @property
-    def cost(self) -> int:
-        """Bytes it is charged for while it is on its way: the payload and, roughly, its line."""
-        return _LINE_COST + (self.snapshot.nbytes if self.snapshot else 0)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What goes to the recorder in one message."""
-
-    lines: list[bytes] = field(default_factory=list)
-    payloads: list[list[Any]] = field(default_factory=list)
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    """What the payloads point into."""
-    shared: list[list[Any]] = field(default_factory=list)
-    """[line, tensor name of the payload that holds the same bytes]."""
-    unsent: list[torch.Tensor] = field(default_factory=list)
-    cost: int = 0
 
 
 class Pipeline:
@@ -92,9 +61,9 @@ class Pipeline:
         """The step the rank is in, told with every batch."""
         self.capture_left: int | None = None
         self._num_batches = 0
-        self._unacknowledged: dict[int, _Batch] = {}
-        self._sent_payloads: dict[tuple[str, int], str] = {}
-        self._sharing_step = -1
+        self._unacknowledged: dict[int, Batch] = {}
+        self._sharing = Sharing()
+        self._stalled = False
         self._heard = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -117,7 +86,7 @@ class Pipeline:
         return answer
 
     def put(self, pending: Pending) -> bool:
-        """Queue a record; False when it had to be dropped. Waits at most ``block_timeout_s``."""
+        """Queue a record; False when it had to be dropped. Waits at most ``block_timeout_s``, once a stall."""
         cost = pending.cost
         with self._changed:
             if self.dead or not (self._has_room(cost) or self._wait_for_room(cost)):
@@ -163,12 +132,14 @@ class Pipeline:
         return self._in_flight_bytes + cost <= self._queue_bytes or not self._in_flight_bytes
 
     def _wait_for_room(self, cost: int) -> bool:
-        if self._block_timeout_s is None or self.dead:
+        if self._block_timeout_s is None or self._stalled:
             return False
         self._flush = True
         self._changed.notify_all()
         self._changed.wait_for(lambda: self.dead is not None or self._has_room(cost), self._block_timeout_s)
-        return self.dead is None and self._has_room(cost)
+        # Who has waited in vain waits no more until the recorder moves: one stall costs one timeout, not one a value.
+        self._stalled = not self._has_room(cost)
+        return self.dead is None and not self._stalled
 
     def _run(self) -> None:
         last_progress = time.monotonic()
@@ -215,56 +186,29 @@ class Pipeline:
         return enough or (self._flush and bool(self._queue))
 
     def _send(self, items: list[Pending | bytes | Message]) -> None:
-        batch = _Batch()
+        batch = Batch()
         for item in items:
             if isinstance(item, Message):
-                self._send_batch(batch)
-                batch = _Batch()
+                batch = self._send_batch(batch)
                 self._socket.send_multipart(wire.encode(item))
             elif isinstance(item, bytes):
                 batch.lines.append(item)
             else:
-                if item.record.key.step != self._sharing_step:
-                    self._send_batch(batch)
-                    batch = _Batch()
-                    self._sharing_step = item.record.key.step
-                    self._sent_payloads.clear()
-                self._add(item, batch)
+                if item.record.key.step != self._sharing.step:
+                    batch = self._send_batch(batch)
+                    self._sharing.enter(item.record.key.step)
+                self._sharing.add(item, batch)
         self._send_batch(batch)
 
-    def _add(self, item: Pending, batch: "_Batch") -> None:
-        batch.cost += item.cost
-        taken = item.snapshot
-        if taken is None:
-            batch.lines.append(record.encode(item.record))
-            return
-        try:
-            stats, digest = measure_snapshot(taken, item.count)
-        except Exception as error:  # noqa: BLE001 - one value that cannot be measured must not end the capture
-            _log.warning("tapscope: %s was not kept: %s: %s", item.record.key.site, type(error).__name__, error)
-            return
-        # Equal bytes are sent once a step: a layer's input is the output of the one before.
-        name = item.record.key.tensor_name
-        line, same = len(batch.lines), (digest, taken.nbytes)
-        batch.lines.append(record.encode(replace(item.record, stats=stats, hash=digest)))
-        if same in self._sent_payloads:
-            batch.shared.append([line, self._sent_payloads[same]])
-            batch.unsent.append(taken.buffer)
-            return
-        self._sent_payloads[same] = name
-        batch.payloads.append([line, name, taken.dtype, list(taken.shape)])
-        batch.buffers.append(taken.buffer)
-
-    def _send_batch(self, batch: "_Batch") -> None:
-        if not batch.lines:
-            return
-        number, self._num_batches = self._num_batches, self._num_batches + 1
-        self._unacknowledged[number] = batch
-        fields: dict[str, Any] = {"n": number, "at": self.at, "capture_left": self.capture_left}
-        fields |= {"payloads": batch.payloads, "shared": batch.shared, "sharing_step": self._sharing_step}
-        frames = [b"\n".join(batch.lines), *(buffer.numpy().data for buffer in batch.buffers)]
-        # copy=False: the buffers stay untouched until the recorder acknowledges the batch.
-        self._socket.send_multipart(wire.encode(Message("batch", fields, frames)), copy=False)
+    def _send_batch(self, batch: Batch) -> Batch:
+        """Send it unless it is empty; returns a new one."""
+        if batch.lines or batch.buffers:
+            number, self._num_batches = self._num_batches, self._num_batches + 1
+            self._unacknowledged[number] = batch
+            message = batch.message(number, self._sharing.step, at=self.at, capture_left=self.capture_left)
+            # copy=False: the buffers stay untouched until the recorder acknowledges the batch.
+            self._socket.send_multipart(wire.encode(message), copy=False)
+        return Batch()
 
     def _receive(self) -> bool:
         progress = False
@@ -300,10 +244,11 @@ class Pipeline:
         batch = self._unacknowledged.pop(number, None)
         if batch is None:
             return
-        for buffer in (*batch.buffers, *batch.unsent):
+        for buffer in batch.buffers:
             self.pool.give_back(buffer)
         with self._changed:
             self._in_flight_bytes -= batch.cost
+            self._stalled = False
             self._changed.notify_all()
 
     def _check_recorder(self) -> None:

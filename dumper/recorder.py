@@ -193,7 +193,8 @@ class Recorder:
         )
 
     def _batch(self, peer: Peer, message: Message) -> None:
-        lines = bytes(message.frames[0]).split(b"\n")
+        blob = bytes(message.frames[0])
+        lines = blob.split(b"\n") if blob else []
         payloads = [
             (i, name, dtype, shape, frame.buffer)
             for (i, name, dtype, shape), frame in zip(message["payloads"], message.frames[1:], strict=True)

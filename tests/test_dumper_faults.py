@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,26 @@ def test_the_drop_policy_never_waits_and_counts_what_it_dropped(tmp_path: Path) 
     assert account.dropped > 0
     assert account.seen == account.dropped + account.recorded
     assert not account.complete
+
+
+def test_a_stopped_recorder_costs_one_timeout_and_no_more(tmp_path: Path) -> None:
+    model = build()
+    dumper = Dumper(model, tmp_path / "run", keep="full", queue_bytes=4096, block_timeout_s=0.3).open()
+    recorder = json.loads((tmp_path / "run/recorder.json").read_text())["pid"]
+    os.kill(recorder, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with torch.no_grad():
+            for _ in range(30):
+                model(torch.ones(64, 8))
+        waited = time.monotonic() - began
+    finally:
+        os.kill(recorder, signal.SIGCONT)
+    dumper.close()
+    account = open_run(tmp_path / "run").ledger()
+    assert account.dropped > 60  # each would have cost a timeout of its own: 18 seconds
+    assert waited < 9
+    assert account.lost == 0
 
 
 def test_ranks_that_never_came_are_named(tmp_path: Path) -> None:
