@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tapscope import text
 from tapscope.comparator.examine import Examined
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.requests import Fork
@@ -53,6 +54,12 @@ def cover(
     missing = [one.site for one in examined if one.missing]
     if missing:
         partial.append(f"{len(missing)} sites lack records that the other run has, first {missing[0]}")
+    by_stats = sum(f.basis == "stats" for f in findings)
+    if by_stats:
+        warnings.append(
+            f"{text.plural(by_stats, 'site')} compared by statistics alone: what leaves mean, rms and maximum alone is "
+            "not seen"
+        )
     if num_objects:
         warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
     return Coverage(
@@ -102,7 +109,8 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
                 if len(lost) > 1
                 else f"layer {lost[0]} is only in {runs[side].name}"
             )
-        silent = [f.site for f in alone if f.site in set(ledgers[1 - side].never_fired)]
+        tapped = set(ledgers[1 - side].never_fired)
+        silent = [f.site for f in alone if f.site in tapped]
         if silent:
             said.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
     fewer = len(matched) + min(sum(f.verdict is v for f in findings) for v, _ in sides)

@@ -28,8 +28,8 @@ class Node:
 
     @property
     def is_input(self) -> bool:
-        """Whether this is what a module was given."""
-        return self.port.startswith("in[")
+        """Whether this is what a module was given: its inputs, or going backward the gradients of its outputs."""
+        return self.port.startswith("out" if self.port.endswith(".grad") else "in[")
 
 
 @dataclass(frozen=True, slots=True)

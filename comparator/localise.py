@@ -32,7 +32,7 @@ class Divergence:
 def localise(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs]
 ) -> tuple[list[Finding], list[Divergence]]:
-    """Give every bad finding its role, and list the producers in execution order.
+    """Give every bad finding its role, and list the modules that produce errors, in execution order.
 
     ``matched`` are the indices of the findings that are nodes of the ``graph``; ``inputs`` belong to the nodes.
     """
@@ -48,7 +48,8 @@ def localise(
         replace(f, role=roles.get(i) or ("downstream" if f.verdict.is_bad and i > first else ""))
         for i, f in enumerate(findings)
     ]
-    return marked, [_divergence(marked, matched, graph, inputs, n) for n in nodes]
+    found = {d.module: d for n in reversed(nodes) if (d := _divergence(marked, matched, graph, inputs, n))}
+    return marked, sorted(found.values(), key=lambda d: d.finding.order)
 
 
 def _adds(finding: Finding) -> bool:

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from comparator_toy import LAYERS, Toy, damaged, prompts, weights
+from factories import RunFactory
 
 from tapscope.comparator import Report, Verdict, compare
+from tapscope.observe import RowRun
 from tapscope.run import open_run
 
 TABLES = weights()
@@ -147,3 +149,34 @@ def test_a_shard_that_is_wrong_on_one_rank_is_placed_on_that_rank(base: Path, tm
     assert report.first_divergence is not None
     assert report.first_divergence.place is not None
     assert report.first_divergence.place.rank == 1
+
+
+def test_two_outputs_of_one_module_are_one_culprit(tmp_path: Path) -> None:
+    ones = np.ones((6, 16), np.float32)
+    for name, factor in (("b", 1), ("t", 1.3)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(6,), rows=[RowRun("a", 0, 6, 0, 0)], token_ids=range(6))
+            run.put("rotary_emb:in[x]", ones, dims="t h")
+            for port in ("out[0]", "out[1]"):
+                run.put(f"rotary_emb:{port}", ones * np.float32(factor), dims="t h")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert [(d.module, d.site) for d in report.divergences] == [("rotary_emb", "rotary_emb:out[0]")]
+    assert [f.role for f in report.findings] == ["", "producer", "producer"]
+
+
+def test_going_backward_the_gradient_of_the_output_is_what_a_module_was_given(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    sites = [f"layers.{i}.fc:{port}" for i in (2, 1, 0) for port in ("out.grad", "in[x].grad")]
+    values = {site: rng.standard_normal((6, 16)).astype(np.float32) for site in sites}
+    for name in ("b", "t"):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(6,), rows=[RowRun("a", 0, 6, 0, 0)], token_ids=range(6))
+            for site, value in values.items():
+                run.site(site, params={"weight": (16, 16)})
+                spoiled = name == "t" and sites.index(site) >= sites.index("layers.1.fc:in[x].grad")
+                run.put(site, value * np.float32(1.3) if spoiled else value, dims="t h")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert [d.site for d in report.divergences] == ["layers.1.fc:in[x].grad"]
+    assert report.divergences[0].module == "layers.1.fc"

@@ -74,7 +74,8 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
         parts.append(f"{_extent(finding)} {divergence.place.text()}{rank}")
     parts += [_amount(finding), divergence.evidence]
     if len(report.divergences) > 1:
-        parts.append(f"and {len(report.divergences) - 1} more of their own, next {report.divergences[1].module}")
+        others = text.plural(len(report.divergences) - 1, "module")
+        parts.append(f"{others} more on their own account, next {report.divergences[1].module}")
     if report.coverage.partial:
         parts.append("on partial data")
     return "; ".join(parts)
