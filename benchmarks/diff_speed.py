@@ -24,7 +24,7 @@ from tapscope import ledger, record
 from tapscope.comparator import compare
 from tapscope.kernels.native import backend, summarize_array
 from tapscope.observe import RowRun, StepInfo
-from tapscope.record import Key, Record, Stats
+from tapscope.record import Key, Record
 from tapscope.run import open_run
 from tapscope.writer import RankWriter, create_run
 
@@ -68,8 +68,7 @@ def share(whole: Array, dims: str, rank: int, size: int) -> Array:
 def put(writer: RankWriter, key: Key, seq: int, values: Array, dims: str) -> None:
     values = np.ascontiguousarray(values)
     summary = summarize_array(values)
-    stats = Stats(**{name: getattr(summary, name) for name in Stats.__slots__})
-    item = Record(key, seq, values.dtype.name, values.shape, dims, None, stats, summary.hash)
+    item = Record(key, seq, values.dtype.name, values.shape, dims, None, *summary)
     payload = values.reshape(-1).view(np.uint8)
     writer.record(json.dumps(record.to_json(item)).encode(), key.tensor_name, values.dtype.name, values.shape, payload)
 

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 
 from tapscope import dtypes
-from tapscope.kernels.native import summarize
-from tapscope.record import Stats
+from tapscope.kernels.native import Summary, summarize
 
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
@@ -92,17 +91,12 @@ def snapshot(tensor: torch.Tensor, pool: BufferPool) -> Snapshot:
     return Snapshot(_NAMES[tensor.dtype], shape, buffer)
 
 
-def measure(tensor: torch.Tensor) -> tuple[Stats, str]:
+def measure(tensor: torch.Tensor) -> Summary:
     """Statistics and hash of a :func:`local_tensor`, in one pass over its bytes."""
     dense = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
-    return _split(summarize(dense.data_ptr(), dense.numel(), _NAMES[dense.dtype]))
+    return summarize(dense.data_ptr(), dense.numel(), _NAMES[dense.dtype])
 
 
-def measure_snapshot(taken: Snapshot, count: int) -> tuple[Stats, str]:
+def measure_snapshot(taken: Snapshot, count: int) -> Summary:
     """Statistics and hash of a snapshot of ``count`` elements."""
-    return _split(summarize(taken.buffer.data_ptr(), count, taken.dtype))
-
-
-def _split(summary: tuple[object, ...]) -> tuple[Stats, str]:
-    *stats, digest = summary
-    return Stats(*stats), str(digest)  # type: ignore[arg-type]
+    return summarize(taken.buffer.data_ptr(), count, taken.dtype)

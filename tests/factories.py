@@ -9,7 +9,7 @@ import numpy as np
 from tapscope import ledger, record
 from tapscope.kernels.native import summarize_array
 from tapscope.observe import RowRun, StepInfo
-from tapscope.record import Key, Record, Stats
+from tapscope.record import Key, Record
 from tapscope.writer import RankWriter, create_run
 
 
@@ -103,7 +103,6 @@ class RunFactory:
         assert self._info is not None
         contiguous = np.ascontiguousarray(array).reshape(array.shape)
         summary = summarize_array(contiguous)
-        stats = Stats(**{name: getattr(summary, name) for name in Stats.__slots__})
         occurrence = self._fired.get((rank, site, self._info.step), 0)
         self._fired[rank, site, self._info.step] = occurrence + 1
         key = Key(site, self._info.step, rank, occurrence)
@@ -115,8 +114,7 @@ class RunFactory:
             contiguous.shape,
             dims,
             None if rows is None else tuple(rows),
-            stats,
-            summary.hash,
+            *summary,
         )
         self._seq[rank] += 1
         self._counts[rank].seen += 1

@@ -40,7 +40,7 @@ tiny = np.full((2, 4096), 2.0**-149, np.float32)
 summarize_array(tiny), compare_rows(tiny, tiny * 3)
 half = np.float32(2.0**-126) * np.float32(0.5)
 print(backend()[0], half > 0, float(tiny[0, 0]) + 0.0 == 2.0**-149, 2.2250738585072014e-308 / 2 > 0)
-print(summarize_array(tiny).sum == 8192 * 2.0**-149, compare_rows(tiny, tiny * 3).total().max_abs == 2.0**-148)
+print(summarize_array(tiny).stats.sum == 8192 * 2.0**-149, compare_rows(tiny, tiny * 3).total().max_abs == 2.0**-148)
 """
     assert fresh(program) == ["c++ True True True", "True True"]
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from tapscope import dtypes
 from tapscope.kernels.native import library
+from tapscope.record import Stats
 
 Array = np.ndarray[Any, Any]
 
@@ -36,24 +37,10 @@ _MIX_A, _MIX_B, _ROUND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659F
 
 
 class Summary(NamedTuple):
-    """What is known of a tensor without keeping it; extremes and sums are over the finite elements."""
+    """What is known of a tensor without keeping it."""
 
-    count: int  # type: ignore[assignment]  # hides tuple.count, as the field is meant to
-    """Elements, non-finite ones included; a complex number counts as two."""
-    nan: int
-    posinf: int
-    neginf: int
-    zeros: int
-    """Elements equal to zero, of either sign."""
-    subnormals: int
-    """Elements that are not zero and smaller than the smallest normal number of their type."""
-    min: float | None
-    """None when no element is finite. 64-bit integers are rounded to float64."""
-    max: float | None
-    absmax: float | None
-    sum: float
-    sumsq: float
-    """Sum of squares; float64, infinite when it exceeds float64."""
+    stats: Stats
+    """A complex number counts as two elements; 64-bit integers are rounded to float64 in extremes and sums."""
     hash: str
     """32 hex digits; see the module's docstring."""
 
@@ -89,8 +76,8 @@ def summarize(address: int, count: int, dtype: str) -> Summary:
     total, nan, posinf, neginf, zeros, subnormals, finite, low, high, absmax, added, squares, h1, h2 = values
     text = f"{h1:016x}{h2:016x}"
     if not finite:
-        return Summary(total, nan, posinf, neginf, zeros, subnormals, None, None, None, added, squares, text)
-    return Summary(total, nan, posinf, neginf, zeros, subnormals, low, high, absmax, added, squares, text)
+        low = high = absmax = None
+    return Summary(Stats(total, nan, posinf, neginf, zeros, subnormals, low, high, absmax, added, squares), text)
 
 
 def summarize_array(array: Array) -> Summary:
@@ -155,11 +142,9 @@ def summarize_reference(array: Array, chunk: int = CHUNK) -> Summary:
     nan, positive, negative, zeros, tiny = (sum(part[0][i] for part in parts) for i in range(5))
     extremes = [part[1] for part in parts if part[1] is not None]
     added, squares = (float(sum(part[2][i] for part in parts)) for i in range(2))
-    if not extremes:
-        return Summary(flat.size, nan, positive, negative, zeros, tiny, None, None, None, added, squares, text)
-    low, high = min(pair[0] for pair in extremes), max(pair[1] for pair in extremes)
-    most = max(abs(low), abs(high))
-    return Summary(flat.size, nan, positive, negative, zeros, tiny, low, high, most, added, squares, text)
+    low, high = min((pair[0] for pair in extremes), default=None), max((pair[1] for pair in extremes), default=None)
+    most = None if low is None or high is None else max(abs(low), abs(high))
+    return Summary(Stats(flat.size, nan, positive, negative, zeros, tiny, low, high, most, added, squares), text)
 
 
 def _statistics(block: Array) -> tuple[tuple[int, ...], tuple[float, float] | None, tuple[float, float]]:
