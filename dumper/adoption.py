@@ -11,12 +11,12 @@ from tapscope.wire import Message
 class Adoption:
     """Changes this rank has accepted, and which of them is due."""
 
-    def __init__(self, check: Callable[[DumperConfig], None]) -> None:
+    def __init__(self, check: Callable[[DumperConfig], None], epoch: int = 0) -> None:
         """``check`` raises RuleError or ConfigError for a configuration this rank cannot apply."""
         self._check = check
         self._prepared: dict[int, dict[str, Any]] = {}
         self._commit: tuple[int, int] | None = None
-        self.applied = 0
+        self.applied = epoch
         """Epoch in force."""
 
     @property
@@ -35,14 +35,19 @@ class Adoption:
             return Message("accept", {"epoch": epoch, "problem": self._prepare(epoch, message), "at": step})
         return None
 
-    def due(self, step: int, epoch: int | None) -> dict[str, Any] | None:
-        """The change to apply before ``step``; ``epoch`` is the host's word where it decides for all ranks."""
+    def due(self, step: int, epoch: int | None) -> list[tuple[int, dict[str, Any]]]:
+        """The changes to apply before ``step``, oldest first, with their epochs.
+
+        ``epoch`` is the host's word where it decides for all ranks. An idle rank may have several to catch up with.
+        """
         if epoch is None and self._commit and step >= self._commit[1]:
             epoch = self._commit[0]
-        if epoch is None or epoch == self.applied or epoch not in self._prepared:
-            return None
-        self.applied = epoch
-        return self._prepared.pop(epoch)
+        if epoch is None or epoch == self.applied:
+            return []
+        ready = sorted(each for each in list(self._prepared) if each <= epoch)
+        if ready:
+            self.applied = ready[-1]
+        return [(each, self._prepared.pop(each)) for each in ready]
 
     def _prepare(self, epoch: int, message: Message) -> str | None:
         try:

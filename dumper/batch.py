@@ -1,6 +1,5 @@
 """Batch: what goes to the recorder in one message, and the bytes a step has sent already."""
 
-import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,10 +7,10 @@ import torch
 
 from tapscope import record
 from tapscope.dumper.capture import Snapshot, measure_snapshot
+from tapscope.ledger import encode_line, event_line
 from tapscope.record import Record
 from tapscope.wire import Message
 
-_log = logging.getLogger("tapscope")
 _LINE_COST = 512
 
 
@@ -36,9 +35,9 @@ class Batch:
 
     lines: list[bytes] = field(default_factory=list)
     payloads: list[list[Any]] = field(default_factory=list)
-    """[line, tensor name, dtype, shape] of every buffer that is sent."""
+    """[line, payload number, tensor name, dtype, shape] of every buffer that is sent."""
     shared: list[list[Any]] = field(default_factory=list)
-    """[line, tensor name of the payload that holds the same bytes]."""
+    """[line, number of the payload that holds the same bytes]."""
     sent: list[torch.Tensor] = field(default_factory=list)
     unsent: list[torch.Tensor] = field(default_factory=list)
     cost: int = 0
@@ -59,32 +58,40 @@ class Sharing:
 
     def __init__(self) -> None:
         self.step = -1
-        self._names: dict[tuple[str, int], str] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._next = 0
 
     def enter(self, step: int) -> None:
         """Records of another step begin; nothing is shared across steps."""
         self.step = step
-        self._names.clear()
+        self._numbers.clear()
 
     def add(self, item: Pending, batch: Batch) -> None:
         """Put a record of this step into the batch, with its bytes unless they have been sent."""
         batch.cost += item.cost
+        try:
+            self._add(item, batch)
+        except Exception as error:  # noqa: BLE001 - one value that cannot be encoded must not end the capture
+            where, reason = item.record.key.site, f"{type(error).__name__}: {error}"
+            fields = {"where": where, "reason": reason, "step": item.record.key.step, "late": True}
+            batch.lines.append(encode_line(event_line("failed", **fields)))
+            if item.snapshot is not None:
+                batch.unsent.append(item.snapshot.buffer)
+
+    def _add(self, item: Pending, batch: Batch) -> None:
         taken = item.snapshot
         if taken is None:
             batch.lines.append(record.encode(item.record))
             return
-        try:
-            stats, digest = measure_snapshot(taken, item.count)
-        except Exception as error:  # noqa: BLE001 - one value that cannot be measured must not end the capture
-            _log.warning("tapscope: %s was not kept: %s: %s", item.record.key.site, type(error).__name__, error)
+        stats, digest = measure_snapshot(taken, item.count)
+        encoded = record.encode(replace(item.record, stats=stats, hash=digest))
+        line, same = len(batch.lines), (digest, taken.nbytes)
+        batch.lines.append(encoded)
+        if same in self._numbers:
+            batch.shared.append([line, self._numbers[same]])
             batch.unsent.append(taken.buffer)
             return
-        line, same, name = len(batch.lines), (digest, taken.nbytes), item.record.key.tensor_name
-        batch.lines.append(record.encode(replace(item.record, stats=stats, hash=digest)))
-        if same in self._names:
-            batch.shared.append([line, self._names[same]])
-            batch.unsent.append(taken.buffer)
-        else:
-            self._names[same] = name
-            batch.payloads.append([line, name, taken.dtype, list(taken.shape)])
-            batch.sent.append(taken.buffer)
+        self._numbers[same] = number = self._next
+        self._next += 1
+        batch.payloads.append([line, number, item.record.key.tensor_name, taken.dtype, list(taken.shape)])
+        batch.sent.append(taken.buffer)

@@ -1,5 +1,7 @@
 """Capture: a tensor as bytes of our own, so that a later in-place change does not show."""
 
+import threading
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -29,37 +31,52 @@ class Snapshot(NamedTuple):
 
 
 class BufferPool:
-    """Buffers that come back: fresh memory costs a page fault every 4 KiB, more than the copy itself."""
+    """Buffers that come back: fresh memory costs a page fault every 4 KiB, more than the copy itself.
+
+    Idle buffers are bounded in bytes; the sizes that were not asked for the longest go first.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held = 0
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of exactly ``nbytes``."""
-        free = self._free.get(nbytes)
-        if free:
-            try:
-                buffer = free.pop()
-            except IndexError:  # another thread was quicker
-                return _new_buffer(nbytes)
-            self._held -= nbytes
-            return buffer
+        with self._lock:
+            idle = self._idle.get(nbytes)
+            if idle is not None:
+                self._idle.move_to_end(nbytes)
+                if idle:
+                    self._held -= nbytes
+                    return idle.pop()
         return _new_buffer(nbytes)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Keep the buffer for later, within the limit."""
+        """Keep the buffer for later."""
         nbytes = buffer.numel()
-        if nbytes and self._held + nbytes <= self._limit:
+        if not nbytes or nbytes > self._limit:
+            return
+        with self._lock:
+            self._idle.setdefault(nbytes, []).append(buffer)
             self._held += nbytes
-            self._free.setdefault(nbytes, []).append(buffer)
+            while self._held > self._limit:
+                oldest, buffers = next(iter(self._idle.items()))
+                if buffers:
+                    buffers.pop()
+                    self._held -= oldest
+                else:
+                    del self._idle[oldest]
 
 
 def _new_buffer(nbytes: int) -> torch.Tensor:
     # An inference tensor could not be written again once inference mode is left.
     with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    if type(buffer) is not torch.Tensor:
+        raise Unsupported(f"a tensor mode is active that makes a {type(buffer).__name__} of every tensor")
+    return buffer
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,6 +89,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise Unsupported(f"dtype {tensor.dtype} is not supported")
     if tensor.is_meta:
         raise Unsupported("a meta tensor has no values")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise Unsupported(f"a {type(tensor).__name__} is no plain memory")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise Unsupported("a tensor inside torch.func has no memory of its own")
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor
@@ -94,6 +117,8 @@ def snapshot(tensor: torch.Tensor, pool: BufferPool) -> Snapshot:
 def measure(tensor: torch.Tensor) -> Summary:
     """Statistics and hash of a :func:`local_tensor`, in one pass over its bytes."""
     dense = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
+    if dense.numel() and not dense.data_ptr():
+        raise Unsupported(f"a {type(dense).__name__} has no memory")
     return summarize(dense.data_ptr(), dense.numel(), _NAMES[dense.dtype])
 
 

@@ -1,5 +1,8 @@
 """Collector: from a tap that fires, within a step, to records on their way. Nothing here may raise into the model."""
 
+import logging
+import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +16,11 @@ from tapscope.dumper.config import Selection
 from tapscope.dumper.flatten import flatten, plain_value
 from tapscope.dumper.pipeline import Pipeline
 from tapscope.dumper.taps import Port, Tap, slots_as_ranges, usable_dims
-from tapscope.ledger import StepCounts
+from tapscope.ledger import StepCounts, event_line
 from tapscope.observe import StepInfo
 from tapscope.record import Key, Record
 
+_log = logging.getLogger("tapscope")
 _MAX_COMPLAINTS = 20
 
 
@@ -30,8 +34,16 @@ class Collector:
         self.step: StepInfo | None = None
         """The open step."""
         self.counts = StepCounts()
+        """Of the open step, or the last one."""
         self.num_outside = 0
         """Firings outside any step, not kept."""
+        self.num_dropped = 0
+        self.num_failed = 0
+        """Of all steps."""
+        self.rows_of_first_call = False
+        """Whether the open step's rows were read off the model's arguments."""
+        self._pid = os.getpid()
+        self._announced_sites: set[str] = set()
         self._epoch = 0
         self._announced = False
         self._began = 0.0
@@ -42,24 +54,27 @@ class Collector:
 
     def begin(self, info: StepInfo, epoch: int) -> None:
         """Open a step."""
-        self.step, self._epoch, self._announced = info, epoch, False
+        self.step, self._epoch, self._announced, self.rows_of_first_call = info, epoch, False, False
         self._serial += 1
         self.counts = StepCounts()
         self._row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
         self._pipeline.at = info.step
         self._began = time.perf_counter()
 
-    @property
     def may_describe(self) -> bool:
-        """Whether the open step's rows are unknown and may still be told."""
-        return self.step is not None and not self.step.grid and not self._announced
+        """Whether nobody has told the open step's rows and they may still be told."""
+        info = self.step
+        told = info is None or info.grid or info.rows or info.token_ids or info.row_sets
+        return not told and not self._announced
 
-    def end(self, metrics: Mapping[str, float]) -> None:
-        """Close the open step: metrics and counts go out."""
+    def end(self, metrics: Mapping[str, float], aborted: str | None) -> None:
+        """Close the open step: metrics and counts go out; ``aborted`` names the exception that ended it."""
         info, self.step = self.step, None
         if info is None:
             return
         self._announce(info)
+        self.counts.aborted = aborted
+        self._account(info)
         measured = {"latency_s": time.perf_counter() - self._began, "num_tokens": float(info.num_rows)}
         for name, value in (measured | dict(metrics)).items():
             self.metric(info.step, name, value)
@@ -67,15 +82,29 @@ class Collector:
         self._pipeline.kick()
 
     def metric(self, step: int, name: str, value: float) -> None:
-        """Send a named number."""
-        self._pipeline.put_line({"type": "metric", "step": step, "name": name, "value": float(value)})
+        """Send a named number; one that is not finite goes as null."""
+        number = float(value) if math.isfinite(value) else None
+        self._pipeline.put_line({"type": "metric", "step": step, "name": name, "value": number})
 
     def restart(self) -> None:
-        """A new run begins: records are numbered from 0 again."""
+        """A new run begins: records are numbered from 0 and sites announced again."""
         self._seq = 0
+        self._announced_sites.clear()
+
+    def _account(self, info: StepInfo) -> None:
+        """Say at once when values begin to be lost, and in the run how many each step lost."""
+        if self.counts.dropped:
+            if not self.num_dropped:
+                text = "tapscope drops values from step %d on: the pipeline is full or the recorder gone"
+                _log.warning(text, info.step)
+            self._pipeline.put_line(event_line("dropped", step=info.step, num_values=self.counts.dropped))
+        self.num_dropped += self.counts.dropped
+        self.num_failed += self.counts.failed
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
         """A tap fired with ``(args, kwargs)`` (kind ``in``) or an output (kind ``out``)."""
+        if os.getpid() != self._pid:
+            return  # a forked child: its pipeline has no thread, and the rank is its parent's
         try:
             if self.step is None:
                 self.num_outside += 1
@@ -88,6 +117,7 @@ class Collector:
                 if port.keep != "off":
                     self._take(tap, port, leaf, Key(port.site, self.step.step, self._rank, occurrence))
         except Exception as error:  # noqa: BLE001 - the model must go on
+            self.counts.seen += 1
             self.counts.failed += 1
             self.complain(tap.path, f"{type(error).__name__}: {error}")
 
@@ -96,8 +126,7 @@ class Collector:
         self._num_complaints += 1
         if self._num_complaints <= _MAX_COMPLAINTS:
             step = self.step.step if self.step else None
-            event = {"type": "event", "kind": "failed", "where": where, "reason": reason, "step": step}
-            self._pipeline.put_line(event)
+            self._pipeline.put_line(event_line("failed", where=where, reason=reason, step=step))
 
     def _announce(self, info: StepInfo) -> None:
         if not self._announced:
@@ -112,8 +141,9 @@ class Collector:
             self.counts.failed += 1
             self.complain(port.site, str(error) or type(error).__name__)
             return
-        if not port.announced:
-            port.announced = True
+        port.checked = True
+        if port.site not in self._announced_sites:
+            self._announced_sites.add(port.site)
             line = {"type": "site", "site": port.site, "class": tap.module_class, "params": tap.params}
             self._pipeline.put_line(line)
         if self._pipeline.put(pending):
@@ -127,7 +157,7 @@ class Collector:
             return Pending(Record(key, self._seq, None, (), value=plain_value(leaf)), None, 0)
         tensor = capture.local_tensor(leaf)
         shape = tuple(tensor.shape)
-        if not port.announced:
+        if not port.checked:
             port.dims, problem = usable_dims(port.dims, shape)
             if problem:
                 self.complain(port.site, problem)

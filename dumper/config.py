@@ -1,6 +1,7 @@
 """DumperConfig: one frozen, validated value, whether it comes from keywords, JSON or `k=v` words."""
 
 import json
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -74,8 +75,8 @@ class DumperConfig:
                 raise ConfigError(f"{each.name}={value!r}: must be {_describe(hints[each.name])}")
         for name in ("block_timeout_s", "queue_bytes", "segment_bytes", "capture_steps"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value!r}: must be more than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value!r}: must be more than 0 and finite")
 
     def updated(self, changes: Mapping[str, Any], *, allowed: Iterable[str] | None = None) -> "DumperConfig":
         """A copy with ``changes`` (JSON types; rules as ``GLOB=KEEP`` texts); raises ConfigError or RuleError."""
@@ -173,25 +174,39 @@ class Selection:
             return "off"
         return next((keep for glob, keep in self._globs if glob.matches(site)), self.config.keep)
 
-    def may_keep(self, path: str, kind: str, ports: Iterable[str]) -> bool:
-        """Whether any port of ``kind`` at this module may be kept; ``ports`` are those known beforehand."""
+    def may_keep(self, path: str, kind: str, ports: Iterable[str], *, unnamed: bool) -> bool:
+        """Whether any port of ``kind`` at this module may be kept.
+
+        ``ports`` are those known beforehand; ``unnamed`` says that there may be others.
+        """
         if any(self.keep(f"{path}:{port}") != "off" for port in ports):
             return True
-        # A rule may name a nested output (out[0]) that only a firing can show: hook where its path fits.
-        return self.config.enabled and any(
-            rule.keep != "off" and f":{kind}[" in rule.glob and _path_glob(rule.glob).matches(f"{path}:out")
-            for rule in self.config.rules
-        )
+        if not self.config.enabled:
+            return False
+        if unnamed and self.config.keep != "off":
+            return True
+        # A rule may name what only a firing can show (out[0], an argument of **kwargs): hook where its path fits.
+        return any(rule.keep != "off" and _may_name(rule.glob, path, kind, unnamed) for rule in self.config.rules)
 
-    def check_matches(self, ports: Mapping[str, Iterable[str]], describe: str) -> None:
-        """Raise RuleError for a rule that can match no site; ``ports`` maps each module path to its known ports."""
+    def check_matches(self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str) -> None:
+        """Raise RuleError for a rule that can match no site.
+
+        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named.
+        """
         sites = [f"{path}:{port}" for path, known in ports.items() for port in known]
+        opened = set(open_paths)
         for rule, (glob, _) in zip(self.config.rules, self._globs, strict=True):
-            nested = "[" in rule.glob and any(_path_glob(rule.glob).matches(f"{path}:out") for path in ports)
-            if not nested and not any(glob.matches(site) for site in sites):
+            if any(glob.matches(site) for site in sites):
+                continue
+            if not any(_may_name(rule.glob, path, kind, path in opened) for path in ports for kind in ("in", "out")):
                 raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
 
 
-def _path_glob(glob: str) -> Glob:
-    path = glob.rpartition(":")[0]
-    return Glob(f"{path}:*")
+def _may_name(glob: str, path: str, kind: str, unnamed: bool) -> bool:
+    """Whether the glob may match a port of ``kind`` at ``path`` that is not known before it fires."""
+    head, colon, port = glob.rpartition(":")
+    if not colon:
+        return unnamed and Glob(port).matches(f"{path}:out")
+    if not port.startswith(f"{kind}[") and not (unnamed and kind == "in" and port.startswith(("in", "*"))):
+        return False
+    return Glob(f"{head}:*").matches(f"{path}:out") and (unnamed or "." in port or kind == "out")

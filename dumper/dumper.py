@@ -1,6 +1,7 @@
 """Dumper: taps a model and streams what its rules select into a run."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,10 +14,11 @@ from tapscope.dumper import manifest, session
 from tapscope.dumper.adoption import Adoption
 from tapscope.dumper.collector import Collector
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, Selection
-from tapscope.dumper.pipeline import Pipeline
+from tapscope.dumper.pipeline import Pipeline, TryAgain
 from tapscope.dumper.rows import step_from_call
 from tapscope.dumper.taps import Hooks, RootWrapper, find_taps
 from tapscope.errors import RecorderError, StepError
+from tapscope.ledger import StepCounts, event_line
 from tapscope.observe import RankInfo, RowRun, StepInfo
 from tapscope.site import describe_layers
 from tapscope.wire import Message
@@ -74,47 +76,83 @@ class Dumper:
         """Join or start the recorder and place the taps."""
         if self._pipeline is not None:
             raise StepError("this Dumper is already open")
+        self.config, self._next_step = self._base_config, 0
+        for tap in self._taps:
+            tap.forget()
+            tap.fired = False
         self._check(self.config)
-        options = {"control": self.config.control, "segment_bytes": self.config.segment_bytes}
-        found = session.join(self.out, options, force=self._force, first=self.info.rank == 0)
-        pipeline = Pipeline(
-            found["address"],
-            found["pid"],
-            queue_bytes=self.config.queue_bytes,
-            block_timeout_s=None if self.config.policy == "drop" else self.config.block_timeout_s,
-            on_message=lambda message: self._adoption.on_message(message, self._next_step - 1),
-        )
-        self.http = pipeline.greet(manifest.hello(self.info, self.config, self._taps)).fields.get("http")
+        pipeline, welcome = self._join()
         self._pipeline, self._collector = pipeline, Collector(pipeline, self.info.rank)
+        self._adoption = Adoption(self._check, welcome["epoch"])
+        self.http = welcome["http"]
+        if welcome["epoch"]:  # a rank that comes late takes over what the others have agreed on
+            self.config = self._base_config = DumperConfig().updated(welcome["config"])
+            self.out = Path(welcome["run"])
         self._root = RootWrapper(self._model, self._around_root)
         self._select(self._collector)
         return self
 
+    def _join(self) -> tuple[Pipeline, Message]:
+        options = {"control": self.config.control, "segment_bytes": self.config.segment_bytes}
+        hello = manifest.hello(self.info, self.config, self._taps)
+        deadline = time.monotonic() + session.START_TIMEOUT_S
+        while True:
+            found = session.join(self.out, options, force=self._force, first=self.info.rank == 0)
+            pipeline = Pipeline(
+                found["address"],
+                found["pid"],
+                queue_bytes=self.config.queue_bytes,
+                block_timeout_s=None if self.config.policy == "drop" else self.config.block_timeout_s,
+                on_message=lambda message: self._adoption.on_message(message, self._next_step - 1),
+            )
+            try:
+                return pipeline, pipeline.greet(hello)
+            except TryAgain:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
     def close(self) -> None:
-        """Take the taps away, send what is left and say what is missing."""
+        """Take the taps away, send what is left and say what is missing (strict: raise RecorderError)."""
+        lost = self._close()
+        if lost and self.config.policy == "strict":
+            raise RecorderError(f"{self.out} is incomplete: {lost}")
+
+    def _close(self) -> str | None:
         pipeline, collector = self._pipeline, self._collector
         self._pipeline = self._collector = None
         if pipeline is None or collector is None:
-            return
+            return None
         never_fired = self._never_fired()
         self._hooks.remove()
         if self._root is not None:
             self._root.remove()
-        farewell = {"type": "event", "kind": "close", "reason": "closed", "never_fired": never_fired}
-        pipeline.put_line(farewell | {"outside_step": collector.num_outside})
+        fields = {"reason": "closed", "never_fired": never_fired, "outside_step": collector.num_outside}
+        pipeline.put_line(event_line("close", **fields))
         lost = pipeline.close(Message("close", {"at": self._next_step - 1}))
-        if never_fired:
-            _log.warning("tapscope: %d taps never fired: %s", len(never_fired), ", ".join(never_fired[:4]))
-        if collector.num_outside:
-            _log.warning("tapscope: %d firings outside a step were not kept; use step()", collector.num_outside)
-        if lost:
-            _log.warning("tapscope: %s is incomplete: %s", self.out, lost)
+        facts = [
+            (len(never_fired), f"{len(never_fired)} taps never fired: {', '.join(never_fired[:4])}"),
+            (collector.num_outside, f"{collector.num_outside} firings outside a step were not kept; use step()"),
+            (collector.num_dropped, f"{collector.num_dropped} values were dropped; {self.out} is incomplete"),
+            (
+                collector.num_failed,
+                f"{collector.num_failed} values could not be captured (tapscope info says why)",
+            ),
+            (lost, f"{self.out} is incomplete: {lost}"),
+        ]
+        for amount, sentence in facts:
+            if amount:
+                _log.warning("tapscope: %s", sentence)
+        return lost
 
     def __enter__(self) -> "Dumper":
         return self.open()
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._close()  # the caller's own exception is the one to see
 
     # ---- steps ------------------------------------------------------------------------------------------
 
@@ -128,6 +166,8 @@ class Dumper:
         token_ids: Sequence[int] = (),
     ) -> Iterator[StepInfo]:
         """One step of the host; everything that fires inside belongs to it. Steps do not nest (StepError)."""
+        if self._collector is None:
+            raise StepError("this Dumper is not open; use it as a context manager, or call open() first")
         info = StepInfo(
             step=self._next_step, phase=phase, grid=tuple(grid), rows=tuple(rows), token_ids=tuple(token_ids)
         )
@@ -140,8 +180,10 @@ class Dumper:
         self.before_step(info)
         try:
             yield
-        finally:
-            self.after_step({})
+        except BaseException as error:
+            self._end_step({}, type(error).__name__)
+            raise
+        self.after_step({})
 
     @property
     def next_step(self) -> int:
@@ -162,26 +204,32 @@ class Dumper:
         collector.begin(info, self._adoption.applied)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Close the current step. With the strict policy, raises RecorderError when anything of it was lost."""
+        """Close the current step. With the strict policy, raises RecorderError when anything was lost."""
+        counts = self._end_step(metrics, None)
+        pipeline = self._pipeline
+        if counts is None or pipeline is None or self.config.policy != "strict":
+            return
+        lost = counts.dropped + counts.failed
+        if lost or not pipeline.flush(max(self.config.block_timeout_s, 1.0)):
+            reason = pipeline.dead or ("see the events of the run" if lost else "the recorder does not acknowledge")
+            raise RecorderError(f"values up to step {self._next_step - 1} were lost ({lost} in this step): {reason}")
+
+    def _end_step(self, metrics: Mapping[str, float], aborted: str | None) -> StepCounts | None:
         pipeline, collector = self._pipeline, self._collector
         if pipeline is None or collector is None or collector.step is None:
-            return
-        number = collector.step.step
+            return None
         if self.armed:
-            collector.end(metrics)
+            collector.end(metrics, aborted)
         collector.step = None
         if pipeline.capture_left is not None:
-            self._count_down(pipeline)
-        lost = collector.counts.dropped + collector.counts.failed
-        if lost and self.config.policy == "strict":
-            raise RecorderError(
-                f"{lost} values of step {number} were lost: {pipeline.dead or 'see the run for events'}"
-            )
+            self._count_down(pipeline, collector)
+        return collector.counts
 
     def metric(self, name: str, value: float) -> None:
-        """Record a named number of the current step."""
-        if self._collector is not None and self._collector.step is not None:
-            self._collector.metric(self._collector.step.step, name, value)
+        """Record a named number of the current step; outside a step raises StepError."""
+        if self._collector is None or self._collector.step is None:
+            raise StepError(f"metric {name!r} came outside a step; call it inside `with dumper.step():`")
+        self._collector.metric(self._collector.step.step, name, value)
 
     # ---- Arming -----------------------------------------------------------------------------------------
 
@@ -205,21 +253,33 @@ class Dumper:
         collector = self._collector
         if collector is None:
             return forward(*args, **kwargs)
-        alone = collector.step is None
-        if alone:
+        if collector.step is None:
             self.before_step(self._described(collector, StepInfo(step=self._next_step), args, kwargs))
-        elif collector.step is not None and collector.may_describe:
-            collector.step = self._described(collector, collector.step, args, kwargs)
-        try:
-            if self.armed:
-                collector.fire(self._taps[0], "in", (args, kwargs))
-            output = forward(*args, **kwargs)
-            if self.armed:
-                collector.fire(self._taps[0], "out", output)
+            try:
+                output = self._watched(collector, forward, args, kwargs)
+            except BaseException as error:
+                self._end_step({}, type(error).__name__)
+                raise
+            self.after_step({})
             return output
-        finally:
-            if alone:
-                self.after_step({})
+        if collector.may_describe():
+            collector.step = self._described(collector, collector.step, args, kwargs)
+            collector.rows_of_first_call = True
+        elif collector.rows_of_first_call:
+            text = f"the model was called again in step {collector.step.step}, whose rows are those of the first call"
+            collector.complain("step", text)
+        return self._watched(collector, forward, args, kwargs)
+
+    def _watched(
+        self, collector: Collector, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        root = self._taps[0]
+        if self.armed and "in" in root.kinds:
+            collector.fire(root, "in", (args, kwargs))
+        output = forward(*args, **kwargs)
+        if self.armed and "out" in root.kinds:
+            collector.fire(root, "out", output)
+        return output
 
     def _described(
         self, collector: Collector, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -238,35 +298,34 @@ class Dumper:
     # ---- configuration, between steps -------------------------------------------------------------------
 
     def _apply_due(self, info: StepInfo) -> None:
-        change, pipeline, collector = self._adoption.due(info.step, info.epoch), self._pipeline, self._collector
-        if change is None or pipeline is None or collector is None:
+        pipeline, collector = self._pipeline, self._collector
+        if pipeline is None or collector is None:
             return
-        if "run" in change:
-            self._reopen(pipeline, collector, change["run"])
-        else:
-            self._base_config = DumperConfig().updated(change["base"])
-            self._configure(pipeline, collector, DumperConfig().updated(change["config"]))
-        applied = {"epoch": self._adoption.applied, "step": info.step, "at": info.step}
-        pipeline.put_message(Message("applied", applied))
-        pipeline.kick()
+        for epoch, change in self._adoption.due(info.step, info.epoch):
+            if "run" in change:
+                self._reopen(pipeline, collector, change["run"])
+            else:
+                self._base_config = DumperConfig().updated(change["base"])
+                self._configure(pipeline, collector, DumperConfig().updated(change["config"]))
+            pipeline.put_message(Message("applied", {"epoch": epoch, "step": info.step, "at": info.step}))
+            pipeline.kick()
 
     def _configure(self, pipeline: Pipeline, collector: Collector, config: DumperConfig) -> None:
         self.config = config
         pipeline.capture_left = config.capture_steps
         self._select(collector)
         shown = {name: value for name, value in config.to_json().items() if name in (*RUNTIME_FIELDS, "capture_steps")}
-        pipeline.put_line({"type": "event", "kind": "config", "epoch": self._adoption.applied, **shown})
+        pipeline.put_line(event_line("config", epoch=self._adoption.applied, **shown))
 
     def _select(self, collector: Collector) -> None:
         collector.selection = Selection.of(self.config)
         self._hooks.install(collector.selection)
 
-    def _count_down(self, pipeline: Pipeline) -> None:
+    def _count_down(self, pipeline: Pipeline, collector: Collector) -> None:
         assert pipeline.capture_left is not None
-        assert self._collector is not None
         pipeline.capture_left -= 1
         if pipeline.capture_left <= 0:
-            self._configure(pipeline, self._collector, self._base_config)
+            self._configure(pipeline, collector, self._base_config)
         pipeline.kick()
 
     def _reopen(self, pipeline: Pipeline, collector: Collector, run: str) -> None:
@@ -282,7 +341,8 @@ class Dumper:
         ports = {tap.path: tap.known_ports() for tap in self._taps}
         for tap in self._taps:
             ports[tap.path] += [port.site.rpartition(":")[2] for port in list(tap.ports.values())]
-        Selection.of(config).check_matches(ports, describe_layers(f"{path}:out" for path in ports))
+        opened = [tap.path for tap in self._taps if tap.is_open]
+        Selection.of(config).check_matches(ports, opened, describe_layers(f"{path}:out" for path in ports))
 
     def _never_fired(self) -> list[str]:
         return [f"{tap.path}:out" for tap in self._hooks.armed if not tap.fired] if self._next_step else []

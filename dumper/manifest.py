@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tapscope._version import __version__
-from tapscope.dumper import capture
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.taps import Tap
 from tapscope.observe import RankInfo
@@ -23,7 +22,7 @@ def rank_info(model: nn.Module) -> RankInfo:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     parameter = next(model.parameters(), None)
-    dtype = capture.dtype_name(parameter) if parameter is not None else ""
+    dtype = str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
     config = getattr(model, "config", None)
     name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
     framework = "transformers" if type(model).__module__.startswith("transformers.") else "torch"

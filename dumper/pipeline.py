@@ -1,6 +1,5 @@
 """Pipeline: from the forward thread to the recorder, bounded in bytes, in a thread that never holds up the model."""
 
-import json
 import logging
 import threading
 import time
@@ -15,6 +14,7 @@ from tapscope.dumper.batch import Batch, Pending, Sharing
 from tapscope.dumper.capture import BufferPool
 from tapscope.dumper.process import is_alive
 from tapscope.errors import RecorderError, TapscopeError
+from tapscope.ledger import encode_line
 from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
@@ -23,6 +23,10 @@ _BATCH_RECORDS = 64
 _IDLE_S = 0.05  # how long control messages may lie unread while nothing is captured
 _SILENCE_S = 10.0  # a local recorder that lives but says nothing for so long is given up
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
+
+
+class TryAgain(RecorderError):
+    """The recorder is busy with a change, or about to end: join again in a moment."""
 
 
 class Pipeline:
@@ -53,6 +57,7 @@ class Pipeline:
         self._waiting_bytes = 0
         self._in_flight_bytes = 0
         self._flush = False
+        self._sending = False
         self._closing = False
         self._closed = False
         self.dead: str | None = None
@@ -80,7 +85,8 @@ class Pipeline:
         answer = wire.decode(self._socket.recv_multipart())
         if answer.kind != "welcome":
             self._socket.close()
-            raise RecorderError(str(answer.fields.get("reason", f"the recorder answered {answer.kind!r}")))
+            reason = str(answer.fields.get("reason", f"the recorder answered {answer.kind!r}"))
+            raise TryAgain(reason) if answer.fields.get("retry") else RecorderError(reason)
         self._heard = time.monotonic()
         self._thread.start()
         return answer
@@ -101,7 +107,7 @@ class Pipeline:
 
     def put_line(self, line: dict[str, Any]) -> None:
         """Queue a line that is no record; small, so never refused while the recorder lives."""
-        self._append(json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode())
+        self._append(encode_line(line))
 
     def put_message(self, message: Message) -> None:
         """Queue a message behind everything that was put before it."""
@@ -114,14 +120,24 @@ class Pipeline:
             self._changed.notify_all()
 
     def close(self, farewell: Message) -> str | None:
-        """Send everything, then ``farewell``; returns None, or a sentence about what may be lost."""
+        """Send everything, then ``farewell``; returns None, or why not everything was acknowledged."""
         self.put_message(farewell)
         with self._changed:
             self._closing = self._flush = True
             self._changed.notify_all()
         self._thread.join()
-        left = len(self._queue) + len(self._unacknowledged)
-        return None if not left else f"{left} batches were not acknowledged by the recorder ({self.dead or 'too slow'})"
+        return self.dead
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything put so far is acknowledged; False when that did not happen in time."""
+        with self._changed:
+            self._flush = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.dead is not None or self._drained(), timeout_s)
+            return self.dead is None and self._drained()
+
+    def _drained(self) -> bool:
+        return not (self._queue or self._unacknowledged or self._sending)
 
     def _append(self, item: bytes | Message) -> None:
         with self._changed:
@@ -148,6 +164,7 @@ class Pipeline:
                 items = self._take()
                 if items:
                     self._send(items)
+                    self._sending = False
                 if self._receive() or not self._closing:
                     last_progress = time.monotonic()
                 self._check_recorder()
@@ -179,9 +196,12 @@ class Pipeline:
                     cost += item.cost
             self._waiting_bytes -= cost
             self._flush = self._flush and bool(self._queue)
+            self._sending = True
             return items
 
     def _ready(self) -> bool:
+        if self.dead:
+            return False
         enough = self._waiting_records >= _BATCH_RECORDS or self._waiting_bytes >= _BATCH_BYTES
         return enough or (self._flush and bool(self._queue))
 
@@ -266,5 +286,7 @@ class Pipeline:
                 return
             self.dead = reason
             self._queue.clear()
+            self._unacknowledged.clear()
+            self._waiting_records = self._waiting_bytes = 0
             self._changed.notify_all()
         _log.warning("tapscope stops recording from step %d on: %s; the model goes on", self.at, reason)

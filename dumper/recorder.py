@@ -61,7 +61,7 @@ class Recorder:
         self.options = options
         self.peers: dict[int, Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
-        self._home = Path(tempfile.mkdtemp(prefix="tapscope-"))  # 0700: sockets only this user reaches
+        self._home = _private_directory()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 1000
@@ -114,12 +114,12 @@ class Recorder:
 
     def close(self) -> None:
         """Seal everything and leave no trace but the run."""
+        (self.path / RECORDER_FILE).unlink(missing_ok=True)  # first: nobody shall join any more
         for peer in self.peers.values():
             if peer.gone is None:
                 self._leave(peer, "stopped", "the recorder was stopped")
         if self._server is not None:
             self._server.stop()
-        (self.path / RECORDER_FILE).unlink(missing_ok=True)
         sys.stderr.flush()
         log = self.path / RECORDER_LOG
         if log.is_file() and not log.stat().st_size:
@@ -159,6 +159,8 @@ class Recorder:
             self.steering.request(identity, message)
             return
         peer = self._by_identity.get(identity)
+        if peer is not None and peer.gone is not None:
+            return
         if peer is None:
             raise RecorderError(f"a {message.kind!r} message came from a rank that did not say hello")
         peer.step = message.fields.get("at", peer.step)
@@ -174,12 +176,13 @@ class Recorder:
 
     def _hello(self, identity: bytes, message: Message) -> None:
         rank = int(message["rank"])
-        if rank in self.peers:
-            raise RecorderError(f"rank {rank} of {self.path} already has a writer (pid {self.peers[rank].pid})")
+        if (refusal := self._refuses(rank)) is not None:
+            self.send(identity, refusal)
+            return
         if not self.peers:
             create_run(self.path, message["manifest"])
         opening = {"rank": rank, **message["opening"]}
-        writer = RankWriter(self.path, rank, segment_bytes=int(self.options["segment_bytes"]))
+        writer = RankWriter(self.steering.run_path, rank, segment_bytes=int(self.options["segment_bytes"]))
         writer.event("open", **opening)
         local = message["opening"]["host"] == socket.gethostname()
         peer = Peer(identity, rank, int(message["opening"]["pid"]), local, opening, writer)
@@ -187,18 +190,26 @@ class Recorder:
         self._world_size = int(message["opening"]["world_size"])
         self._changed = time.monotonic()
         self.steering.welcome(peer, message)
-        self.send(
-            identity,
-            Message("welcome", {"epoch": self.steering.epoch, "config": self.steering.config, "http": self.http}),
-        )
+        self.send(identity, Message("welcome", {**self.steering.in_force(), "http": self.http}))
+
+    def _refuses(self, rank: int) -> Message | None:
+        """Why a rank cannot come in now; ``retry`` when it soon can."""
+        known = self.peers.get(rank)
+        if known is not None and known.gone is None:
+            reason = f"rank {rank} of {self.path} already has a writer (pid {known.pid}); choose another run or rank"
+            return Message("refused", {"reason": reason})
+        if known is not None:
+            self._stop = self._stop or not self.present()  # a new capture begins: wait for stragglers no longer
+            reason = f"rank {rank} of {self.path} was written by pid {known.pid}; other ranks are still recording"
+            return Message("refused", {"reason": reason, "retry": True})
+        if self.steering.busy:
+            return Message("refused", {"reason": "a change of configuration is under way", "retry": True})
+        return None
 
     def _batch(self, peer: Peer, message: Message) -> None:
         blob = bytes(message.frames[0])
         lines = blob.split(b"\n") if blob else []
-        payloads = [
-            (i, name, dtype, shape, frame.buffer)
-            for (i, name, dtype, shape), frame in zip(message["payloads"], message.frames[1:], strict=True)
-        ]
+        payloads = [(*head, frame.buffer) for head, frame in zip(message["payloads"], message.frames[1:], strict=True)]
         try:
             written = peer.writer.batch(lines, payloads, message["shared"], message["sharing_step"])
         except OSError as error:
@@ -246,6 +257,12 @@ class Recorder:
         if self.present():
             return False
         return len(self.peers) >= self._world_size or now - self._changed > _STRAGGLER_WAIT_S
+
+
+def _private_directory() -> Path:
+    """A directory of mode 0700 for sockets only this user reaches; their paths may not be longer than 107 bytes."""
+    short = len(tempfile.gettempdir()) < 60
+    return Path(tempfile.mkdtemp(prefix="tapscope-", dir=None if short else "/tmp"))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tapscope.observe import RowRun, StepInfo
@@ -33,22 +34,21 @@ def padded_step(
     requests: Sequence[str],
 ) -> StepInfo:
     """A step over a padded ``[batch, sequence]`` grid; rows that are not valid are padding."""
-    runs: list[RowRun] = []
-    tokens: list[int] = []
-    length = len(ids[0]) if ids else 0
-    for b, request in enumerate(requests):
-        for s in range(length):
-            if not valid[b][s]:
-                continue
-            tokens.append(int(ids[b][s]))
-            last = runs[-1] if runs else None
-            slot, position = b * length + s, int(positions[b][s])
-            joins = last is not None and last.request == request and last.slot + last.count == slot
-            if last is not None and joins and last.position + last.count == position:
-                runs[-1] = RowRun(request, last.position, last.count + 1, 0, last.slot)
-            else:
-                runs.append(RowRun(request, position, 1, 0, slot))
-    return StepInfo(step=step, phase=phase, grid=(len(ids), length), rows=tuple(runs), token_ids=tokens)
+    tokens, places = np.asarray(ids, np.int64), np.asarray(positions, np.int64)
+    real = np.asarray(valid, bool)
+    if not real.any():
+        return StepInfo(step=step, phase=phase, grid=tokens.shape)
+    # A run ends where a row is padding or the next position is not the one that follows.
+    follows = np.zeros_like(real)
+    follows[:, 1:] = real[:, 1:] & real[:, :-1] & (places[:, 1:] == places[:, :-1] + 1)
+    starts = np.flatnonzero(real & ~follows)
+    counts = np.add.reduceat(real.reshape(-1).astype(np.int64), starts)
+    length = tokens.shape[1]
+    runs = tuple(
+        RowRun(requests[slot // length], int(places.reshape(-1)[slot]), int(count), 0, int(slot))
+        for slot, count in zip(starts, counts, strict=True)
+    )
+    return StepInfo(step=step, phase=phase, grid=tokens.shape, rows=runs, token_ids=tokens[real].tolist())
 
 
 def _past_length(cache: Any) -> int:

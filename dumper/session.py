@@ -1,8 +1,10 @@
 """Session: the first rank to lock RUN on this host starts its recorder, the others find it."""
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from typing import Any
 
 from tapscope import errors, wire
 from tapscope.dumper.process import is_alive, remember
-from tapscope.errors import RecorderError, RunExistsError, TapscopeError
+from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
 from tapscope.writer import RECORDER_FILE, RECORDER_LOG, clear_run
 
 START_TIMEOUT_S = 30.0
@@ -24,14 +26,14 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
     Raises RunExistsError when a finished run lies there and ``force`` was not given (only rank 0, ``first``,
     decides that), ListenError when the control port is taken, RecorderError when no recorder comes up.
     """
-    run.mkdir(parents=True, exist_ok=True) if not run.is_file() else clear_run(run, force=force)
+    _make_directory(run)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         lock = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if first and _try_lock(lock):
                 clear_run(run, force=force)
-                (run / RECORDER_FILE).unlink(missing_ok=True)
+                _forget_dead_recorder(run)
                 return _start(run, options, lock)
         finally:
             os.close(lock)
@@ -40,6 +42,31 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
             return found
         time.sleep(0.05)
     raise RecorderError(f"no recorder came up for {run} within {START_TIMEOUT_S:g} s; is rank 0 running?")
+
+
+def _make_directory(run: Path) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if not os.access(run, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileExistsError:
+        raise RunExistsError(f"{run} is a file; choose another directory for the run") from None
+    except OSError as error:
+        raise ConfigError(
+            f"the run {run} cannot be created: {error.strerror}; choose a directory you may write"
+        ) from None
+
+
+def _forget_dead_recorder(run: Path) -> None:
+    """Remove what a killed recorder left: its address, and its directory of sockets."""
+    try:
+        address = json.loads((run / RECORDER_FILE).read_text())["address"]
+    except (OSError, ValueError, KeyError, TypeError):
+        address = ""
+    home = Path(str(address).removeprefix("ipc://")).parent
+    if home.name.startswith("tapscope-"):
+        shutil.rmtree(home, ignore_errors=True)
+    (run / RECORDER_FILE).unlink(missing_ok=True)
 
 
 def _try_lock(fd: int) -> bool:
@@ -114,3 +141,6 @@ def require_free(run: Path, *, force: bool) -> None:
     """Raise RunExistsError early, before a model is loaded for nothing; removes nothing."""
     if run.is_file() or ((run / "run.json").exists() and not force):
         raise RunExistsError(f"{run} already exists; choose another path or replace it with --force")
+    parent = next((each for each in (run, *run.absolute().parents) if each.exists()), Path("/"))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"the run {run} cannot be created: {parent} is no directory you may write")

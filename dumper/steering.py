@@ -9,7 +9,7 @@ from tapscope.dumper.transaction import Transaction
 from tapscope.errors import RecorderError, TapscopeError
 from tapscope.site import Glob
 from tapscope.wire import Message
-from tapscope.writer import create_run
+from tapscope.writer import create_run, remove_empty_run
 
 if TYPE_CHECKING:
     from tapscope.dumper.recorder import Peer, Recorder
@@ -25,7 +25,9 @@ class Steering:
         self._manifest: dict[str, Any] = {}
         self._modules: list[list[Any]] = []
         self._change: Transaction | None = None
+        self._last_epoch = 0
         self.epoch = 0
+        """The newest epoch that every rank accepted."""
         self.config: dict[str, Any] = {}
         self.run_path = recorder.path
 
@@ -34,6 +36,15 @@ class Steering:
         if not self.config:
             self._manifest, self.config = hello["manifest"], hello["config"]
             self._modules = hello["modules"]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a change is under way."""
+        return self._change is not None
+
+    def in_force(self) -> dict[str, Any]:
+        """What a rank that comes late must know."""
+        return {"epoch": self.epoch, "config": self.config, "run": str(self.run_path)}
 
     def request(self, identity: bytes, message: Message) -> None:
         """A control client asks; most answers go out at once, a change answers when ranks have."""
@@ -77,6 +88,8 @@ class Steering:
             return
         if change.committed_at is None:
             self._broadcast(Message("cancel", {"epoch": change.epoch}))
+            if "run" in change.payload:
+                remove_empty_run(Path(change.payload["run"]))
         self._change = None
         self._reply(change.reply_to, change.request_id, *outcome)
 
@@ -85,7 +98,6 @@ class Steering:
         step = max((peer.step for peer in peers), default=-1) + 1
         if "run" in change.payload:
             self.run_path = Path(change.payload["run"])
-            create_run(self.run_path, self._manifest)
         self.epoch = change.epoch
         if "config" in change.payload and change.payload["config"].get("capture_steps") is None:
             self.config = change.payload["config"]
@@ -102,14 +114,20 @@ class Steering:
     def _propose(
         self, identity: bytes, request: Any, payload: dict[str, Any], shown: dict[str, Any]
     ) -> tuple[int, dict[str, Any]] | None:
+        if (refusal := self._unready()) is not None:
+            return refusal
         peers = self._recorder.present()
-        if self._change is not None:
-            return 409, {"error": "another change is under way; try again in a second"}
-        if not peers:
-            return 409, {"error": "no rank is connected; start the model first"}
-        epoch = self.epoch + 1
+        self._last_epoch += 1  # never used twice: an answer to a cancelled change must not count for the next
+        epoch = self._last_epoch
         self._change = Transaction(epoch, payload, shown, identity, request, {peer.rank for peer in peers})
         self._broadcast(Message("prepare", {"epoch": epoch, **payload}))
+        return None
+
+    def _unready(self) -> tuple[int, dict[str, Any]] | None:
+        if self._change is not None:
+            return 409, {"error": "another change is under way; try again in a second"}
+        if not self._recorder.present():
+            return 409, {"error": "no rank is connected; start the model first"}
         return None
 
     def _do_state(self, identity: bytes, request: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -153,6 +171,12 @@ class Steering:
         path = self._recorder.path.parent / name
         if path.exists():
             return 400, {"error": f"run={name!r}: exists; choose another name"}
+        if (refusal := self._unready()) is not None:
+            return refusal
+        try:
+            create_run(path, self._manifest | {"config": self.config})
+        except OSError as error:
+            return 400, {"error": f"run={name!r}: {path} cannot be created: {error.strerror}"}
         return self._propose(identity, request, {"run": str(path)}, {"run": str(path)})
 
     def _do_sites(self, identity: bytes, request: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

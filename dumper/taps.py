@@ -1,7 +1,9 @@
 """Taps: the hooks that stand at a model's sites, and the ports they read."""
 
+import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +25,8 @@ class Port:
     dims: str | None
     """Annotation by the module, checked against the first tensor."""
     row_set: str | None
-    announced: bool = False
-    """Whether the site line is written."""
+    checked: bool = False
+    """Whether the annotation has met a tensor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +37,10 @@ class Tap:
     module_class: str
     names: tuple[str, ...]
     """Positional parameters of the module's forward."""
+    keywords: tuple[str, ...]
+    """Keyword-only parameters."""
+    is_open: bool
+    """Whether forward takes arguments that its signature does not name (``*args``, ``**kwargs``)."""
     params: dict[str, list[int]]
     tap_dims: dict[str, str]
     tap_rows: dict[str, str]
@@ -49,7 +55,7 @@ class Tap:
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
-        ports = {"in": [f"in[{name}]" for name in self.names], "out": ["out"]}
+        ports = {"in": [f"in[{name}]" for name in (*self.names, *self.keywords)], "out": ["out"]}
         return [port for kind in self.kinds if not kinds or kind in kinds for port in ports[kind]]
 
     def occurrence(self, serial: int, kind: str) -> int:
@@ -91,16 +97,18 @@ def find_taps(model: nn.Module) -> list[Tap]:
 
 def _callable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
-        if path == "" or type(module).forward is not nn.Module.forward:
+        if path == "" or getattr(type(module), "forward", None) is not nn.Module.forward:
             yield path, module
 
 
 def _tap(path: str, module: nn.Module) -> Tap:
-    params = {name: list(param.shape) for name, param in module.named_parameters(recurse=False)}
+    lazy = (nn.UninitializedParameter, nn.UninitializedBuffer)
+    own = module.named_parameters(recurse=False)
+    params = {name: list(param.shape) for name, param in own if not isinstance(param, lazy)}
     return Tap(
         path,
         type(module).__name__,
-        _parameter_names(module.forward),
+        *_parameters(module),
         params,
         dict(getattr(module, "tap_dims", None) or {}),
         dict(getattr(module, "tap_rows", None) or {}),
@@ -108,13 +116,16 @@ def _tap(path: str, module: nn.Module) -> Tap:
     )
 
 
-def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """(positional, keyword-only, open) of the module's forward; open when nothing is known of it."""
     try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (ValueError, TypeError):
-        return ()
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in named)
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (ValueError, TypeError, AttributeError):
+        return (), (), True
+    kinds = inspect.Parameter
+    positional = tuple(p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD))
+    keywords = tuple(p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY)
+    return positional, keywords, any(p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD) for p in parameters)
 
 
 class Hooks:
@@ -134,7 +145,8 @@ class Hooks:
         for tap in self._taps:
             tap.forget()
             wants_in, wants_out = (
-                kind in tap.kinds and selection.may_keep(tap.path, kind, tap.known_ports(kind))
+                kind in tap.kinds
+                and selection.may_keep(tap.path, kind, tap.known_ports(kind), unnamed=kind == "in" and tap.is_open)
                 for kind in ("in", "out")
             )
             if wants_in or wants_out:
@@ -150,48 +162,83 @@ class Hooks:
         self.armed.clear()
 
     def _hook(self, module: nn.Module, tap: Tap, *, wants_in: bool, wants_out: bool) -> None:
-        fire = self._fire
         if wants_in:
-
-            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                fire(tap, "in", (args, kwargs))
-
+            before = _Before(tap, self._fire)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if wants_out:
+            self._handles.append(module.register_forward_hook(_After(tap, self._fire)))
 
-            def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-                fire(tap, "out", output)
 
-            self._handles.append(module.register_forward_hook(after))
+class _Hook:
+    """A hook that stays behind: in a deep copy or a pickle of the module it does nothing."""
+
+    def __init__(self, tap: Tap, fire: Callable[[Tap, str, Any], None]) -> None:
+        self._tap = tap
+        self._fire = fire
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._fire(self._tap, "in", (args, kwargs))
+
+
+class _After(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._fire(self._tap, "out", output)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a hook becomes in a copy of the model."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 class RootWrapper:
-    """Stands in for the root's forward, so that ``model(x)`` and ``model.forward(x)`` are both seen, once."""
+    """Stands in for the root's forward, so that ``model(x)`` and ``model.forward(x)`` are both seen, once.
+
+    A deep copy or a pickle of the model gets its own plain forward instead.
+    """
 
     def __init__(
         self, model: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
     ) -> None:
         self._model = model
+        self._around = around
         self._had_own = "forward" in model.__dict__
         self._original = model.forward
+        self._active = True
+        functools.update_wrapper(self, self._original)  # its signature is asked for, by generate() for one
+        model.forward = self
 
-        @functools.wraps(model.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return around(self._original, args, kwargs) if self.active else self._original(*args, **kwargs)
-
-        self.active = True
-        self._wrapper = forward
-        model.forward = forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, watched."""
+        return self._around(self._original, args, kwargs) if self._active else self._original(*args, **kwargs)
 
     def remove(self) -> None:
         """Give the forward back; a wrapper that someone else put around ours is left alone."""
-        self.active = False
-        if self._model.__dict__.get("forward") is not self._wrapper:
+        self._active = False
+        if self._model.__dict__.get("forward") is not self:
             return
         if self._had_own:
             self._model.forward = self._original
         else:
             del self._model.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._had_own:
+            return copy.deepcopy(self._original, memo)
+        return types.MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return types.MethodType, (type(self._model).forward, self._model)
 
 
 def usable_dims(annotation: str | None, shape: tuple[int, ...]) -> tuple[str | None, str | None]:

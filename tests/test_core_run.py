@@ -235,6 +235,7 @@ def test_a_torn_last_line_and_a_damaged_one_are_said_and_the_rest_is_read(tmp_pa
     account = run.ledger()
     assert not account.complete
     assert account.open_ranks == [1]
+    assert account.uneven_ranks == []
 
 
 def test_the_ledger_counts_what_was_lost_between_hook_and_disk(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_killed_rank_leaves_a_readable_run_that_says_so(tmp_path: Path) -> Non
     lost = [event for event in run.events(1) if event.kind == "lost"]
     assert "died" in lost[0].fields["reason"]
     account = run.ledger()
-    assert account.open_ranks == [1]
+    assert (account.lost_ranks, account.open_ranks, account.complete) == ([1], [], False)
     assert max(r.key.step for r in run.records if r.key.rank == 0) > at_death
 
 
@@ -53,10 +53,11 @@ def test_strict_raises_at_the_end_of_the_step_when_something_was_lost(tmp_path: 
     model = build()
     dumper = Dumper(model, tmp_path / "run", keep="full", policy="strict").open()
     os.kill(json.loads((tmp_path / "run/recorder.json").read_text())["pid"], signal.SIGKILL)
-    with pytest.raises(RecorderError, match="values of step .* were lost"):
+    with pytest.raises(RecorderError, match="values up to step .* were lost"):
         for _ in range(100_000):
             model(torch.ones(1, 8))
-    dumper.close()
+    with pytest.raises(RecorderError, match="is incomplete"):
+        dumper.close()
 
 
 def test_a_taken_run_is_refused_and_replaced_only_by_force(tmp_path: Path) -> None:
@@ -124,7 +125,9 @@ def test_an_exception_in_the_model_passes_through_and_ends_the_step(tmp_path: Pa
             model(torch.ones(1, 5))
         model(torch.ones(1, 8))
         assert dumper.next_step == 2
-    assert open_run(tmp_path / "run").ledger().complete
+    account = open_run(tmp_path / "run").ledger()
+    assert account.aborted_steps == [(0, 0, "RuntimeError")]
+    assert (account.lost, account.complete) == (0, False)
 
 
 def test_the_drop_policy_never_waits_and_counts_what_it_dropped(tmp_path: Path) -> None:

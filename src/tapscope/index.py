@@ -87,7 +87,11 @@ def _add(index: RankIndex, line: dict[str, Any], rank: int) -> None:
     elif kind == "step":
         (index.begins if line["at"] == "begin" else index.ends)[int(line["step"])] = line
     elif kind == "metric":
-        index.metrics.append(Metric(rank, int(line["step"]), line["name"], float(line["value"])))
+        index.metrics.append(
+            Metric(
+                rank, int(line["step"]), line["name"], float("nan") if line["value"] is None else float(line["value"])
+            )
+        )
     elif kind == "event":
         index.events.append(Event(rank, line["kind"], {k: v for k, v in line.items() if k not in ("type", "kind")}))
     else:

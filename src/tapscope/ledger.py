@@ -1,5 +1,7 @@
 """Ledger: what was expected, seen, sent, dropped and failed, so that silence is never mistaken for sameness."""
 
+import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,8 @@ class StepCounts:
     """Given up because the pipeline was full or the recorder gone."""
     failed: int = 0
     """Could not be captured; an ``event`` line says why."""
+    aborted: str | None = None
+    """Name of the exception that ended the step, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,21 @@ def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
         "sent": counts.sent,
         "dropped": counts.dropped,
         "failed": counts.failed,
-    }
+    } | ({"aborted": counts.aborted} if counts.aborted else {})
+
+
+def event_line(kind: str, **fields: Any) -> dict[str, Any]:
+    """An ``event`` line, stamped with the time."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"type": "event", "kind": kind, "time": now, **fields}
+
+
+def encode_line(line: dict[str, Any]) -> bytes:
+    """A line that is no record, without its newline; raises ValueError for a number that JSON cannot hold."""
+    return _ENCODER.encode(line).encode()
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None) -> StepLine:
@@ -74,7 +92,9 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None) -> StepLi
         token_ids=tuple(begin["token_ids"]),
         row_sets={name: tuple(slots) for name, slots in begin["row_sets"].items()},
     )
-    counts = None if end is None else StepCounts(end["seen"], end["sent"], end["dropped"], end["failed"])
+    counts = (
+        None if end is None else StepCounts(end["seen"], end["sent"], end["dropped"], end["failed"], end.get("aborted"))
+    )
     return StepLine(info, int(begin["epoch"]), counts)
 
 
@@ -90,10 +110,16 @@ class Ledger:
     steps: int = 0
     unfinished_steps: list[tuple[int, int]] = field(default_factory=list)
     """(rank, step) begun and never ended."""
+    aborted_steps: list[tuple[int, int, str]] = field(default_factory=list)
+    """(rank, step, exception) ended by an exception."""
+    uneven_ranks: list[int] = field(default_factory=list)
+    """Ranks that closed without some of the steps that others took."""
+    lost_ranks: list[int] = field(default_factory=list)
+    """Ranks that died, or whose recorder was stopped."""
     never_fired: list[str] = field(default_factory=list)
     """Sites with a tap through which no tensor ever came."""
     open_ranks: list[int] = field(default_factory=list)
-    """Ranks that did not say goodbye: still running, or killed."""
+    """Ranks that did not say goodbye: still running, or killed together with their recorder."""
     missing_ranks: list[int] = field(default_factory=list)
     """Ranks of the world that never came."""
     problems: list[str] = field(default_factory=list)
@@ -107,9 +133,9 @@ class Ledger:
     @property
     def complete(self) -> bool:
         """Whether everything that was selected is on disk, on every rank."""
-        return not (
-            self.dropped or self.failed or self.lost or self.unfinished_steps or self.missing_ranks or self.problems
-        )
+        values = self.dropped or self.failed or self.lost
+        steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks
+        return not (values or steps or self.lost_ranks or self.missing_ranks or self.problems)
 
     def sentences(self) -> list[str]:
         """What is missing, one short sentence each; empty when nothing is."""
@@ -118,8 +144,11 @@ class Ledger:
             (self.failed, f"{self.failed:,} values could not be captured"),
             (self.lost, f"{self.lost:,} values lost between hook and disk"),
             (len(self.unfinished_steps), f"unfinished steps (rank, step): {_some(self.unfinished_steps)}"),
+            (len(self.aborted_steps), f"steps ended by an exception: {_some(self.aborted_steps)}"),
+            (len(self.uneven_ranks), f"ranks that took not all the steps of the others: {_some(self.uneven_ranks)}"),
+            (len(self.lost_ranks), f"ranks that died while recording: {_some(self.lost_ranks)}"),
             (len(self.missing_ranks), f"ranks that never came: {_some(self.missing_ranks)}"),
-            (len(self.open_ranks), f"ranks still recording or killed: {_some(self.open_ranks)}"),
+            (len(self.open_ranks), f"ranks still recording: {_some(self.open_ranks)}"),
             (len(self.never_fired), f"{len(self.never_fired):,} taps never fired: {_some(self.never_fired)}"),
         ]
         return [sentence for amount, sentence in facts if amount] + self.problems

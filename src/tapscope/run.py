@@ -202,17 +202,29 @@ class Run:
                 if line.counts is None:
                     account.unfinished_steps.append((rank, step))
                     continue
+                if line.counts.aborted:
+                    account.aborted_steps.append((rank, step, line.counts.aborted))
                 account.seen += line.counts.seen
                 account.dropped += line.counts.dropped
                 account.failed += line.counts.failed
                 account.recorded += lines.get((rank, step), 0)
-        for rank in self.ranks:
-            closes = [e for e in self.events(rank) if e.kind == "close"]
-            if not closes:
-                account.open_ranks.append(rank)
-            account.never_fired += [s for e in closes for s in e.fields.get("never_fired", [])]
-        account.never_fired = sorted(set(account.never_fired))
+        self._account_for_ranks(account)
         return account
+
+    def _account_for_ranks(self, account: Ledger) -> None:
+        never_fired: set[str] = set()
+        for rank in self.ranks:
+            events = self.events(rank)
+            account.failed += sum(e.kind == "failed" and bool(e.fields.get("late")) for e in events)
+            closes = [e for e in events if e.kind == "close"]
+            never_fired.update(site for e in closes for site in e.fields.get("never_fired", []))
+            if any(e.kind == "lost" for e in events):
+                account.lost_ranks.append(rank)
+            elif not closes:
+                account.open_ranks.append(rank)
+            elif any(rank not in by_rank for by_rank in self.steps.values()):
+                account.uneven_ranks.append(rank)
+        account.never_fired = sorted(never_fired)
 
     def close(self) -> None:
         """Let go of the mapped files (arrays that are still in use keep theirs)."""
@@ -229,8 +241,9 @@ def open_run(path: str | Path) -> Run:
     manifest = read_manifest(path)
     ranks: dict[int, RankIndex] = {}
     for index in sorted(path.glob(f"rank-*/{INDEX}")):
-        rank = int(index.parent.name.removeprefix("rank-"))
-        ranks[rank] = read_index(index, rank)
+        number = index.parent.name.removeprefix("rank-")
+        if number.isdigit():  # anything else is no part of the format
+            ranks[int(number)] = read_index(index, int(number))
     return Run(path, manifest, ranks)
 
 

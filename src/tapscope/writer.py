@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.errors import RunExistsError
+from tapscope.ledger import encode_line, event_line
 from tapscope.record import Entry
 from tapscope.run import FORMAT, INDEX, MANIFEST, VERSION, rank_dir
 from tapscope.segment import SEGMENT_BYTES, SegmentWriter
@@ -32,6 +33,12 @@ def create_run(path: Path, manifest: dict[str, Any]) -> None:
     temporary.replace(path / MANIFEST)
 
 
+def remove_empty_run(path: Path) -> None:
+    """Take back a :func:`create_run` that nobody has written into."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    path.rmdir()
+
+
 def clear_run(path: Path, *, force: bool) -> None:
     """Make sure no finished run lies at ``path``.
 
@@ -40,7 +47,9 @@ def clear_run(path: Path, *, force: bool) -> None:
     """
     if path.is_file():
         raise RunExistsError(f"{path} is a file; choose another directory for the run")
-    taken = path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir())
+    left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that never got as far as a run
+    entries = path.iterdir() if path.is_dir() else ()
+    taken = any(not entry.name.startswith(".") and entry.name not in left_over for entry in entries)
     if not taken:
         return
     is_run = (path / MANIFEST).is_file() and FORMAT in (path / MANIFEST).read_text(errors="replace")
@@ -66,7 +75,7 @@ class RankWriter:
         self._segment_bytes = segment_bytes
         self._segment: SegmentWriter | None = None
         self._num_segments = 0
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._sharing = -1
         self.bytes_written = 0
         self.lines_written = 0
@@ -87,33 +96,33 @@ class RankWriter:
 
     def line(self, content: dict[str, Any]) -> None:
         """Append one line."""
-        self.lines(json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+        self.lines(encode_line(content) + b"\n")
 
     def record(self, line: bytes, name: str, dtype: str, shape: Sequence[int], payload: Any) -> None:
         """Append one payload and its record's line."""
-        self.batch([line], [(0, name, dtype, shape, payload)])
+        self.batch([line], [(0, -1, name, dtype, shape, payload)])
 
     def batch(
         self,
         lines: list[bytes],
-        payloads: Iterable[tuple[int, str, str, Sequence[int], Any]],
-        shared: Iterable[tuple[int, str]] = (),
+        payloads: Iterable[tuple[int, int, str, str, Sequence[int], Any]],
+        shared: Iterable[tuple[int, int]] = (),
         sharing: int = -1,
     ) -> list[bytes]:
         """Append payloads, then all lines (without newlines); returns the lines as written.
 
-        A payload is (index of its line, tensor name, dtype, shape, bytes); its line gets the entry put in. A
-        shared one is (index of its line, name of a payload with the same bytes written under the same ``sharing``
-        number); its line gets that entry.
+        A payload is (index of its line, number, tensor name, dtype, shape, bytes); its line gets the entry put in.
+        A shared one is (index of its line, number of a payload with the same bytes, written under the same
+        ``sharing``); its line gets that entry.
         """
         if sharing != self._sharing:
             self._sharing = sharing
             self._entries.clear()
-        for index, name, dtype, shape, payload in payloads:
-            entry = self._entries[name] = self._payload(name, dtype, shape, payload)
+        for index, number, name, dtype, shape, payload in payloads:
+            entry = self._entries[number] = self._payload(name, dtype, shape, payload)
             lines[index] = _with_entry(lines[index], entry)
-        for index, name in shared:
-            lines[index] = _with_entry(lines[index], self._entries[name])
+        for index, number in shared:
+            lines[index] = _with_entry(lines[index], self._entries[number])
         if lines:
             self.lines(b"\n".join(lines) + b"\n")
         return lines
@@ -132,7 +141,7 @@ class RankWriter:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an ``event`` line."""
-        self.line({"type": "event", "kind": kind, "time": _now(), **fields})
+        self.line(event_line(kind, **fields))
 
     def close(self) -> None:
         """Seal the open segment and let go of the rank."""

@@ -1,6 +1,7 @@
 """`tapscope ctl`: steer a running dumper over HTTP."""
 
 import argparse
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -26,7 +27,7 @@ class CtlCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("address", metavar="HOST:PORT", help="where the server or recorder listens")
+        parser.add_argument("address", metavar="[HOST:]PORT", help="where the server or recorder listens")
         verbs = ("state", "configure", "capture", "reset", "sites")
         parser.add_argument("verb", choices=verbs, metavar="VERB", help=", ".join(verbs))
         words = "NAME=VALUE for configure and capture, a run name for reset, a glob for sites"
@@ -55,7 +56,7 @@ class CtlCommand:
 
 
 def _call(address: str, verb: str, content: dict[str, Any] | str | None) -> Any:
-    url = f"http://{address}/dumper/{verb}"
+    url = f"http://{f'127.0.0.1:{address}' if address.isdigit() else address}/dumper/{verb}"
     if isinstance(content, str):
         url += "?" + urllib.parse.urlencode({"glob": content})
     data = json.dumps(content).encode() if isinstance(content, dict) else None
@@ -66,7 +67,7 @@ def _call(address: str, verb: str, content: dict[str, Any] | str | None) -> Any:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         raise _refusal(error, url) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise UnreachableError(
             f"nothing answers at {address}: {reason}; is it serving? (see: tapscope serve)"

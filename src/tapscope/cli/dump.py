@@ -92,6 +92,9 @@ def _report(path: Path) -> int:
         nbytes = sum({(r.key.rank, r.entry): r.nbytes for r in run.records if r.entry}.values())
         what = f"{plural(len(run.records), 'record')}, {plural(len(run.steps), 'step')}, {size(nbytes)}"
     diagnostics.note(f"recorded {what} into {path}")
+    if not run.records:
+        diagnostics.warn("nothing was recorded: no site of the model matched what was selected")
+        return ExitCode.DIFFERENT
     for sentence in account.sentences():
         diagnostics.warn(sentence)
     diagnostics.note(f"next: tapscope view {path}")

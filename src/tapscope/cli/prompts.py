@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tapscope.errors import DataError, UsageError
 
+_MAX_NEW = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -22,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """``--prompt``, ``--prompts``, ``--max-new``, ``--tokens-from``."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
-    parser.add_argument("--max-new", type=int, default=8, metavar="N", help="tokens to generate (default: 8)")
+    parser.add_argument("--max-new", type=int, metavar="N", help=f"tokens to generate (default: {_MAX_NEW})")
     parser.add_argument("--tokens-from", type=Path, metavar="RUN", help="compute exactly the tokens that RUN computed")
 
 
@@ -32,13 +34,16 @@ def workload(args: argparse.Namespace) -> Workload:
     if args.tokens_from is not None:
         if texts:
             raise UsageError("--tokens-from brings its own prompts; leave out --prompt and --prompts")
+        if args.max_new is not None:
+            raise UsageError("--tokens-from says how many tokens there are; leave out --max-new")
         return _from_run(args.tokens_from)
     if not texts:
         raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE or --tokens-from RUN")
-    if args.max_new < 1:
-        raise UsageError(f"--max-new {args.max_new}: must be at least 1")
+    max_new = _MAX_NEW if args.max_new is None else args.max_new
+    if max_new < 1:
+        raise UsageError(f"--max-new {max_new}: must be at least 1")
     names = tuple(str(i) for i in range(len(texts)))
-    return Workload(tuple(texts), names, (args.max_new,) * len(texts), ((),) * len(texts))
+    return Workload(tuple(texts), names, (max_new,) * len(texts), ((),) * len(texts))
 
 
 def _lines(file: Path | None) -> list[str]:
