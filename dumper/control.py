@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from tapscope import wire
-from tapscope.errors import ConfigError, UnreachableError
+from tapscope.errors import ConfigError, ListenError, UnreachableError
 from tapscope.wire import Message
 
 if TYPE_CHECKING:
@@ -28,6 +28,19 @@ def parse_address(text: str) -> tuple[str, int]:
     if host not in _LOOPBACK:
         raise ConfigError(f"address {text!r}: control has no password yet and listens on loopback only")
     return host, int(port)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; raises ListenError that names the address."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ListenError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port (0: any)") from None
+    return listener
 
 
 class ControlClient:

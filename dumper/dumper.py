@@ -1,10 +1,8 @@
 """Dumper: taps a model and streams what its rules select into a run."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ from tapscope.dumper import manifest, session
 from tapscope.dumper.adoption import Adoption
 from tapscope.dumper.collector import Collector
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, Selection
-from tapscope.dumper.pipeline import Pipeline, TryAgain
-from tapscope.dumper.rows import step_from_call
-from tapscope.dumper.taps import Hooks, RootWrapper, find_taps
+from tapscope.dumper.pipeline import Pipeline
+from tapscope.dumper.root import RootWrapper
+from tapscope.dumper.rows import described
+from tapscope.dumper.taps import Hooks, find_taps
 from tapscope.errors import RecorderError, StepError
 from tapscope.ledger import StepCounts, event_line
 from tapscope.observe import RankInfo, RowRun, StepInfo
@@ -81,7 +80,8 @@ class Dumper:
             tap.forget()
             tap.fired = False
         self._check(self.config)
-        pipeline, welcome = self._join()
+        hello = manifest.hello(self.info, self.config, self._taps)
+        pipeline, welcome = session.connect(self.out, self.config, hello, self._on_message, force=self._force)
         self._pipeline, self._collector = pipeline, Collector(pipeline, self.info.rank)
         self._adoption = Adoption(self._check, welcome["epoch"])
         self.http = welcome["http"]
@@ -91,26 +91,6 @@ class Dumper:
         self._root = RootWrapper(self._model, self._around_root)
         self._select(self._collector)
         return self
-
-    def _join(self) -> tuple[Pipeline, Message]:
-        options = {"control": self.config.control, "segment_bytes": self.config.segment_bytes}
-        hello = manifest.hello(self.info, self.config, self._taps)
-        deadline = time.monotonic() + session.START_TIMEOUT_S
-        while True:
-            found = session.join(self.out, options, force=self._force, first=self.info.rank == 0)
-            pipeline = Pipeline(
-                found["address"],
-                found["pid"],
-                queue_bytes=self.config.queue_bytes,
-                block_timeout_s=None if self.config.policy == "drop" else self.config.block_timeout_s,
-                on_message=lambda message: self._adoption.on_message(message, self._next_step - 1),
-            )
-            try:
-                return pipeline, pipeline.greet(hello)
-            except TryAgain:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
 
     def close(self) -> None:
         """Take the taps away, send what is left and say what is missing (strict: raise RecorderError)."""
@@ -144,6 +124,9 @@ class Dumper:
             if amount:
                 _log.warning("tapscope: %s", sentence)
         return lost
+
+    def _on_message(self, message: Message) -> Message | None:
+        return self._adoption.on_message(message, self._next_step - 1)
 
     def __enter__(self) -> "Dumper":
         return self.open()
@@ -288,12 +271,10 @@ class Dumper:
         if not self.armed and self._adoption.wanted == self._adoption.applied:
             return info
         try:
-            found = step_from_call(info.step, args, kwargs)
+            return described(info, args, kwargs)
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             collector.complain("step", f"rows unknown: {type(error).__name__}: {error}")
             return info
-        phase = found.phase if info.phase == "forward" else info.phase
-        return replace(found, phase=phase, epoch=info.epoch)
 
     # ---- configuration, between steps -------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import zmq
 from tapscope import wire
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.steering import Steering
-from tapscope.errors import ListenError, RecorderError, TapscopeError
+from tapscope.errors import RecorderError, TapscopeError
 from tapscope.wire import Message
 from tapscope.writer import RECORDER_FILE, RECORDER_LOG, RankWriter, create_run
 
@@ -85,7 +85,7 @@ class Recorder:
         """Serve the control app on ``HOST:PORT``; raises ListenError when that cannot be."""
         if control is None:
             return
-        from tapscope.dumper.control import ControlClient, ControlServer, make_app, parse_address
+        from tapscope.dumper.control import ControlClient, ControlServer, bind, make_app, parse_address
 
         bound = bind(*parse_address(control))
         host, port = bound.getsockname()[:2]
@@ -263,19 +263,6 @@ def _private_directory() -> Path:
     """A directory of mode 0700 for sockets only this user reaches; their paths may not be longer than 107 bytes."""
     short = len(tempfile.gettempdir()) < 60
     return Path(tempfile.mkdtemp(prefix="tapscope-", dir=None if short else "/tmp"))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; raises ListenError that names the address."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise ListenError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port (0: any)") from None
-    return listener
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Which token rows a forward of a Hugging Face style model computes, read off its own arguments."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,23 @@ import torch
 from tapscope.observe import RowRun, StepInfo
 
 
-def step_from_call(step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepInfo:
-    """Describe a call ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)``.
+def described(info: StepInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepInfo:
+    """``info`` with what ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)`` tells.
 
-    Request ids are the batch indices. Without 2-D ``input_ids`` the rows are unknown and left empty.
+    Request ids are the batch indices; the phase is kept where one was given. Without 2-D ``input_ids`` the rows are
+    unknown and left empty.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
-        return StepInfo(step=step)
+        return info
     batch, length = ids.shape
     past = _past_length(kwargs.get("past_key_values"))
     valid = _valid(kwargs.get("attention_mask"), batch, length)
     positions = _positions(kwargs, batch, length, past)
     phase = "decode" if past and length == 1 else "prefill" if past == 0 else "mixed"
-    return padded_step(step, phase, ids.tolist(), positions, valid, [str(i) for i in range(batch)])
+    phase = phase if info.phase == "forward" else info.phase
+    found = padded_step(info.step, phase, ids.tolist(), positions, valid, [str(i) for i in range(batch)])
+    return replace(found, epoch=info.epoch)
 
 
 def padded_step(

@@ -8,16 +8,55 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapscope import errors, wire
+from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.process import is_alive, remember
 from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
+from tapscope.wire import Message
 from tapscope.writer import RECORDER_FILE, RECORDER_LOG, clear_run
+
+if TYPE_CHECKING:
+    from tapscope.dumper.pipeline import Pipeline
 
 START_TIMEOUT_S = 30.0
 """How long a recorder may take to start."""
+
+
+def connect(
+    run: Path,
+    config: DumperConfig,
+    hello: Message,
+    on_message: Callable[[Message], Message | None],
+    *,
+    force: bool,
+) -> "tuple[Pipeline, Message]":
+    """A pipeline to the recorder of ``run``, and its welcome; raises as :func:`join`, and RecorderError.
+
+    A recorder that is busy with a change, or about to end, is asked again until START_TIMEOUT_S.
+    """
+    from tapscope.dumper.pipeline import Pipeline, TryAgain  # torch: not for those who only ask whether RUN is free
+
+    options = {"control": config.control, "segment_bytes": config.segment_bytes}
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        found = join(run, options, force=force, first=hello["rank"] == 0)
+        pipeline = Pipeline(
+            found["address"],
+            found["pid"],
+            queue_bytes=config.queue_bytes,
+            block_timeout_s=None if config.policy == "drop" else config.block_timeout_s,
+            on_message=on_message,
+        )
+        try:
+            return pipeline, pipeline.greet(hello)
+        except TryAgain:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dict[str, Any]:

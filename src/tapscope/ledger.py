@@ -148,7 +148,7 @@ class Ledger:
             (len(self.uneven_ranks), f"ranks that took not all the steps of the others: {_some(self.uneven_ranks)}"),
             (len(self.lost_ranks), f"ranks that died while recording: {_some(self.lost_ranks)}"),
             (len(self.missing_ranks), f"ranks that never came: {_some(self.missing_ranks)}"),
-            (len(self.open_ranks), f"ranks still recording: {_some(self.open_ranks)}"),
+            (len(self.open_ranks), f"ranks still recording, or killed with their recorder: {_some(self.open_ranks)}"),
             (len(self.never_fired), f"{len(self.never_fired):,} taps never fired: {_some(self.never_fired)}"),
         ]
         return [sentence for amount, sentence in facts if amount] + self.problems

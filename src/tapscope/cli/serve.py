@@ -30,8 +30,7 @@ class ServeCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
         from tapscope.dumper import attach
-        from tapscope.dumper.control import ControlClient, make_router, parse_address
-        from tapscope.dumper.recorder import bind
+        from tapscope.dumper.control import ControlClient, bind, make_router, parse_address
         from tapscope.dumper.session import find, require_free
         from tapscope.engine import LLM
         from tapscope.engine.server import make_app, serve
