@@ -2,12 +2,14 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
 
 from tapscope import dtypes
 from tapscope.kernels.native import Summary, summarize
+from tapscope.record import Stats
 
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
@@ -16,18 +18,13 @@ class Unsupported(Exception):
     """This tensor cannot be captured; the text says why. Never leaves the dumper."""
 
 
-class Snapshot(NamedTuple):
-    """A tensor's bytes, copied."""
+class Taken(NamedTuple):
+    """What was captured of a tensor."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    buffer: torch.Tensor
-    """uint8, contiguous, from a :class:`BufferPool`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the payload."""
-        return self.buffer.numel()
+    stats: Stats
+    hash: str
+    buffer: torch.Tensor | None
+    """Its bytes, copied: uint8, contiguous, from a :class:`BufferPool`; None when they were not asked for."""
 
 
 class BufferPool:
@@ -105,23 +102,39 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return _NAMES[tensor.dtype]
 
 
-def snapshot(tensor: torch.Tensor, pool: BufferPool) -> Snapshot:
-    """Copy a :func:`local_tensor` into a buffer of the pool (from a device: synchronously)."""
-    shape = tuple(tensor.shape)
-    buffer = pool.take(tensor.numel() * tensor.element_size())
-    if buffer.numel():
-        buffer.view(tensor.dtype).view(shape).copy_(tensor)
-    return Snapshot(_NAMES[tensor.dtype], shape, buffer)
-
-
-def measure(tensor: torch.Tensor) -> Summary:
+def measure(tensor: torch.Tensor) -> Taken:
     """Statistics and hash of a :func:`local_tensor`, in one pass over its bytes."""
     dense = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
-    if dense.numel() and not dense.data_ptr():
+    return Taken(*_summarize(dense, dense.numel(), _NAMES[dense.dtype]), None)
+
+
+def take(tensor: torch.Tensor, pool: BufferPool, known: Container[tuple[str, int]]) -> Taken:
+    """Statistics, hash and, unless ``known`` holds (hash, nbytes), a copy of a :func:`local_tensor`.
+
+    Bytes that were just computed are in the cache: they are read there before they are copied, and what this step
+    holds already is not copied at all. From a device the copy is synchronous.
+    """
+    nbytes, dtype = tensor.numel() * tensor.element_size(), _NAMES[tensor.dtype]
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        stats, digest = _summarize(tensor, tensor.numel(), dtype)
+        return Taken(stats, digest, None if (digest, nbytes) in known else _copy(tensor, nbytes, pool))
+    buffer = _copy(tensor, nbytes, pool)
+    stats, digest = _summarize(buffer, tensor.numel(), dtype)
+    if (digest, nbytes) not in known:
+        return Taken(stats, digest, buffer)
+    pool.give_back(buffer)
+    return Taken(stats, digest, None)
+
+
+def _copy(tensor: torch.Tensor, nbytes: int, pool: BufferPool) -> torch.Tensor:
+    buffer = pool.take(nbytes)
+    if nbytes:
+        buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return buffer
+
+
+def _summarize(dense: torch.Tensor, count: int, dtype: str) -> Summary:
+    address = dense.data_ptr()
+    if count and not address:
         raise Unsupported(f"a {type(dense).__name__} has no memory")
-    return summarize(dense.data_ptr(), dense.numel(), _NAMES[dense.dtype])
-
-
-def measure_snapshot(taken: Snapshot, count: int) -> Summary:
-    """Statistics and hash of a snapshot of ``count`` elements."""
-    return summarize(taken.buffer.data_ptr(), count, taken.dtype)
+    return summarize(address, count, dtype)

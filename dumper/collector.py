@@ -44,6 +44,8 @@ class Collector:
         """Whether the open step's rows were read off the model's arguments."""
         self._pid = os.getpid()
         self._announced_sites: set[str] = set()
+        self._payloads: dict[tuple[str, int], int] = {}  # (hash, nbytes) -> number, of what this step has sent
+        self._num_payloads = 0
         self._epoch = 0
         self._announced = False
         self._began = 0.0
@@ -57,6 +59,7 @@ class Collector:
         self.step, self._epoch, self._announced, self.rows_of_first_call = info, epoch, False, False
         self._serial += 1
         self.counts = StepCounts()
+        self._payloads.clear()
         self._row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
         self._pipeline.at = info.step
         self._began = time.perf_counter()
@@ -148,13 +151,15 @@ class Collector:
             self._pipeline.put_line(line)
         if self._pipeline.put(pending):
             self.counts.sent += 1
+            if pending.buffer is not None and pending.payload is not None and pending.record.hash is not None:
+                self._payloads[pending.record.hash, pending.buffer.numel()] = pending.payload
         else:
             self.counts.dropped += 1
         self._seq += 1
 
     def _pending(self, port: Port, leaf: Any, key: Key) -> Pending:
         if not isinstance(leaf, torch.Tensor):
-            return Pending(Record(key, self._seq, None, (), value=plain_value(leaf)), None, 0)
+            return Pending(Record(key, self._seq, None, (), value=plain_value(leaf)))
         tensor = capture.local_tensor(leaf)
         shape = tuple(tensor.shape)
         if not port.checked:
@@ -163,8 +168,16 @@ class Collector:
                 self.complain(port.site, problem)
         rows = self._row_ranges.get(port.row_set) if port.row_set else None
         dtype = capture.dtype_name(tensor)
-        if port.keep == "full":
-            taken = capture.snapshot(tensor, self._pipeline.pool)
-            return Pending(Record(key, self._seq, dtype, shape, port.dims, rows), taken, tensor.numel())
-        stats, digest = capture.measure(tensor)
-        return Pending(Record(key, self._seq, dtype, shape, port.dims, rows, stats, digest), None, 0)
+        taken = (
+            capture.take(tensor, self._pipeline.pool, self._payloads)
+            if port.keep == "full"
+            else capture.measure(tensor)
+        )
+        rec = Record(key, self._seq, dtype, shape, port.dims, rows, taken.stats, taken.hash)
+        if port.keep != "full":
+            return Pending(rec)
+        same = (taken.hash, tensor.numel() * tensor.element_size())
+        if taken.buffer is None:
+            return Pending(rec, None, self._payloads[same])
+        self._num_payloads += 1
+        return Pending(rec, taken.buffer, self._num_payloads)

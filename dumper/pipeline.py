@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from tapscope import wire
-from tapscope.dumper.batch import Batch, Pending, Sharing
+from tapscope.dumper.batch import Batch, Pending
 from tapscope.dumper.capture import BufferPool
 from tapscope.dumper.process import is_alive
 from tapscope.errors import RecorderError, TapscopeError
@@ -67,7 +67,7 @@ class Pipeline:
         self.capture_left: int | None = None
         self._num_batches = 0
         self._unacknowledged: dict[int, Batch] = {}
-        self._sharing = Sharing()
+        self._sharing_step = -1
         self._stalled = False
         self._heard = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -214,18 +214,18 @@ class Pipeline:
             elif isinstance(item, bytes):
                 batch.lines.append(item)
             else:
-                if item.record.key.step != self._sharing.step:
+                if item.record.key.step != self._sharing_step:
                     batch = self._send_batch(batch)
-                    self._sharing.enter(item.record.key.step)
-                self._sharing.add(item, batch)
+                    self._sharing_step = item.record.key.step
+                batch.add(item)
         self._send_batch(batch)
 
     def _send_batch(self, batch: Batch) -> Batch:
         """Send it unless it is empty; returns a new one."""
-        if batch.lines or batch.buffers:
+        if batch.lines:
             number, self._num_batches = self._num_batches, self._num_batches + 1
             self._unacknowledged[number] = batch
-            message = batch.message(number, self._sharing.step, at=self.at, capture_left=self.capture_left)
+            message = batch.message(number, self._sharing_step, at=self.at, capture_left=self.capture_left)
             # copy=False: the buffers stay untouched until the recorder acknowledges the batch.
             self._socket.send_multipart(wire.encode(message), copy=False)
         return Batch()
