@@ -35,7 +35,7 @@ contracts: $(VENV)/.installed  ## import-linter: arrows only point down
 check: lint types contracts test  ## The whole gate
 
 snapshots: $(VENV)/.installed  ## Redraw the screens that the tests compare with
-	$(BIN)/pytest tests -k snapshot --snapshot-update
+	$(BIN)/pytest tests/test_dashboard_pictures.py tests/test_docs_picture.py --snapshot-update
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) build dist src/*.egg-info .cache

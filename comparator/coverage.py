@@ -60,6 +60,10 @@ def cover(
             f"{text.plural(by_stats, 'site')} compared by statistics alone: what leaves mean, rms and maximum alone is "
             "not seen"
         )
+    if plain := [f.site for f in findings if f.test == "plain"]:
+        warnings.append(
+            f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}: judged by the tensors alone"
+        )
     if num_objects:
         warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
     return Coverage(

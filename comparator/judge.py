@@ -92,6 +92,8 @@ class Judge:
     def _by_equality(self, one: Examined, order: int, within: set[str]) -> Finding:
         if not one.num_unequal:
             return _finding(one, order, Verdict.SAME)
+        if one.basis == "value":  # a flag, a number: if it mattered, a tensor differs and is judged by itself
+            return _finding(one, order, Verdict.CLOSE, test="plain", notes=("a plain value differs",))
         flip = self._flips.get(one.site)
         if flip is not None and (not flip.logits or flip.logits in within):
             return _finding(one, order, Verdict.CLOSE, test="exact", notes=(flip.sentence,))

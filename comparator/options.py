@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tapscope.errors import ConfigError, RuleError
 from tapscope.record import Record
 from tapscope.run import Run
-from tapscope.site import Glob, describe_layers, layer_of
+from tapscope.site import Glob, compact_ranges, describe_layers, layer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,13 @@ def select(baseline: Run, target: Run, options: CompareOptions) -> tuple[list[Re
     chosen = {site for site in every if _keeps(site, wanted, unwanted, options.layers)}
     if not chosen and every:
         raise RuleError(f"the selection leaves no site of {baseline.path} or {target.path}; {describe_layers(every)}")
+    for what, wanted_ones, known in (
+        ("step", options.steps, {r.key.step for run in (baseline, target) for r in run.records}),
+        ("rank", options.ranks, {r.key.rank for run in (baseline, target) for r in run.records}),
+    ):
+        if wanted_ones is not None and known and not known & set(wanted_ones):
+            have, asked = compact_ranges(known), compact_ranges(wanted_ones)
+            raise RuleError(f"no {what} {asked} in {baseline.path} or {target.path}; {what}s are {have}")
     return _records(baseline, chosen, options), _records(target, chosen, options)
 
 

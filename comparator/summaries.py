@@ -42,8 +42,10 @@ def compare_stats(ready: Prepared) -> tuple[str, Spread]:
     found: list[tuple[float, float, float]] = []
     for join in ready.plan.joins:
         one, two = ready.left[join.baseline], ready.right[join.target]
-        covered = join.pairs is None or all(
-            _holds_only(whole, layout, len(join.pairs)) for whole, layout in zip((one, two), ready.layouts, strict=True)
+        covered = join.pairs is None or _are_alike(one, two, ready.layouts)
+        covered = covered or all(
+            _holds_only(whole, layout, 0 if join.pairs is None else len(join.pairs))
+            for whole, layout in zip((one, two), ready.layouts, strict=True)
         )
         stats = _stats(one), _stats(two)
         if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:
@@ -62,6 +64,11 @@ def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
     for axis in layout.axes:
         count *= whole.shape[axis]
     return count == num_pairs and not layout.broadcast
+
+
+def _are_alike(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> bool:
+    """Whether both hold one row for all requests (position tables), in one shape: their rows are then the same."""
+    return one.shape == two.shape and layouts[0].axes == layouts[1].axes and all(x.broadcast for x in layouts)
 
 
 def _stats(whole: Whole) -> Stats | None:

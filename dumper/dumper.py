@@ -1,6 +1,7 @@
 """Dumper: taps a model and streams what its rules select into a run."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from tapscope.dumper.pipeline import Pipeline
 from tapscope.dumper.root import RootWrapper
 from tapscope.dumper.rows import described
 from tapscope.dumper.taps import Hooks, find_taps
-from tapscope.errors import RecorderError, StepError
+from tapscope.errors import ConfigError, RecorderError, StepError
 from tapscope.ledger import StepCounts, event_line
 from tapscope.observe import RankInfo, RowRun, StepInfo
 from tapscope.site import describe_layers
@@ -53,6 +54,8 @@ class Dumper:
         **settings: Any,
     ) -> None:
         """``settings`` are fields of :class:`DumperConfig`; ``force`` replaces an old run at ``out``."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}; a Dumper watches a torch.nn.Module")
         self.config = (config or DumperConfig()).updated(settings)
         self.out = Path(out)
         self.info = info or manifest.rank_info(model)
@@ -107,11 +110,13 @@ class Dumper:
         self._hooks.remove()
         if self._root is not None:
             self._root.remove()
-        fields = {"reason": "closed", "never_fired": never_fired, "outside_step": collector.num_outside}
+        fields: dict[str, Any] = {"never_fired": never_fired, "outside_step": collector.num_outside}
+        if (error := sys.exc_info()[0]) is not None:  # closed on the way out of a failure: not all steps came
+            fields["interrupted"] = error.__name__
         pipeline.put_line(event_line("close", **fields))
         lost = pipeline.close(Message("close", {"at": self._next_step - 1}))
         facts = [
-            (len(never_fired), f"{len(never_fired)} taps never fired: {', '.join(never_fired[:4])}"),
+            (len(never_fired), f"taps that never fired ({len(never_fired)}): {', '.join(never_fired[:4])}"),
             (collector.num_outside, f"{collector.num_outside} firings outside a step were not kept; use step()"),
             (collector.num_dropped, f"{collector.num_dropped} values were dropped; {self.out} is incomplete"),
             (
@@ -149,6 +154,8 @@ class Dumper:
         token_ids: Sequence[int] = (),
     ) -> Iterator[StepInfo]:
         """One step of the host; everything that fires inside belongs to it. Steps do not nest (StepError)."""
+        if wrong := [run for run in rows if not isinstance(run, RowRun) or not isinstance(run.request, str)]:
+            raise StepError(f"rows: {wrong[0]!r} is no tapscope.observe.RowRun with a text for its request")
         if self._collector is None:
             raise StepError("this Dumper is not open; use it as a context manager, or call open() first")
         info = StepInfo(
@@ -295,6 +302,10 @@ class Dumper:
         self.config = config
         pipeline.capture_left = config.capture_steps
         self._select(collector)
+        self._note_config(pipeline)
+
+    def _note_config(self, pipeline: Pipeline) -> None:
+        config = self.config
         shown = {name: value for name, value in config.to_json().items() if name in (*RUNTIME_FIELDS, "capture_steps")}
         pipeline.put_line(event_line("config", epoch=self._adoption.applied, **shown))
 
@@ -313,6 +324,7 @@ class Dumper:
         pipeline.put_message(Message("reopen", {"run": run, "never_fired": self._never_fired()}))
         self.out = Path(run)
         collector.restart()
+        self._note_config(pipeline)
         for tap in self._taps:
             tap.forget()
             tap.fired = False

@@ -17,7 +17,7 @@ from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.process import is_alive, remember
 from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
 from tapscope.wire import Message
-from tapscope.writer import RECORDER_FILE, RECORDER_LOG, clear_run
+from tapscope.writer import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
 
 if TYPE_CHECKING:
     from tapscope.dumper.pipeline import Pipeline
@@ -66,6 +66,8 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
     decides that), ListenError when the control port is taken, RecorderError when no recorder comes up.
     """
     _make_directory(run)
+    if first and _announced(run) is None:
+        check_free(run, force=force)  # before a lock file is put into a directory that is none of ours
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         lock = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -139,14 +141,15 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
         if found is not None and found["pid"] == process.pid:
             return found
         if process.poll() is not None:
-            raise _failure(log)
+            raise _failure(run)
         time.sleep(0.02)
     process.kill()
     process.wait()
     raise RecorderError(f"the recorder of {run} did not start within {START_TIMEOUT_S:g} s; see {log}")
 
 
-def _failure(log: Path) -> TapscopeError:
+def _failure(run: Path) -> TapscopeError:
+    log = run / RECORDER_LOG
     text = log.read_text(errors="replace").strip()
     last = text.splitlines()[-1] if text else "it said nothing"
     try:
@@ -155,6 +158,8 @@ def _failure(log: Path) -> TapscopeError:
     except (ValueError, KeyError, AttributeError, TypeError):
         return RecorderError(f"the recorder did not start: {last} (see {log})")
     log.unlink(missing_ok=True)
+    if [entry.name for entry in run.iterdir()] == [".lock"]:
+        shutil.rmtree(run)
     return kind(said["message"])  # type: ignore[no-any-return]
 
 
@@ -178,8 +183,7 @@ def find(run: Path) -> dict[str, Any]:
 
 def require_free(run: Path, *, force: bool) -> None:
     """Raise RunExistsError early, before a model is loaded for nothing; removes nothing."""
-    if run.is_file() or ((run / "run.json").exists() and not force):
-        raise RunExistsError(f"{run} already exists; choose another path or replace it with --force")
+    check_free(run, force=force)
     parent = next((each for each in (run, *run.absolute().parents) if each.exists()), Path("/"))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"the run {run} cannot be created: {parent} is no directory you may write")

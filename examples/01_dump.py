@@ -13,7 +13,7 @@ def main(out: str = "run") -> None:
     model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=256))
     ids = torch.arange(12)[None]
 
-    with torch.no_grad(), Dumper(model, out, keep="full") as dumper, dumper.step(phase="prefill"):
+    with torch.no_grad(), Dumper(model, out, keep="full", force=True) as dumper, dumper.step(phase="prefill"):
         model(input_ids=ids)
 
     run = open_run(out)

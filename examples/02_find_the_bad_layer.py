@@ -19,11 +19,13 @@ def main(out: str = "runs") -> None:
 
     ids = torch.randint(0, 256, (2, 16))
     for name, model in (("good", good), ("bad", bad)):
-        with torch.no_grad(), Dumper(model, Path(out) / name, keep="full"):
+        with torch.no_grad(), Dumper(model, Path(out) / name, keep="full", force=True):
             model(input_ids=ids)
 
     report = compare(open_run(Path(out) / "good"), open_run(Path(out) / "bad"))
-    print(report.first_divergence)
+    found = report.first_divergence
+    assert found is not None, "the two models agree"
+    print(f"{found.module} is the first to differ: error {found.finding.error:.1e}, {found.evidence}")
 
 
 if __name__ == "__main__":

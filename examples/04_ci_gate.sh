@@ -6,7 +6,11 @@
 # The first time it makes BASELINE; afterwards it computes the same tokens and compares.
 # Exit codes: 0 same, 1 differs, 2 wrong call, 3 nothing to compare.
 set -euo pipefail
-model=${1:?MODEL} baseline=${2:?BASELINE} work=${3:?WORKDIR}
+if [ $# -ne 3 ]; then
+    echo "usage: $0 MODEL BASELINE WORKDIR (with tapscope on the PATH: . .venv/bin/activate)" >&2
+    exit 2
+fi
+model=$1 baseline=$2 work=$3
 
 if [ ! -e "$baseline" ]; then
     tapscope dump "$model" -o "$baseline" --prompt 'def main():' --max-new 4

@@ -181,7 +181,7 @@ def test_an_open_run_is_compared_with_a_warning(runs: Path, tmp_path: Path, caps
     assert main(["diff", str(runs / "base"), str(still)]) == 0
     streams = capsys.readouterr()
     assert "is still open" in streams.err
-    assert "ranks still recording, or killed with their recorder: 0" in streams.out
+    assert "still recording, or killed with its recorder: rank 0" in streams.out
 
 
 def test_the_flags_of_diff_are_these(capsys: pytest.CaptureFixture[str]) -> None:

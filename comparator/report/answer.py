@@ -46,7 +46,17 @@ def _verdict(report: "Report") -> str:
     if partial:
         allowed = " (allowed)" if report.options.allow_partial else ""
         return f"agrees as far as it goes, but on partial data{allowed}: {partial[0]}{_more(len(partial) - 1)}"
-    return f"agrees: {_how_close(report)}"
+    return f"agrees{_up_to_fork(report)}: {_how_close(report)}"
+
+
+def _up_to_fork(report: "Report") -> str:
+    """Greedy runs may part in their tokens: what comes after was computed from other tokens and is not compared."""
+    forks, unseen = report.coverage.forks, sum(report.coverage.rows_forked)
+    if not forks or not unseen:
+        return ""
+    first = min(forks, key=lambda fork: fork.position)
+    where = f"position {first.position} of request {first.request}"
+    return f" up to where the tokens part ({where}; {unseen:,} later rows not compared)"
 
 
 def _more(count: int) -> str:

@@ -92,11 +92,11 @@ def _site(site: str, width: int) -> str:
     """A site, or the two ends of a stretch, each losing its own middle."""
     first, dots, last = site.partition(STRETCH)
     if not dots or cell_len(site) <= width:
-        return text.middle(site, width)
+        return text.site(site, width)
     room = width - len(STRETCH)
     half = max(room - cell_len(last), room // 2)
-    shown = text.middle(first, half)
-    return shown + STRETCH + text.middle(last, room - cell_len(shown))
+    shown = text.site(first, half)
+    return shown + STRETCH + text.site(last, room - cell_len(shown))
 
 
 def _coverage(report: "Report") -> Iterator[Text]:

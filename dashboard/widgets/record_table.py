@@ -11,7 +11,8 @@ from tapscope.dashboard.oddity import oddity_of
 from tapscope.dashboard.tree import relative
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.record import Record
-from tapscope.text import count, middle, number, shape
+from tapscope.text import count, number, shape
+from tapscope.text import site as shorten
 
 MIN_SITE = 28
 """Cells a site needs; columns are left out before it gets less."""
@@ -96,7 +97,7 @@ class RecordTable(RowList):
     def _line(self, glyph: str, site: str, cells: dict[str, str], width: int) -> Text:
         names = self.columns(width)
         room = max(width - 2 - sum(self._widths[name] + 2 for name in names), 1)
-        line = f"{glyph:<1} {middle(site, room):<{room}}"
+        line = f"{glyph:<1} {shorten(site, room):<{room}}"
         return Text(line + "".join(f"  {cells[name]:>{self._widths[name]}}" for name in names))
 
 

@@ -14,7 +14,7 @@ from tapscope.dashboard.keys import TENSOR
 from tapscope.dashboard.rows import RowMap
 from tapscope.dashboard.widgets.titles import plain_title
 from tapscope.record import Record
-from tapscope.text import middle
+from tapscope.text import site as shorten
 
 VIEWS = ("stats", "histogram", "values")
 
@@ -79,7 +79,7 @@ class TensorPane(VerticalScroll, can_focus=True, inherit_bindings=False):
         title = ""
         if self.record is not None:
             facts = " · ".join(self._facts)
-            site = middle(self.record.key.site, max(self.outer_size.width - len(facts) - 9, 16))
+            site = shorten(self.record.key.site, max(self.outer_size.width - len(facts) - 9, 16))
             title = f"{site} · {facts}"
         self.border_title = plain_title(title)
         self.border_subtitle = plain_title(self.view)

@@ -118,6 +118,8 @@ class Ledger:
     """Ranks that died, or whose recorder was stopped."""
     never_fired: list[str] = field(default_factory=list)
     """Sites with a tap through which no tensor ever came."""
+    interrupted_ranks: list[int] = field(default_factory=list)
+    """Ranks that closed because of an exception or a signal."""
     open_ranks: list[int] = field(default_factory=list)
     """Ranks that did not say goodbye: still running, or killed together with their recorder."""
     missing_ranks: list[int] = field(default_factory=list)
@@ -135,7 +137,8 @@ class Ledger:
         """Whether everything that was selected is on disk, on every rank."""
         values = self.dropped or self.failed or self.lost
         steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks
-        return not (values or steps or self.lost_ranks or self.missing_ranks or self.problems)
+        ranks = self.lost_ranks or self.missing_ranks or self.interrupted_ranks
+        return not (values or steps or ranks or self.problems)
 
     def sentences(self) -> list[str]:
         """What is missing, one short sentence each; empty when nothing is."""
@@ -145,13 +148,18 @@ class Ledger:
             (self.lost, f"{self.lost:,} values lost between hook and disk"),
             (len(self.unfinished_steps), f"unfinished steps (rank, step): {_some(self.unfinished_steps)}"),
             (len(self.aborted_steps), f"steps ended by an exception: {_some(self.aborted_steps)}"),
-            (len(self.uneven_ranks), f"ranks that took not all the steps of the others: {_some(self.uneven_ranks)}"),
-            (len(self.lost_ranks), f"ranks that died while recording: {_some(self.lost_ranks)}"),
-            (len(self.missing_ranks), f"ranks that never came: {_some(self.missing_ranks)}"),
-            (len(self.open_ranks), f"ranks still recording, or killed with their recorder: {_some(self.open_ranks)}"),
-            (len(self.never_fired), f"{len(self.never_fired):,} taps never fired: {_some(self.never_fired)}"),
+            (len(self.uneven_ranks), f"not all the steps of the others: {_ranks(self.uneven_ranks)}"),
+            (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
+            (len(self.missing_ranks), f"never came: {_ranks(self.missing_ranks)}"),
+            (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
+            (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
+            (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {_some(self.never_fired)}"),
         ]
         return [sentence for amount, sentence in facts if amount] + self.problems
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + _some(ranks)
 
 
 def _some(items: list[Any], limit: int = 4) -> str:

@@ -44,6 +44,7 @@ class Run:
         for rank in sorted(ranks, reverse=True):
             self.sites.update(ranks[rank].sites)
         self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
+        self.problems += _missing_payloads(path, self.records)
         self.steps: dict[int, dict[int, StepLine]] = _steps(ranks, self.problems)
         """step -> rank -> line."""
 
@@ -217,6 +218,8 @@ class Run:
             events = self.events(rank)
             account.failed += sum(e.kind == "failed" and bool(e.fields.get("late")) for e in events)
             closes = [e for e in events if e.kind == "close"]
+            if any(e.fields.get("interrupted") for e in closes):
+                account.interrupted_ranks.append(rank)
             never_fired.update(site for e in closes for site in e.fields.get("never_fired", []))
             if any(e.kind == "lost" for e in events):
                 account.lost_ranks.append(rank)
@@ -280,6 +283,23 @@ def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[i
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
     return dict(sorted(steps.items()))
+
+
+def _missing_payloads(path: Path, records: Iterable[Record]) -> list[str]:
+    """Segments that are gone or shorter than their records say; one look at each file."""
+    ends: dict[Path, int] = {}
+    for rec in records:
+        if rec.entry is not None:
+            file = rank_dir(path, rec.key.rank) / rec.entry.file
+            ends[file] = max(ends.get(file, 0), rec.entry.offset + rec.entry.nbytes)
+    problems = []
+    for file, end in ends.items():
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            problems.append(f"{file}: missing, and with it the values of its records")
+        elif size < end:
+            problems.append(f"{file}: truncated: {size} bytes, its records need {end}")
+    return problems
 
 
 def _seq(rec: Record) -> int:

@@ -88,8 +88,9 @@ def layer_of(path: str) -> int | None:
 class Glob:
     """A pattern over sites: ``*`` is any run of characters, ``?`` any one; brackets stand for themselves.
 
-    Without a ``:`` the pattern is about the path and every port matches. A pattern may begin at any dot
-    boundary of the path: ``layers.3.*`` and ``model.layers.3.*`` both match ``model.layers.3.mlp:out``.
+    Without a ``:`` the pattern is about the path, and every port matches; or about the whole site, so that
+    ``*hidden_states*`` finds a port. A pattern may begin at any dot boundary of the path: ``layers.3.*`` and
+    ``model.layers.3.*`` both match ``model.layers.3.mlp:out``.
     """
 
     __slots__ = ("_regex", "text")
@@ -99,7 +100,7 @@ class Glob:
             raise SiteError("an empty pattern selects nothing; '*' selects every site")
         self.text = text
         path, colon, port = text.rpartition(":")
-        body = f"{_translate(path)}:{_translate(port)}" if colon else f"{_translate(port)}:.*"
+        body = f"{_translate(path)}:{_translate(port)}" if colon else f"{_translate(port)}(?::.*)?"
         # A pattern that names the root (":out") is anchored: otherwise it would match every module's port.
         prefix = "" if colon and not path else r"(?:.*\.)?"
         self._regex = re.compile(prefix + body)

@@ -1,6 +1,7 @@
 """One way to print numbers, bytes, shapes and sites, for every report and screen."""
 
 import math
+import re
 from collections.abc import Iterable
 
 
@@ -46,6 +47,20 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def site(text: str, width: int) -> str:
+    """Shorten a site without losing its layer: ``…layers.12.….o_proj:out``; else by losing the middle."""
+    if len(text) <= width:
+        return text
+    match = re.search(r"(?:^|\.)((?:[^.:]*\.)?\d+)(?=[.:])", text)
+    if match is None:
+        return middle(text, width)
+    for layer in (match[1], match[1].rpartition(".")[2]):
+        if len(shown := f"…{layer}{text[match.end() :]}") <= width:
+            return shown
+    head = f"…{layer}{text[match.end()]}"
+    return head + middle(text[match.end() + 1 :], width - len(head)) if width - len(head) >= 8 else middle(text, width)
 
 
 def middle(text: str, width: int) -> str:

@@ -45,23 +45,31 @@ def clear_run(path: Path, *, force: bool) -> None:
     Without ``force`` a taken path raises RunExistsError; with it an old run is removed, but only a directory
     that is provably a tapscope run and nothing else.
     """
+    if not check_free(path, force=force):
+        return
+    for entry in path.iterdir():
+        if entry.is_dir() and entry.name.startswith("rank-"):
+            shutil.rmtree(entry)
+        elif entry.name in (MANIFEST, RECORDER_FILE, RECORDER_LOG):
+            entry.unlink()
+
+
+def check_free(path: Path, *, force: bool) -> bool:
+    """Whether an old run lies there that may be replaced; raises like :func:`clear_run` and changes nothing."""
     if path.is_file():
         raise RunExistsError(f"{path} is a file; choose another directory for the run")
     left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that never got as far as a run
     entries = path.iterdir() if path.is_dir() else ()
     taken = any(not entry.name.startswith(".") and entry.name not in left_over for entry in entries)
     if not taken:
-        return
+        return False
     is_run = (path / MANIFEST).is_file() and FORMAT in (path / MANIFEST).read_text(errors="replace")
     if not is_run:
         raise RunExistsError(f"{path} holds files that are no tapscope run; choose another directory")
     if not force:
-        raise RunExistsError(f"{path} already holds a run; choose another path or replace it with --force")
-    for entry in path.iterdir():
-        if entry.is_dir() and entry.name.startswith("rank-"):
-            shutil.rmtree(entry)
-        elif entry.name in (MANIFEST, RECORDER_FILE, RECORDER_LOG):
-            entry.unlink()
+        hint = "choose another path or replace it (--force, in Python force=True)"
+        raise RunExistsError(f"{path} already holds a run; {hint}")
+    return True
 
 
 class RankWriter:

@@ -50,7 +50,7 @@ _EPILOG = "docs: README.md, docs/format.md, docs/architecture.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code (0 fine, 1 differences, 2 usage, 3 data, 4 live, 130 stopped)."""
+    """Run one command line; returns the exit code, see :class:`ExitCode`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         output.write_line(_help())
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         output.abandon()
-        return ExitCode.OK
+        return ExitCode.PIPE_CLOSED
 
 
 def _dispatch(name: str, words: list[str]) -> int:

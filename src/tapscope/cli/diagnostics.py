@@ -17,6 +17,8 @@ class ExitCode(IntEnum):
     DATA = 3
     LIVE = 4
     INTERRUPTED = 130
+    PIPE_CLOSED = 141
+    """The reader went away, as in `| head`; what a command killed by SIGPIPE gives."""
 
 
 _quiet = False

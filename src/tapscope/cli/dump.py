@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tapscope import text
 from tapscope.cli import capture, diagnostics, output, prompts, reference
 from tapscope.cli.diagnostics import ExitCode
-from tapscope.text import plural, size
+from tapscope.errors import TapscopeError
 
 if TYPE_CHECKING:
     from tapscope.dumper import DumperConfig
@@ -41,9 +43,17 @@ class DumpCommand:
         config = capture.config(args)
         require_free(args.out, force=args.force)
         capture_with = _with_transformers if args.backend == "hf" else _with_engine
-        texts = capture_with(args, config, work)
-        for request, text in texts.items():
-            output.write_line(f"{request}: {json.dumps(text, ensure_ascii=False)}")
+        signal.signal(signal.SIGTERM, _interrupt)  # what a CI time limit sends; ends the capture in order
+        try:
+            texts = capture_with(args, config, work)
+        except KeyboardInterrupt:
+            _say_what_was_kept(args.out)
+            raise
+        except TapscopeError:
+            _discard_if_empty(args.out)
+            raise
+        for request, new in texts.items():
+            output.write_line(f"{request}: {json.dumps(new, ensure_ascii=False)}")
         return _report(args.out)
 
 
@@ -65,6 +75,34 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
             return {name: done[name] for name in ids}
         generated = llm.generate(work.prompts, max_new_tokens=work.max_new_tokens[0], request_ids=work.request_ids)
         return {generation.request: _text(generation) for generation in generated}
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say_what_was_kept(path: Path) -> None:
+    if (path / "run.json").is_file():
+        from tapscope.run import open_run
+
+        with open_run(path) as run:
+            diagnostics.warn(f"cut short: {text.plural(len(run.steps), 'step')} kept in {path}, which is incomplete")
+
+
+def _discard_if_empty(path: Path) -> None:
+    """A call that was refused before its first step shall not leave a run that blocks the corrected one."""
+    from tapscope.run import open_run
+    from tapscope.writer import clear_run
+
+    if not (path / "run.json").is_file():
+        return
+    with open_run(path) as run:
+        empty = not run.steps
+    if empty:
+        clear_run(path, force=True)
+        (path / ".lock").unlink(missing_ok=True)
+        if not any(path.iterdir()):
+            path.rmdir()
 
 
 def _text(generation: "Generation") -> str:
@@ -90,7 +128,7 @@ def _report(path: Path) -> int:
     with open_run(path) as run:
         account = run.ledger()
         nbytes = sum({(r.key.rank, r.entry): r.nbytes for r in run.records if r.entry}.values())
-        what = f"{plural(len(run.records), 'record')}, {plural(len(run.steps), 'step')}, {size(nbytes)}"
+        what = f"{text.plural(len(run.records), 'record')}, {text.plural(len(run.steps), 'step')}, {text.size(nbytes)}"
     diagnostics.note(f"recorded {what} into {path}")
     if not run.records:
         diagnostics.warn("nothing was recorded: no site of the model matched what was selected")

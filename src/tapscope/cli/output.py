@@ -29,7 +29,11 @@ def write_json(item: dict[str, Any]) -> None:
 
 def console() -> "Console":
     """A rich console on stdout: the terminal's width, 100 columns elsewhere; markup is off."""
-    from rich.console import Console
+    from rich.console import Console as RichConsole
+
+    class Console(RichConsole):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # main knows what that means; rich would exit with 1, our word for "differs"
 
     terminal = sys.stdout.isatty()
     width = None if terminal else int(os.environ.get("COLUMNS") or 100)

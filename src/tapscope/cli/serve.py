@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class ServeCommand:
                 diagnostics.note(f"serving {args.model} on {url}; run: {out}")
                 diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
 
-            serve(make_app(llm, routers=[make_router(client)]), host, port, on_listen=announce)
+            with suppress(KeyboardInterrupt):  # Ctrl-C is how one stops a server
+                serve(make_app(llm, routers=[make_router(client)]), host, port, on_listen=announce)
         diagnostics.note(f"next: tapscope info {out}")
         return ExitCode.OK
