@@ -67,8 +67,8 @@ def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
 
 
 def _are_alike(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> bool:
-    """Whether both hold one row for all requests (position tables), in one shape: their rows are then the same."""
-    return one.shape == two.shape and layouts[0].axes == layouts[1].axes and all(x.broadcast for x in layouts)
+    """Whether both hold the same grid in one shape: statistics then meet one to one, padding and all."""
+    return one.shape == two.shape and layouts[0].axes == layouts[1].axes
 
 
 def _stats(whole: Whole) -> Stats | None:

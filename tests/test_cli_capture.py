@@ -237,3 +237,72 @@ def _healthy(address: str) -> bool:
         return ask(f"http://{address}/health")[0] == 200
     except OSError:
         return False
+
+
+def test_a_call_that_was_refused_leaves_nothing_that_blocks_the_next(llama: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    assert main(["dump", str(llama), "-o", out, "--prompt", "x", "--max-new", "5000"]) == 2
+    assert not (tmp_path / "run").exists()
+    assert main(["dump", str(llama), "-o", out, "--prompt", "x", "--max-new", "2", "-q"]) == 0
+
+
+@pytest.mark.parametrize("backend", ["engine", "hf"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_dump_that_is_stopped_says_what_it_kept(llama: Path, tmp_path: Path, backend: str, number: int) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "tapscope", "dump", str(llama), "-o", str(out), "--backend", backend]
+    command += ["--prompt", "def main():", "--max-new", "400"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(_lines(out)) > 2000, "some steps are recorded", timeout_s=60)
+    process.send_signal(number)
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "kept in" in error
+    assert "incomplete" in error
+    account = open_run(out).ledger()
+    assert account.interrupted_ranks == [0]
+    assert not account.complete
+
+
+def _lines(run: Path) -> bytes:
+    index = run / "rank-00000/records.jsonl"
+    return index.read_bytes() if index.is_file() else b""
+
+
+def test_a_reader_that_goes_away_is_no_difference(reference: Path) -> None:
+    command = f"{sys.executable} -m tapscope diff {reference} {reference} --all | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 141)
+    assert done.stdout.startswith("baseline")
+    assert "Traceback" not in done.stderr
+
+
+def test_steps_that_neither_run_has_are_refused_by_name(reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(reference), str(reference), "--steps", "77"]) == 2
+    assert "no step 77 in" in capsys.readouterr().err
+
+
+def test_a_flag_that_differs_is_said_and_names_no_culprit(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tapscope.dumper import Dumper
+
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    for name, cached in (("with", True), ("without", False)):
+        with torch.no_grad(), Dumper(model, tmp_path / name, keep="full"):
+            model(input_ids=torch.arange(9)[None], use_cache=cached)
+    assert main(["diff", str(tmp_path / "with"), str(tmp_path / "without")]) == 0
+    assert "plain value" in capsys.readouterr().out
+
+
+def test_statistics_of_two_dtypes_are_compared(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--backend", "hf", "--keep", "stats", "-q", *PROMPTS, "--max-new", "1"]
+    for dtype in ("float32", "bfloat16"):
+        assert main(["dump", str(llama), "-o", str(tmp_path / dtype), "--dtype", dtype, *flags]) == 0
+    capsys.readouterr()
+    main(["diff", str(tmp_path / "float32"), str(tmp_path / "bfloat16"), "--json"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    by_site = {line["site"]: line for line in lines if line["type"] == "finding"}
+    assert by_site["model.rotary_emb:out[0]"]["verdict"] in ("same", "close")

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from pathlib import Path
 
 import ml_dtypes
@@ -283,3 +284,13 @@ def test_random_bytes_are_refused_and_never_crash(frames: list[bytes]) -> None:
 def test_a_peer_of_another_version_is_refused_by_name() -> None:
     with pytest.raises(RecorderError, match="version 2; this tapscope speaks 1"):
         wire.decode([b'{"tapscope":2,"kind":"hello"}'])
+
+
+def test_payloads_that_are_gone_or_cut_off_are_said_when_the_run_is_opened(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    (path / "rank-00001/seg-000000.safetensors").unlink()
+    os.truncate(path / "rank-00000/seg-000000.safetensors", 131072 + 8)
+    account = open_run(path).ledger()
+    assert not account.complete
+    assert any("rank-00001/seg-000000.safetensors: missing" in sentence for sentence in account.sentences())
+    assert any("truncated: 131080 bytes, its records need" in sentence for sentence in account.sentences())

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapscope import text
 from tapscope.errors import SiteError
 from tapscope.site import Glob, Site, compact_ranges, describe_layers, parse, parse_ranges
 
@@ -49,6 +50,8 @@ def test_what_is_no_site_is_refused_with_its_text(text: str) -> None:
         (":out*", ":out[logits]", True),
         (":out*", "model.norm:out", False),
         ("*:out[logits]", ":out[logits]", True),
+        ("*hidden_states*", "model.layers.3:in[hidden_states]", True),
+        ("*hidden_states*", "model.layers.3:in[mask]", False),
         ("layers.?.mlp", "layers.3.mlp:out", True),
         ("layers.?.mlp", "layers.33.mlp:out", False),
     ],
@@ -82,3 +85,19 @@ def test_bad_ranges_are_refused(text: str) -> None:
 def test_the_hint_for_a_typing_error_names_the_layers() -> None:
     assert describe_layers([f"model.layers.{i}:out" for i in range(28)]) == "layers run 0-27"
     assert describe_layers(["a:out", ":out"]) == "modules are (root), a"
+
+
+@given(_path, _port, st.integers(20, 60))
+def test_a_shortened_site_fits_and_keeps_its_layer(path: str, port: str, width: int) -> None:
+    site = f"{path}:{port}"
+    shown = text.site(site, width)
+    assert len(shown) <= width
+    layer = parse(site).layer
+    if len(site) > width and layer is not None and len(str(layer)) < 4:
+        assert str(layer) in shown
+
+
+def test_a_shortened_site_loses_its_prefix_before_its_middle() -> None:
+    assert text.site("model.layers.12.self_attn.o_proj:in[input]", 40) == "…layers.12.self_attn.o_proj:in[input]"
+    assert text.site("model.layers.12.self_attn.o_proj:in[input]", 33) == "…12.self_attn.o_proj:in[input]"
+    assert text.site("model.layers.12.self_attn.o_proj:in[input]", 24) == "…12.self_at…oj:in[input]"

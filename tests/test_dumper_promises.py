@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tapscope.dumper import Dumper
-from tapscope.errors import ConfigError, RecorderError, RuleError, StepError
+from tapscope.errors import ConfigError, RecorderError, RuleError, RunExistsError, StepError
 from tapscope.observe import RankInfo, RowRun, StepInfo
 from tapscope.run import Run, open_run
 
@@ -331,3 +331,30 @@ def test_buffers_that_no_one_asks_for_any_more_make_room() -> None:
     again = pool.take(390)
     pool.give_back(again)
     assert pool.take(390) is again
+
+
+def test_a_capture_that_ended_by_an_exception_says_so(tmp_path: Path) -> None:
+    model = build()
+    with pytest.raises(KeyboardInterrupt), Dumper(model, tmp_path / "run"):
+        model(torch.ones(1, 8))
+        raise KeyboardInterrupt
+    account = open_run(tmp_path / "run").ledger()
+    assert (account.interrupted_ranks, account.complete) == ([0], False)
+    assert "cut short by an exception or a signal: rank 0" in account.sentences()
+
+
+def test_a_foreign_directory_is_left_untouched(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match="no tapscope run"):
+        Dumper(build(), tmp_path / "mine", force=True).open()
+    assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model is a str; a Dumper watches a torch\.nn\.Module"):
+        Dumper("model", tmp_path / "run")
+    with Dumper(build(), tmp_path / "run") as dumper:
+        for rows in ([(1, 0, 17)], [RowRun(1, 0, 17, 0, 0)]):
+            with pytest.raises(StepError, match="is no tapscope.observe.RowRun"), dumper.step(rows=rows):
+                pass
