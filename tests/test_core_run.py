@@ -294,3 +294,10 @@ def test_payloads_that_are_gone_or_cut_off_are_said_when_the_run_is_opened(tmp_p
     assert not account.complete
     assert any("rank-00001/seg-000000.safetensors: missing" in sentence for sentence in account.sentences())
     assert any("truncated: 131080 bytes, its records need" in sentence for sentence in account.sentences())
+
+
+def test_records_come_as_a_typed_table(tmp_path: Path) -> None:
+    table = open_run(_toy(tmp_path / "run")).table()
+    assert table.select("rank", "step", "layer", "rms").rows() == [(0, 0, 0, 1.0), (0, 1, 1, 1.0), (1, 0, 0, 0.0)]
+    assert table["shape"].to_list() == [[5, 2], [2, 2], [5, 2]]
+    assert open_run(tmp_path / "run").table().filter(table["nonfinite"] > 0).is_empty()

@@ -4,7 +4,7 @@ import json
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index
 from tapscope.ledger import Ledger, StepLine, step_from_lines
 from tapscope.record import Record
 from tapscope.site import Glob, describe_layers, layer_of
+from tapscope.table import table
+
+if TYPE_CHECKING:
+    import polars as pl
 
 FORMAT = "tapscope-run"
 VERSION = 1
@@ -130,6 +134,10 @@ class Run:
             and (step_set is None or r.key.step in step_set)
             and (rank_set is None or r.key.rank in rank_set)
         ]
+
+    def table(self) -> "pl.DataFrame":
+        """Every record as a row of a polars frame, see :func:`tapscope.table.table`."""
+        return table(self.records)
 
     def array(self, rec: Record) -> np.ndarray[Any, Any]:
         """The payload as a read-only array of the record's shape, mapped, not copied.
