@@ -166,8 +166,3 @@ class Finding:
         if self.error == 0.0:
             return 0.0
         return self.error / self.floor if self.floor > 0.0 else float("inf")
-
-    @property
-    def worst_step(self) -> StepResult | None:
-        """The step with the largest error."""
-        return max(self.steps, key=lambda s: s.error, default=None)

@@ -61,10 +61,6 @@ class Graph:
         self.depth = _depths(nodes)
         """Layers that lie before each node."""
 
-    def is_container(self, path: str) -> bool:
-        """Whether something inside the module was compared."""
-        return any(not self.nodes[i].path.endswith(PARTIAL) for i in self._inside.get(path, ()))
-
     def inputs(self, index: int) -> Inputs:
         """What went into the node."""
         node = self.nodes[index]

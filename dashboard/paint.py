@@ -13,7 +13,6 @@ from rich.text import Text
 
 from tapscope import dtypes
 from tapscope.dashboard.digest import Corner, Digest, Histogram, Strip
-from tapscope.dashboard.oddity import nonfinite_words
 from tapscope.dashboard.rows import RowMap, dims_words
 from tapscope.record import Record, Stats
 from tapscope.text import count, number, plural, shape, size
@@ -221,11 +220,6 @@ def no_values_text(record: Record) -> str:
     if record.dtype is None:
         return "Not a tensor: the value above is all there is."
     return "Statistics only: no values were kept at this site. To keep them, capture with --keep full."
-
-
-def nonfinite_summary(record: Record) -> str:
-    """``2 nan`` or ``0``, for table cells."""
-    return nonfinite_words(record) or "0"
 
 
 def _plain(text: Text) -> Text:

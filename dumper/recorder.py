@@ -48,7 +48,6 @@ class Peer:
     step: int = -1
     epoch: int = 0
     capture_left: int | None = None
-    num_batches: int = 0
     gone: str | None = None
     """Why it left: ``closed``, ``died`` or ``disk``; None while it is there."""
 
@@ -216,7 +215,6 @@ class Recorder:
             self._leave(peer, "disk", f"writing failed: {error}")
             self.send(peer.identity, Message("failing", {"reason": f"the recorder cannot write {self.path}: {error}"}))
             return
-        peer.num_batches += 1
         peer.capture_left = message.fields.get("capture_left")
         self.send(peer.identity, Message("ack", {"n": message["n"]}))
         self._announced += 1

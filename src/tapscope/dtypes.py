@@ -32,7 +32,6 @@ NAMES: tuple[str, ...] = tuple(_TABLE)
 
 _NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, (kind, _) in _TABLE.items()}
 _SAFETENSORS = {name: st for name, (_, st) in _TABLE.items()}
-_FROM_SAFETENSORS = {st: name for name, st in _SAFETENSORS.items()}
 
 _SHORT = {
     "float64": "fp64",
@@ -71,14 +70,6 @@ def to_safetensors(name: str) -> str:
     """The name safetensors files use, e.g. ``bfloat16`` -> ``BF16``."""
     numpy_dtype(name)
     return _SAFETENSORS[name]
-
-
-def from_safetensors(name: str) -> str:
-    """The name tapscope uses, e.g. ``BF16`` -> ``bfloat16``."""
-    try:
-        return _FROM_SAFETENSORS[name]
-    except KeyError:
-        raise RunCorruptError(f"unknown safetensors dtype {name!r}; known: {', '.join(_FROM_SAFETENSORS)}") from None
 
 
 def short(name: str | None) -> str:

@@ -38,17 +38,6 @@ def shape(sizes: Iterable[int]) -> str:
     return "×".join(map(str, sizes)) or "scalar"
 
 
-def duration(seconds: float) -> str:
-    """``950 µs``, ``12 ms``, ``1.3 s``, ``2 min 5 s``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-
-
 def site(text: str, width: int) -> str:
     """Shorten a site without losing its layer: ``…layers.12.….o_proj:out``; else by losing the middle."""
     if len(text) <= width:
