@@ -13,8 +13,9 @@ from safetensors import safe_open
 
 from tapscope import dtypes, record, wire
 from tapscope.errors import RecorderError, RuleError, RunCorruptError, RunExistsError, RunNotFoundError, RunVersionError
-from tapscope.observe import RowRun
-from tapscope.record import Entry, Key, Record, Stats
+from tapscope.ledger import StepCounts, StepLine, begin_line, encode_line, late_line, step_from_lines
+from tapscope.observe import RowRun, StepInfo
+from tapscope.record import Entry, Key, Record, Slice, Stats
 from tapscope.run import open_run
 from tapscope.segment import SegmentWriter
 from tapscope.wire import Message
@@ -24,6 +25,11 @@ _floats = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
 _sizes = st.integers(0, 1 << 40)
 _stats = st.builds(
     Stats, *[_sizes] * 6, _floats, _floats, _floats, _floats.map(lambda x: x or 0.0), _floats.map(lambda x: x or 0.0)
+)
+_json = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=4,
 )
 _keys = st.builds(
     Key,
@@ -45,8 +51,12 @@ _records = st.builds(
     st.sampled_from([None, ((0, 4), (9, 1))]),
     st.one_of(st.none(), _stats),
     st.sampled_from([None, "00ff" * 8]),
+    st.sampled_from([None, "00ff" * 4]),
     st.sampled_from([None, Entry("seg-000000.safetensors", 131072, 24)]),
     st.sampled_from([None, {"type": "int", "value": 3}]),
+    st.sampled_from([None, Slice((0, 10, 2), (12, 3))]),
+    st.sampled_from([None, 1 << 20]),
+    st.one_of(st.none(), st.dictionaries(st.text(max_size=4), _json, max_size=3)),
 )
 
 
@@ -60,13 +70,31 @@ def test_a_record_survives_its_line(item: Record) -> None:
 def test_the_line_of_a_record_is_the_one_of_the_format_page() -> None:
     stats = Stats(6, 0, 1, 0, 2, 0, -1.0, 2.5, 2.5, 3.0, 9.25)
     item = Record(
-        Key("mlp:out", 4, 1, 2), 7, "bfloat16", (2, 3), "t h[tp]", ((0, 2),), stats, "ab" * 16, Entry("s", 64, 12)
+        Key("mlp:out", 4, 1, 2, 3, "recompute", "draft"),
+        7,
+        "bfloat16",
+        (2, 3),
+        "t h[tp]",
+        ((0, 2),),
+        stats,
+        "ab" * 16,
+        "cd" * 8,
+        Entry("s", 64, 12),
+        slice=Slice((0, 4, 2), (9, 3)),
+        tags={"layer_id": 3},
     )
     assert record.encode(item).decode() == (
-        '{"type":"record","seq":7,"site":"mlp:out","step":4,"occurrence":2,"dtype":"bfloat16","shape":[2,3],'
-        '"dims":"t h[tp]","rows":[[0,2]],"hash":"abababababababababababababababab",'
+        '{"type":"record","seq":7,"site":"mlp:out","step":4,"occurrence":2,"micro":3,"pass":"recompute",'
+        '"model":"draft","dtype":"bfloat16","shape":[2,3],"dims":"t h[tp]","rows":[[0,2]],'
+        '"slice":{"rows":[0,4,2],"shape":[9,3]},"tags":{"layer_id":3},'
+        '"hash":"abababababababababababababababab","bag":"cdcdcdcdcdcdcdcd",'
         '"stats":{"count":6,"nan":0,"posinf":1,"neginf":0,"zeros":2,"subnormals":0,"min":-1.0,"max":2.5,'
         '"absmax":2.5,"sum":3.0,"sumsq":9.25},"entry":["s",64,12]}'
+    )
+    capped = Record(Key("a:out", 0), 0, "float32", (512,), cap=1024, value={"type": "int", "value": 3}, hash="0")
+    assert record.encode(capped).decode() == (
+        '{"type":"record","seq":0,"site":"a:out","step":0,"dtype":"float32","shape":[512],"cap":1024,'
+        '"value":{"type":"int","value":3},"hash":"0"}'
     )
 
 
@@ -209,8 +237,8 @@ def test_a_missing_run_a_file_and_a_foreign_directory_are_told_apart(tmp_path: P
 def test_a_run_of_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps(manifest | {"version": 2}))
-    with pytest.raises(RunVersionError, match="version 2; this tapscope reads up to 1"):
+    (path / "run.json").write_text(json.dumps(manifest | {"version": 3}))
+    with pytest.raises(RunVersionError, match="version 3; this tapscope reads up to 2"):
         open_run(path)
 
 
@@ -247,6 +275,50 @@ def test_the_ledger_counts_what_was_lost_between_hook_and_disk(tmp_path: Path) -
     account = open_run(path).ledger()
     assert (account.lost, account.complete) == (1, False)
     assert "1 values lost between hook and disk" in account.sentences()
+
+
+def test_values_that_come_after_their_step_add_up_in_the_ledger(tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", np.ones(3, np.float32))
+        run.step()
+        run.put("a:out.grad", np.ones(3, np.float32))
+        run._counts[0] = StepCounts()  # the gradient belongs to step 0, which has ended
+        index = run.path / "rank-00000/records.jsonl"
+        index.write_bytes(index.read_bytes().replace(b'"a:out.grad","step":1', b'"a:out.grad","step":0'))
+        run.writers[0].line(late_line(0, StepCounts(seen=3, sent=2, dropped=1)))
+        run.writers[0].line(late_line(0, StepCounts(seen=1, failed=1)))
+    opened = open_run(tmp_path / "run")
+    assert opened.steps[0][0].counts == StepCounts(5, 3, 1, 1)
+    account = opened.ledger()
+    assert (account.seen, account.recorded, account.dropped, account.failed, account.lost) == (5, 2, 1, 1, 1)
+
+
+def test_a_step_that_the_host_marked_says_so(tmp_path: Path) -> None:
+    info = StepInfo(step=3, phase="decode", kind="warmup")
+    line = json.loads(encode_line(begin_line(info, 2, skipped=True)))
+    assert (line["kind"], line["skipped"]) == ("warmup", True)
+    assert step_from_lines(line, None) == StepLine(info, 2, None, True)
+    plain = begin_line(StepInfo(step=3), 0)
+    assert not {"kind", "skipped"} & set(plain)
+
+
+def test_a_site_line_may_name_its_parent_and_dims(tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as run:
+        line = {"type": "site", "site": "a:out", "class": "Linear", "params": {"weight": [2, 3]}}
+        run.writers[0].line(line)
+        run.writers[0].line({**line, "site": "b:out", "parent": "MLP", "dims": "t h"})
+    sites = open_run(tmp_path / "run").sites
+    assert (sites["a:out"].parent, sites["a:out"].dims) == (None, None)
+    assert (sites["b:out"].parent, sites["b:out"].dims) == ("MLP", "t h")
+
+
+def test_runs_of_version_1_are_read(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    manifest = json.loads((path / "run.json").read_text())
+    assert manifest["version"] == 2
+    (path / "run.json").write_text(json.dumps(manifest | {"version": 1}))
+    assert len(open_run(path).records) == 3
 
 
 def test_values_that_were_not_kept_are_an_error_not_zeros(tmp_path: Path) -> None:

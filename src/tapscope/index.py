@@ -19,6 +19,10 @@ class SiteInfo:
     """Class name of the module, e.g. ``LlamaRMSNorm``."""
     params: dict[str, tuple[int, ...]]
     """The module's own parameters and their local shapes."""
+    parent: str | None = None
+    """Class name of the module that holds it; None for the root, or when nobody said."""
+    dims: str | None = None
+    """What the module says of this port, see :mod:`tapscope.dims`; None when nobody said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class RankIndex:
     sites: dict[str, SiteInfo] = field(default_factory=dict)
     begins: dict[int, dict[str, Any]] = field(default_factory=dict)
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    lates: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     metrics: list[Metric] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -83,9 +88,9 @@ def _add(index: RankIndex, line: dict[str, Any], rank: int) -> None:
         index.records.append(record.from_json(line, rank))
     elif kind == "site":
         params = {name: tuple(shape) for name, shape in line["params"].items()}
-        index.sites[line["site"]] = SiteInfo(line["site"], line["class"], params)
+        index.sites[line["site"]] = SiteInfo(line["site"], line["class"], params, line.get("parent"), line.get("dims"))
     elif kind == "step":
-        (index.begins if line["at"] == "begin" else index.ends)[int(line["step"])] = line
+        _add_step(index, int(line["step"]), line)
     elif kind == "metric":
         index.metrics.append(
             Metric(
@@ -96,3 +101,13 @@ def _add(index: RankIndex, line: dict[str, Any], rank: int) -> None:
         index.events.append(Event(rank, line["kind"], {k: v for k, v in line.items() if k not in ("type", "kind")}))
     else:
         raise ValueError(f"unknown line type {kind!r}")
+
+
+def _add_step(index: RankIndex, step: int, line: dict[str, Any]) -> None:
+    at = line["at"]
+    if at == "late":
+        index.lates.setdefault(step, []).append(line)
+    elif at in ("begin", "end"):
+        (index.begins if at == "begin" else index.ends)[step] = line
+    else:
+        raise ValueError(f"unknown step line {at!r}")

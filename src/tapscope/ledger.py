@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,13 @@ class StepCounts:
     aborted: str | None = None
     """Name of the exception that ended the step, or None."""
 
+    def add(self, other: "StepCounts") -> None:
+        """Count what ``other`` counted as well."""
+        self.seen += other.seen
+        self.sent += other.sent
+        self.dropped += other.dropped
+        self.failed += other.failed
+
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
@@ -31,7 +39,9 @@ class StepLine:
     info: StepInfo
     epoch: int = 0
     counts: StepCounts | None = None
-    """None while the step has not ended, or was cut off."""
+    """None while the step has not ended, or was cut off; values that came late are included."""
+    skipped: bool = False
+    """Whether the step was left out on purpose: the host had marked it as a warm-up or a dummy."""
 
     @property
     def ended(self) -> bool:
@@ -39,9 +49,9 @@ class StepLine:
         return self.counts is not None
 
 
-def begin_line(info: StepInfo, epoch: int) -> dict[str, Any]:
-    """The ``step`` line that opens a step."""
-    return {
+def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str, Any]:
+    """The ``step`` line that opens a step; ``skipped`` when nothing of it is captured because of its kind."""
+    line = {
         "type": "step",
         "at": "begin",
         "step": info.step,
@@ -53,19 +63,36 @@ def begin_line(info: StepInfo, epoch: int) -> dict[str, Any]:
         "token_ids": list(info.token_ids),
         "row_sets": {name: list(slots) for name, slots in info.row_sets.items()},
     }
+    if info.kind is not None:
+        line["kind"] = info.kind
+    if skipped:
+        line["skipped"] = True
+    return line
 
 
 def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
     """The ``step`` line that closes a step."""
+    return _counts_line("end", step, counts) | ({"aborted": counts.aborted} if counts.aborted else {})
+
+
+def late_line(step: int, counts: StepCounts) -> dict[str, Any]:
+    """A ``step`` line with the counts of values that came after their step had ended (gradients, recomputation).
+
+    A step may have several; they add up, and with those of its end.
+    """
+    return _counts_line("late", step, counts)
+
+
+def _counts_line(at: str, step: int, counts: StepCounts) -> dict[str, Any]:
     return {
         "type": "step",
-        "at": "end",
+        "at": at,
         "step": step,
         "seen": counts.seen,
         "sent": counts.sent,
         "dropped": counts.dropped,
         "failed": counts.failed,
-    } | ({"aborted": counts.aborted} if counts.aborted else {})
+    }
 
 
 def event_line(kind: str, **fields: Any) -> dict[str, Any]:
@@ -82,8 +109,8 @@ def encode_line(line: dict[str, Any]) -> bytes:
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None) -> StepLine:
-    """Join the two lines of a step; raises KeyError, TypeError or ValueError when malformed."""
+def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Iterable[dict[str, Any]] = ()) -> StepLine:
+    """Join the lines of a step; raises KeyError, TypeError or ValueError when malformed."""
     info = StepInfo(
         step=int(begin["step"]),
         phase=str(begin["phase"]),
@@ -91,11 +118,18 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None) -> StepLi
         rows=tuple(RowRun(*run) for run in begin["rows"]),
         token_ids=tuple(begin["token_ids"]),
         row_sets={name: tuple(slots) for name, slots in begin["row_sets"].items()},
+        kind=begin.get("kind"),
     )
-    counts = (
-        None if end is None else StepCounts(end["seen"], end["sent"], end["dropped"], end["failed"], end.get("aborted"))
-    )
-    return StepLine(info, int(begin["epoch"]), counts)
+    counts = None
+    if end is not None:
+        counts = _counts(end)
+        for line in late:
+            counts.add(_counts(line))
+    return StepLine(info, int(begin["epoch"]), counts, bool(begin.get("skipped", False)))
+
+
+def _counts(line: dict[str, Any]) -> StepCounts:
+    return StepCounts(line["seen"], line["sent"], line["dropped"], line["failed"], line.get("aborted"))
 
 
 @dataclass(slots=True)

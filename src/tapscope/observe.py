@@ -48,6 +48,8 @@ class StepInfo:
     """Token id of every valid row, in the order of :attr:`rows`; empty when unknown."""
     row_sets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Named subsets of slots, e.g. ``{"logits": (6, 11)}``: the rows whose logits are computed."""
+    kind: str | None = None
+    """``warmup`` or ``dummy`` for a step whose values mean nothing; None for an ordinary one."""
     epoch: int | None = None
     """Configuration epoch every rank must apply before this step; None lets each observer decide."""
 

@@ -107,6 +107,15 @@ class Entry(NamedTuple):
     nbytes: int
 
 
+class Slice(NamedTuple):
+    """Which part of a tensor a record holds; its shape, statistics, hash and bytes are of that part."""
+
+    rows: tuple[int, int, int]
+    """(start, stop, step) along the token axes (flattened, where the grid has two), else along the first axis."""
+    shape: tuple[int, ...]
+    """Local shape of the whole tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One observation."""
@@ -124,9 +133,17 @@ class Record:
     stats: Stats | None = None
     hash: str | None = None
     """128 bits over the bytes, order-sensitive, see docs/format.md."""
+    bag: str | None = None
+    """64 bits over the elements, order-free and additive over shards, see docs/format.md."""
     entry: Entry | None = None
     value: Any = None
     """A non-tensor value as ``{"type": ..., "value": ...}``."""
+    slice: Slice | None = None
+    """None when the whole tensor was taken."""
+    cap: int | None = None
+    """The rule's size cap in bytes, where the tensor was larger and only its statistics were kept; else None."""
+    tags: dict[str, Any] | None = None
+    """What the caller of an explicit dump said of it: name -> JSON value."""
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +166,13 @@ def to_json(record: Record) -> dict[str, Any]:
     if record.dtype is not None:
         line["dtype"] = record.dtype
         line["shape"] = list(record.shape)
-    for name in ("dims", "rows", "hash", "value"):
+    for name in ("dims", "rows"):
+        value = getattr(record, name)
+        if value is not None:
+            line[name] = value
+    if record.slice is not None:
+        line["slice"] = {"rows": list(record.slice.rows), "shape": list(record.slice.shape)}
+    for name in ("cap", "tags", "value", "hash", "bag"):
         value = getattr(record, name)
         if value is not None:
             line[name] = value
@@ -171,7 +194,7 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         line.get("pass", FORWARD),
         line.get("model", ""),
     )
-    stats, rows, entry = line.get("stats"), line.get("rows"), line.get("entry")
+    stats, rows, entry, part = line.get("stats"), line.get("rows"), line.get("entry"), line.get("slice")
     return Record(
         key,
         int(line["seq"]),
@@ -181,9 +204,18 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         None if rows is None else tuple((int(first), int(count)) for first, count in rows),
         None if stats is None else _stats_from_json(stats),
         line.get("hash"),
+        line.get("bag"),
         None if entry is None else Entry(str(entry[0]), int(entry[1]), int(entry[2])),
         line.get("value"),
+        None if part is None else _slice_from_json(part),
+        line.get("cap"),
+        line.get("tags"),
     )
+
+
+def _slice_from_json(part: dict[str, Any]) -> Slice:
+    start, stop, step = part["rows"]
+    return Slice((int(start), int(stop), int(step)), tuple(part["shape"]))
 
 
 def _stats_to_json(stats: Stats) -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 FORMAT = "tapscope-run"
-VERSION = 1
+VERSION = 2
 """Newest format version this reader knows."""
 MANIFEST = "run.json"
 INDEX = "records.jsonl"
@@ -287,7 +287,9 @@ def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[i
     for rank, index in sorted(ranks.items()):
         for step, begin in index.begins.items():
             try:
-                steps.setdefault(step, {})[rank] = step_from_lines(begin, index.ends.get(step))
+                steps.setdefault(step, {})[rank] = step_from_lines(
+                    begin, index.ends.get(step), index.lates.get(step, ())
+                )
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
     return dict(sorted(steps.items()))
