@@ -1,20 +1,26 @@
 """Statistics, hash and comparison of tensor bytes, in C++ through ctypes or, without a compiler, in numpy.
 
-Both backends give the same counts and hashes bit for bit; sums agree to float32 block precision (about 1e-6).
+Both backends give the same counts, extremes and digests bit for bit; sums agree to about 1e-6, the
+precision of a float32 block.
 """
 
 from tapscope.kernels.native.compare import compare_rows
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures
-from tapscope.kernels.native.summary import Summary, summarize, summarize_array
+from tapscope.kernels.native.reference import Summary
+from tapscope.kernels.native.summary import Taken, digest_of, last, summarize, summarize_array, take
 
 __all__ = [
     "Measure",
     "RowMeasures",
     "Summary",
+    "Taken",
     "backend",
     "compare_rows",
+    "digest_of",
+    "last",
     "summarize",
     "summarize_array",
+    "take",
     "use_backend",
 ]

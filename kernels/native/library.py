@@ -13,7 +13,7 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.errors import ConfigError
 
-ABI = 1
+ABI = 2
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n != "complex64")}
@@ -29,8 +29,12 @@ _ADDRESS, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 class Functions(NamedTuple):
     """The C++ entry points, typed; each takes addresses as integers and releases the GIL while it runs."""
 
+    take: Any
+    """(data, count, dtype code, copy to or 0, out) -> length of the text"""
     summarize: Any
-    """(data, count, dtype code, out)"""
+    """(data, count, dtype code, copy to or 0, out)"""
+    hash: Any
+    """(data, number of bytes, out)"""
     compare_rows: Any
     """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, atol, rtol, out x2)"""
 
@@ -105,11 +109,13 @@ def _load() -> _Choice:
 
 
 def _typed(library: ctypes.CDLL) -> Functions:
-    summarize, compare = library.ts_summarize, library.ts_compare_rows
-    summarize.argtypes = [_ADDRESS, _INT64, ctypes.c_int, _ADDRESS]
+    take, summarize, compare = library.ts_take, library.ts_summarize, library.ts_compare_rows
+    take.argtypes = summarize.argtypes = [_ADDRESS, _INT64, ctypes.c_int, _ADDRESS, _ADDRESS]
+    library.ts_hash.argtypes = [_ADDRESS, _INT64, _ADDRESS]
     compare.argtypes = [
         *(_ADDRESS, _ADDRESS, ctypes.c_int, ctypes.c_int, _INT64, _INT64, _ADDRESS, _ADDRESS),
         *(_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS),
     ]
-    summarize.restype = compare.restype = None
-    return Functions(summarize, compare)
+    take.restype = _INT64
+    summarize.restype = compare.restype = library.ts_hash.restype = None
+    return Functions(take, summarize, library.ts_hash, compare)

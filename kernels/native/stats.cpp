@@ -1,23 +1,12 @@
-// Statistics and the hash of one tensor in one pass: a block is hashed and summed while it lies in the L1 cache.
-// The definition of the hash, and the plain reference of all of this, are in summary.py.
+// Statistics and both digests of one tensor in one pass: a block is hashed, summed and copied while it lies in the L1
+// cache. The digests are defined in digests.py; the plain reference of all of this is reference.py.
 
-#include <limits>
-
-#include "hash.h"
+#include "bag.h"
+#include "summary.h"
+#include "text.h"
 
 namespace ts {
 namespace {
-
-struct Summary {  // _LAYOUT in summary.py
-    int64_t count = 0, nan = 0, posinf = 0, neginf = 0, zeros = 0, subnormals = 0, finite = 0;
-    double min = std::numeric_limits<double>::infinity(), max = -min, absmax = 0, sum = 0, sumsq = 0;
-    Hash hash;
-
-    void extend(double low, double high) {
-        if (low < min) min = low;
-        if (high > max) max = high;
-    }
-};
 
 // ---- floating formats
 
@@ -139,6 +128,7 @@ void digest_histogram(int dtype, const Histogram& histogram, Summary* out) {
         const int64_t n = static_cast<int64_t>(total);
         const int magnitude = code & 0x7F;
         if (!n) continue;
+        out->bag += total * bag_of_byte(code);
         if (is_float && magnitude == infinity) {
             (code & 0x80 ? out->neginf : out->posinf) += n;
         } else if (is_float && (magnitude == 0x7F || magnitude > infinity)) {
@@ -155,12 +145,13 @@ void digest_histogram(int dtype, const Histogram& histogram, Summary* out) {
     }
 }
 
-void summarize_bytes(const uint8_t* bytes, int dtype, Summary* out) {
+void summarize_bytes(const uint8_t* bytes, int dtype, uint8_t* target, Summary* out) {
     Histogram histogram;
     for (int64_t done = 0; done < out->count; done += kBlock) {
         const int64_t end = done + kBlock < out->count ? done + kBlock : out->count;
         hash_bytes(bytes + done, end - done, done, &out->hash);
         for (int64_t i = done; i < end; ++i) ++histogram.counts[i & 3][bytes[i]];
+        if (target) std::memcpy(target + done, bytes + done, static_cast<size_t>(end - done));
     }
     digest_histogram(dtype, histogram, out);
 }
@@ -188,6 +179,10 @@ struct Way {
     Block block;    // null: one byte, by histogram
 };
 
+uint64_t bag_of(const uint8_t* bytes, int64_t n, int64_t width) {
+    return width == 2 ? bag_block2(bytes, n) : width == 4 ? bag_block4(bytes, n) : bag_block8(bytes, n);
+}
+
 constexpr Way kByte = {1, nullptr};
 constexpr Way kWays[] = {
     // in the order of Dtype
@@ -196,11 +191,27 @@ constexpr Way kWays[] = {
     {8, uint64_block}, {4, uint32_block}, {2, uint16_block}, kByte, kByte,
 };
 
-void summarize_wide(const uint8_t* bytes, Way way, Summary* out) {
+void summarize_wide(const uint8_t* bytes, Way way, uint8_t* target, Summary* out) {
     for (int64_t done = 0; done < out->count; done += kBlock) {
-        const int64_t n = out->count - done < kBlock ? out->count - done : kBlock, offset = done * way.width;
-        hash_bytes(bytes + offset, n * way.width, offset, &out->hash);
+        const int64_t n = out->count - done < kBlock ? out->count - done : kBlock;
+        const int64_t offset = done * way.width, nbytes = n * way.width;
+        hash_bytes(bytes + offset, nbytes, offset, &out->hash);
         way.block(bytes + offset, n, out);
+        out->bag += bag_of(bytes + offset, n, way.width);
+        if (target) std::memcpy(target + offset, bytes + offset, static_cast<size_t>(nbytes));
+    }
+}
+
+struct Taken {  // what Python reads; _LAYOUT in summary.py
+    Summary summary;
+    uint8_t digest[16];
+    char text[kTextRoom];
+};
+
+void write_digest(const Hash& hash, uint8_t* out) {
+    for (int i = 0; i < 8; ++i) {
+        out[i] = static_cast<uint8_t>(hash.h1 >> (56 - 8 * i));
+        out[8 + i] = static_cast<uint8_t>(hash.h2 >> (56 - 8 * i));
     }
 }
 
@@ -209,16 +220,32 @@ void summarize_wide(const uint8_t* bytes, Way way, Summary* out) {
 
 TS_EXPORT int ts_abi() { return TS_ABI; }
 
-TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, void* result) {
+// Fills the summary alone; `target` may be null.
+TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, void* target, ts::Summary* result) {
     const ts::Way way = ts::kWays[dtype];
+    const auto* bytes = static_cast<const uint8_t*>(data);
+    auto* copy = static_cast<uint8_t*>(target);
     ts::Summary out;
     out.count = count;
     if (way.block) {
-        ts::summarize_wide(static_cast<const uint8_t*>(data), way, &out);
+        ts::summarize_wide(bytes, way, copy, &out);
     } else {
-        ts::summarize_bytes(static_cast<const uint8_t*>(data), dtype, &out);
+        ts::summarize_bytes(bytes, dtype, copy, &out);
     }
-    if (out.finite) out.absmax = out.max > -out.min ? out.max : -out.min;
-    out.hash.finish(static_cast<uint64_t>(count * way.width));
-    std::memcpy(result, &out, sizeof out);
+    out.finish(static_cast<uint64_t>(count * way.width));
+    *result = out;
+}
+
+// Returns the length of the text.
+TS_EXPORT int64_t ts_take(const void* data, int64_t count, int dtype, void* target, ts::Taken* result) {
+    ts_summarize(data, count, dtype, target, &result->summary);
+    ts::write_digest(result->summary.hash, result->digest);
+    return ts::write_text(result->summary, result->text);
+}
+
+TS_EXPORT void ts_hash(const void* data, int64_t nbytes, uint8_t* digest) {
+    ts::Hash hash;
+    ts::hash_bytes(static_cast<const uint8_t*>(data), nbytes, 0, &hash);
+    hash.finish(static_cast<uint64_t>(nbytes));
+    ts::write_digest(hash, digest);
 }

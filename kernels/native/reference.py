@@ -1,0 +1,119 @@
+"""Summary in numpy: the plain reference of the C++, which also serves where no library was built.
+
+Counts, extremes, hash and bag are those of the library bit for bit; sums agree to float32 block precision.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.kernels.native.digests import finish_hash, partial_bag, partial_hash
+from tapscope.record import Key, Record, Stats, encode
+
+Array = np.ndarray[Any, Any]
+
+CHUNK = 65536
+"""Elements that are converted at a time; a multiple of 8, so that words never straddle chunks."""
+
+
+class Summary(NamedTuple):
+    """What is known of a tensor without keeping it."""
+
+    stats: Stats
+    """A complex number counts as two elements; 64-bit integers are rounded to float64 in extremes and sums."""
+    hash: str
+    """32 hex digits over the bytes in their order; see :mod:`tapscope.kernels.native.digests`."""
+    bag: str
+    """16 hex digits over the elements in any order; see :mod:`tapscope.kernels.native.digests`."""
+
+
+class _Format(NamedTuple):
+    """A floating format by its bits without the sign."""
+
+    bits: Any
+    nonfinite: int
+    """Smallest magnitude that is infinite or NaN."""
+    infinity: int | None
+    min_normal: int
+
+
+_FORMATS = {
+    "float64": _Format(np.uint64, 0x7FF << 52, 0x7FF << 52, 1 << 52),
+    "float32": _Format(np.uint32, 0x7F800000, 0x7F800000, 1 << 23),
+    "float16": _Format(np.uint16, 0x7C00, 0x7C00, 1 << 10),
+    "bfloat16": _Format(np.uint16, 0x7F80, 0x7F80, 1 << 7),
+    "float8_e4m3fn": _Format(np.uint8, 0x7F, None, 1 << 3),
+    "float8_e5m2": _Format(np.uint8, 0x7C, 0x7C, 1 << 2),
+}
+
+
+def summarize_reference(array: Array, chunk: int = CHUNK) -> Summary:
+    """Summarise ``array`` ``chunk`` elements (a multiple of 8) at a time, so that temporaries stay small."""
+    flat = array.reshape(-1)
+    if flat.dtype == np.complex64:
+        flat = flat.view(np.float32)
+    h1 = h2 = bag = first = 0
+    parts = []
+    for start in range(0, flat.size, chunk):
+        block = flat[start : start + chunk]
+        words = to_words(block)
+        parts.append(_statistics(block))
+        one, two = partial_hash(words, first)
+        h1, h2, first = h1 + one, h2 + two, first + words.size
+        bag += partial_bag(block)
+    digest = finish_hash(h1, h2, flat.size * flat.itemsize)
+    return Summary(_merge(flat.size, parts), digest.hex(), f"{bag % 2**64:016x}")
+
+
+def text_of(summary: Summary) -> bytes:
+    """The members of a record line that ``summary`` fills, cut from the line of a record that has no others."""
+    stats, digest, bag = summary
+    line = encode(Record(Key("", 0), 0, None, (), stats=stats, hash=digest, bag=bag))
+    return line[line.index(b'"hash"') : -1]
+
+
+def to_words(block: Array) -> Array:
+    """The bytes of ``block`` as uint64, the last one zero-extended."""
+    raw = block.view(np.uint8)
+    tail = -raw.size % 8
+    return (np.concatenate([raw, np.zeros(tail, np.uint8)]) if tail else raw).view(np.dtype("<u8"))
+
+
+_Part = tuple[tuple[int, ...], tuple[float, float] | None, tuple[float, float]]
+
+
+def _merge(count: int, parts: list[_Part]) -> Stats:
+    nan, positive, negative, zeros, tiny = (sum(part[0][i] for part in parts) for i in range(5))
+    extremes = [part[1] for part in parts if part[1] is not None]
+    added, squares = (sum((part[2][i] for part in parts), 0.0) + 0.0 for i in range(2))
+    if not extremes:
+        return Stats(count, nan, positive, negative, zeros, tiny, None, None, None, added, squares)
+    low, high = min(pair[0] for pair in extremes) + 0.0, max(pair[1] for pair in extremes) + 0.0  # -0.0 becomes 0.0
+    return Stats(count, nan, positive, negative, zeros, tiny, low, high, max(abs(low), abs(high)), added, squares)
+
+
+def _statistics(block: Array) -> _Part:
+    """(nan, posinf, neginf, zeros, subnormals), (min, max) or None, (sum, sum of squares)."""
+    form = _FORMATS.get(block.dtype.name)
+    if form is None:
+        finite = block
+        counts = (0, 0, 0, int(np.count_nonzero(block == 0)), 0)
+    else:
+        bits = block.view(form.bits)
+        sign = form.bits(1 << (8 * block.itemsize - 1))
+        magnitude = bits & ~sign
+        infinite = magnitude == form.bits(form.infinity) if form.infinity is not None else np.zeros(bits.shape, bool)
+        usable = magnitude < form.bits(form.nonfinite)
+        negative = int(np.count_nonzero(infinite & (bits >= sign)))
+        positive = int(np.count_nonzero(infinite)) - negative
+        zeros = int(np.count_nonzero(magnitude == 0))
+        tiny = int(np.count_nonzero(magnitude < form.bits(form.min_normal)))
+        nan = int(np.count_nonzero(~usable)) - positive - negative
+        counts = (nan, positive, negative, zeros, tiny - zeros)
+        finite = block[usable]
+    if not finite.size:
+        return counts, None, (0.0, 0.0)
+    values = finite.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # float64 itself may overflow
+        sums = (float(values.sum()), float((values * values).sum()))
+    return counts, (float(values.min()), float(values.max())), sums
