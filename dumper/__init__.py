@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from tapscope.dumper.config import DumperConfig, Rule
     from tapscope.dumper.dumper import Dumper, attach
 
-_EXPORTS = {"Dumper": ".dumper", "attach": ".dumper", "DumperConfig": ".config", "Rule": ".config"}
+_EXPORTS = {"Dumper": ".dumper", "attach": ".dumper", "DumperConfig": ".config", "Rule": ".rule"}
 
 __all__ = ["Dumper", "DumperConfig", "Rule", "attach"]
 

@@ -1,45 +1,35 @@
 """DumperConfig: one frozen, validated value, whether it comes from keywords, JSON or `k=v` words."""
 
-import json
 import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from tapscope.errors import ConfigError, RuleError, SiteError
-from tapscope.site import Glob
+from tapscope.dumper.rule import Keep, Rule, condition, parse_rule
+from tapscope.dumper.size import parse_size
+from tapscope.dumper.trigger import Trigger, parse_trigger
+from tapscope.errors import ConfigError, ExpressionError
 
-Keep = Literal["off", "stats", "full"]
+__all__ = ["RUNTIME_FIELDS", "DumperConfig", "Keep", "Rule", "Trigger"]
+
 Policy = Literal["block", "drop", "strict"]
+Mode = Literal["off", "core", "all"]
+Fsync = Literal["never", "close", "segment", "batch"]
 
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What is kept of the sites that match a glob; ``str(rule)`` is ``GLOB=KEEP``."""
-
-    glob: str
-    keep: Keep
-
-    def __post_init__(self) -> None:
-        if self.keep not in typing.get_args(Keep):
-            raise RuleError(f"rule {self.glob}={self.keep}: keep must be one of {', '.join(typing.get_args(Keep))}")
-        try:
-            Glob(self.glob)
-        except SiteError as error:
-            raise RuleError(f"rule {self}: {error}") from None
-
-    def __str__(self) -> str:
-        return f"{self.glob}={self.keep}"
-
-
-def parse_rule(text: str) -> Rule:
-    """``GLOB=KEEP``; raises RuleError."""
-    glob, equals, keep = text.rpartition("=")
-    if not equals:
-        raise RuleError(f"rule {text!r} has no '='; write GLOB=KEEP, e.g. 'layers.3.*:out=full'")
-    return Rule(glob.strip(), typing.cast(Keep, keep.strip()))
+_MiB = 1024 * 1024
+_FROM_ZERO = ("min_free_bytes", "past_steps", "past_bytes", "ring_bytes")
+_FROM_ONE = (
+    "block_timeout_s",
+    "queue_bytes",
+    "segment_bytes",
+    "capture_steps",
+    "max_bytes",
+    "max_records",
+    "max_steps",
+)
+_LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,69 +55,159 @@ class DumperConfig:
     control: str | None = None
     """``HOST:PORT`` (port 0: any) for the recorder's HTTP control; None for no HTTP."""
 
+    network: str | None = None
+    """Address of this host at which ranks on other hosts reach the recorder; None for ranks of this host only."""
+
+    mode: Mode = "all"
+    """Which sites taps may stand at: none, the model's own inputs and outputs (``core``), or every module's."""
+    filter: str | None = None
+    """A condition (:mod:`tapscope.expression`) that comes after the rules: what it denies is off."""
+    grads: bool = False
+    """Gradients of inputs and outputs are ordinary sites; without, only rules that name them reach them."""
+    params: bool = False
+    """Parameters (with ``grads`` their gradients too) are ordinary sites; without, only by name."""
+    buffers: bool = False
+    """Buffers are ordinary sites; without, only by name."""
+    console: bool = False
+    """One short line a record on stderr."""
+    skip_dummy: bool = True
+    """Steps that the host marks as warm-up or dummy are not captured."""
+
+    max_bytes: int | None = None
+    """Payload bytes after which capture stops."""
+    max_records: int | None = None
+    """Records after which capture stops."""
+    max_steps: int | None = None
+    """Captured steps after which capture stops."""
+    min_free_bytes: int | None = 256 * _MiB
+    """Free bytes on the run's disk below which capture stops; None or 0 for no floor."""
+
+    past_steps: int = 0
+    """Flight recorder: keep this many steps in memory and write them only when asked; 0 writes at once."""
+    past_bytes: int = 256 * _MiB
+    """Most bytes of the flight recorder; the oldest steps go first."""
+    triggers: tuple[Trigger, ...] = ()
+    """What happens when a site's statistics meet a condition."""
+
+    ring_bytes: int = 64 * _MiB
+    """Shared memory between a rank and its recorder; 0 sends everything inline."""
+    fsync: Fsync = "never"
+    """When bytes are forced to disk."""
+    control_token: str | None = field(default=None, repr=False)
+    """What a control request must carry; never shown, stored or sent."""
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(DumperConfig)
-        if not isinstance(self.rules, tuple):
-            object.__setattr__(self, "rules", _rules(self.rules))
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name != "rules" and not _fits(value, hints[each.name]):
+            if each.name in _LISTS:
+                value = _list(each.name, value)
+            elif each.name.endswith("_bytes") and isinstance(value, str):
+                value = _size(each.name, value)
+            elif not _fits(value, hints[each.name]):
                 raise ConfigError(f"{each.name}={value!r}: must be {_describe(hints[each.name])}")
-        for name in ("block_timeout_s", "queue_bytes", "segment_bytes", "capture_steps"):
+            object.__setattr__(self, each.name, value)
+        self._check_numbers()
+        if self.filter is not None:
+            try:
+                object.__setattr__(self, "filter", condition(self.filter).text)
+            except ExpressionError as error:
+                raise ConfigError(f"filter={self.filter!r}: {error}") from None
+
+    def _check_numbers(self) -> None:
+        for name in (*_FROM_ONE, *_FROM_ZERO):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value!r}: must be more than 0 and finite")
+            if value is None:
+                continue
+            if not (value >= 0 if name in _FROM_ZERO else value > 0) or value == math.inf:
+                rule = "0 or more" if name in _FROM_ZERO else "more than 0 and finite"
+                raise ConfigError(f"{name}={value!r}: must be {rule}")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> "DumperConfig":
+        """The defaults, changed by ``TAPSCOPE_KEEP=full`` and so on; blank is unset. See :mod:`.environment`."""
+        from tapscope.dumper.environment import changes_of
+
+        return cls().updated(changes_of(environ, prefix=prefix, sglang=sglang))
+
+    @classmethod
+    def with_defaults(
+        cls, environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False, **settings: Any
+    ) -> "DumperConfig":
+        """Like :meth:`from_env`, with ``settings`` where the environment says nothing."""
+        from tapscope.dumper.environment import changes_of
+
+        return cls().updated(settings | changes_of(environ, prefix=prefix, sglang=sglang))
 
     def updated(self, changes: Mapping[str, Any], *, allowed: Iterable[str] | None = None) -> "DumperConfig":
-        """A copy with ``changes`` (JSON types; rules as ``GLOB=KEEP`` texts); raises ConfigError or RuleError."""
+        """A copy with ``changes`` (JSON types); raises ConfigError or RuleError.
+
+        ``allowed`` are the settings that may change; whoever gives them is not local, so that no trigger with a command
+        is taken from there but those this configuration has.
+        """
         known = [each.name for each in fields(self)]
         for name in changes:
             if name not in known:
                 raise ConfigError(f"{name!r} is no setting; settings are {', '.join(allowed or known)}")
             if allowed is not None and name not in allowed:
                 raise ConfigError(f"{name!r} is fixed when the dumper starts; at run time set {', '.join(allowed)}")
-        values = dict(changes)
-        if "rules" in values:
-            values["rules"] = _rules(values["rules"])
-        return replace(self, **values)
+        config = replace(self, **changes)
+        if allowed is not None:
+            for trigger in config.triggers:
+                if trigger.command is not None and trigger not in self.triggers:
+                    raise ConfigError(
+                        f"triggers: '{trigger}' runs a command, which is never set from outside; give it where the dumper "
+                        "is made, by keyword or TAPSCOPE_TRIGGERS, or use keep or stop"
+                    )
+        return config
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types; the inverse is ``DumperConfig().updated(...)``."""
-        return asdict(self) | {"rules": [str(rule) for rule in self.rules]}
+        """JSON types, without the token; the inverse is ``DumperConfig().updated(...)``."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _SECRET}
+        return values | {name: [str(item) for item in getattr(self, name)] for name in _LISTS}
 
 
-RUNTIME_FIELDS = ("enabled", "keep", "rules")
+_SECRET = ("control_token",)
+
+RUNTIME_FIELDS = (
+    "enabled",
+    "keep",
+    "rules",
+    "filter",
+    "mode",
+    "grads",
+    "params",
+    "buffers",
+    "console",
+    "triggers",
+    "max_bytes",
+    "max_records",
+    "max_steps",
+    "min_free_bytes",
+    "past_steps",
+    "past_bytes",
+    "skip_dummy",
+)
 """What may be changed while the dumper runs."""
 
 
-def parse_words(words: Iterable[str]) -> dict[str, Any]:
-    """``["enabled=true", "keep=full"]`` -> changes; values are JSON where they parse as JSON, else text."""
-    changes: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise ConfigError(f"{word!r} is no setting; write NAME=VALUE, e.g. keep=full")
-        try:
-            changes[name] = json.loads(text)
-        except ValueError:
-            changes[name] = text
-        if name == "rules" and isinstance(changes[name], str):
-            changes[name] = [part for part in changes[name].split(",") if part]
-    return changes
-
-
-def _rules(value: Any) -> tuple[Rule, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ConfigError(f"rules={value!r}: must be a list of GLOB=KEEP texts")
-    rules = []
+def _list(name: str, value: Any) -> tuple[Any, ...]:
+    text = {"rules": "GLOB=KEEP texts", "triggers": "texts GLOB: CONDITION -> ACTION"}[name]
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}={value!r}: must be a list of {text}")
+    parsed = []
     for item in value:
-        if isinstance(item, Rule):
-            rules.append(item)
-        elif isinstance(item, str):
-            rules.append(parse_rule(item))
-        else:
-            raise ConfigError(f"rules: {item!r} must be a text GLOB=KEEP")
-    return tuple(rules)
+        if not isinstance(item, str | Mapping | Rule | Trigger):
+            raise ConfigError(f"{name}: {item!r} must be a text {'GLOB=KEEP' if name == 'rules' else text[6:]}")
+        parsed.append(_LISTS[name](item))
+    return tuple(parsed)
+
+
+def _size(name: str, value: str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r}: {error}") from None
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -151,62 +231,8 @@ def _describe(hint: Any) -> str:
     return names.get(hint, str(hint))
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The static part of a configuration: what is kept at a site, decided once per site."""
+def parse_words(words: Iterable[str]) -> dict[str, Any]:
+    """See :func:`tapscope.dumper.environment.parse_words`."""
+    from tapscope.dumper import environment
 
-    config: DumperConfig
-    _globs: tuple[tuple[Glob, Keep], ...] = field(default=())
-
-    @classmethod
-    def of(cls, config: DumperConfig) -> "Selection":
-        """Compile the rules."""
-        return cls(config, tuple((Glob(rule.glob), rule.keep) for rule in config.rules))
-
-    @classmethod
-    def of_nothing(cls) -> "Selection":
-        """Keeps nothing anywhere."""
-        return cls(DumperConfig(keep="off"))
-
-    def keep(self, site: str) -> Keep:
-        """What is kept at ``site``."""
-        if not self.config.enabled:
-            return "off"
-        return next((keep for glob, keep in self._globs if glob.matches(site)), self.config.keep)
-
-    def may_keep(self, path: str, kind: str, ports: Iterable[str], *, unnamed: bool) -> bool:
-        """Whether any port of ``kind`` at this module may be kept.
-
-        ``ports`` are those known beforehand; ``unnamed`` says that there may be others.
-        """
-        if any(self.keep(f"{path}:{port}") != "off" for port in ports):
-            return True
-        if not self.config.enabled:
-            return False
-        if unnamed and self.config.keep != "off":
-            return True
-        # A rule may name what only a firing can show (out[0], an argument of **kwargs): hook where its path fits.
-        return any(rule.keep != "off" and _may_name(rule.glob, path, kind, unnamed) for rule in self.config.rules)
-
-    def check_matches(self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str) -> None:
-        """Raise RuleError for a rule that can match no site.
-
-        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named.
-        """
-        sites = [f"{path}:{port}" for path, known in ports.items() for port in known]
-        opened = set(open_paths)
-        for rule, (glob, _) in zip(self.config.rules, self._globs, strict=True):
-            if any(glob.matches(site) for site in sites):
-                continue
-            if not any(_may_name(rule.glob, path, kind, path in opened) for path in ports for kind in ("in", "out")):
-                raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
-
-
-def _may_name(glob: str, path: str, kind: str, unnamed: bool) -> bool:
-    """Whether the glob may match a port of ``kind`` at ``path`` that is not known before it fires."""
-    head, colon, port = glob.rpartition(":")
-    if not colon:
-        return unnamed and Glob(port).matches(f"{path}:out")
-    if not port.startswith(f"{kind}[") and not (unnamed and kind == "in" and port.startswith(("in", "*"))):
-        return False
-    return Glob(f"{head}:*").matches(f"{path}:out") and (unnamed or "." in port or kind == "out")
+    return environment.parse_words(words)

@@ -4,11 +4,13 @@
     ├── UsageError               exit 2: the call cannot mean what it says
     │   ├── ConfigError          a setting: names field, value and rule
     │   ├── RuleError            a selection rule that is wrong or matches no site
+    │   ├── ExpressionError      a condition that does not parse or is not allowed
     │   ├── SiteError            a site that does not parse
     │   ├── DimsError            a dims annotation that does not parse or fit
     │   ├── RunExistsError       the run directory is taken and --force was not given
     │   ├── ListenError          an address that cannot be listened on
     │   └── StepError            step() nested, or closed twice
+    ├── EvaluationError          a condition that could not be decided for these values; counted, never shown to a model
     ├── DataError                exit 3: what lies on disk cannot be used
     │   ├── RunNotFoundError     no run at this path
     │   ├── RunVersionError      written by a newer format version
@@ -44,6 +46,10 @@ class RuleError(UsageError):
     """A selection rule is wrong or matches no site."""
 
 
+class ExpressionError(UsageError):
+    """A condition does not parse or uses what is not allowed; the message names the column."""
+
+
 class SiteError(UsageError):
     """A site does not parse."""
 
@@ -62,6 +68,10 @@ class ListenError(UsageError):
 
 class StepError(UsageError):
     """A step was nested, or closed twice."""
+
+
+class EvaluationError(TapscopeError):
+    """A condition could not be decided for the values at hand; whoever evaluates counts it."""
 
 
 class DataError(TapscopeError):

@@ -1,0 +1,151 @@
+"""Environment: settings as texts, from variables and from ``NAME=VALUE`` words."""
+
+import difflib
+import json
+import logging
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.option import split_outside_quotes
+from tapscope.dumper.rule import KEEPS
+from tapscope.errors import ConfigError
+
+_log = logging.getLogger("tapscope")
+
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_NULL = ("", "none", "null")
+_HINTS = {name: hint for name, hint in typing.get_type_hints(DumperConfig).items()}
+_FIELDS = tuple(each.name for each in fields(DumperConfig))
+
+
+def parse_words(words: Iterable[str]) -> dict[str, Any]:
+    """``["enabled=true", "keep=full"]`` -> changes. Rules are joined by ``;``, or by ``,`` where all are GLOB=KEEP alone.
+
+    Names that are no setting keep their text, or the JSON that it is. Raises ConfigError.
+    """
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is no setting; write NAME=VALUE, e.g. keep=full")
+        changes[name] = value_of(name, text) if name in _FIELDS else _json_or_text(text)
+    return changes
+
+
+def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> dict[str, Any]:
+    """What the variables set. With ``sglang``, SGLang's ``DUMPER_*`` count where ours are unset.
+
+    Raises ConfigError naming the variable; a variable that looks like a setting and is none, and one of SGLang's that has no
+    counterpart here, is said in the log.
+    """
+    changes = _from_sglang(environ) if sglang else {}
+    for variable, text in environ.items():
+        name = variable.removeprefix(prefix).lower()
+        if not variable.startswith(prefix) or not text.strip():
+            continue
+        if name in _FIELDS:
+            changes[name] = _named(variable, name, text)
+        elif near := difflib.get_close_matches(name, _FIELDS, 1, 0.8):
+            _log.warning("tapscope: %s sets nothing; did you mean %s%s?", variable, prefix, near[0].upper())
+    return changes
+
+
+def value_of(name: str, text: str) -> Any:
+    """The text of a setting as its type; raises ConfigError."""
+    hint, text = _HINTS[name], text.strip()
+    if name in ("rules", "triggers"):
+        return _several(name, text)
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and text.lower() in _NULL:
+        return None
+    if bool in options:
+        if text.lower() not in (*_YES, *_NO):
+            raise ConfigError(f"{name}={text!r}: must be true or false (or 1 0, yes no, on off)")
+        return text.lower() in _YES
+    for kind in (int, float):
+        if kind in options:
+            try:
+                return kind(text)
+            except ValueError:
+                return text  # a size such as 64MiB, or an error that the configuration words
+    return text
+
+
+def out_of(environ: Mapping[str, str]) -> Path | None:
+    """SGLang's ``DUMPER_DIR`` and ``DUMPER_EXP_NAME`` as the directory of a run; None when neither is set."""
+    folder, name = (environ.get(f"DUMPER_{each}", "").strip() for each in ("DIR", "EXP_NAME"))
+    return Path(folder or "/tmp/dumper") / name if folder or name else None
+
+
+def _several(name: str, text: str) -> Any:
+    if text.startswith("["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass
+    parts = [part.strip() for part in split_outside_quotes(text, r"[;\n]")]
+    if name == "rules" and len(parts) == 1:
+        simple = text.split(",")
+        if all(re.fullmatch(rf"[^\s,=\"]+=({'|'.join(KEEPS)})", part.strip()) for part in simple):
+            parts = [part.strip() for part in simple]
+    return [part for part in parts if part]
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _named(variable: str, name: str, text: str) -> Any:
+    """The value, checked on its own so that an error can name the variable."""
+    try:
+        value = value_of(name, text)
+        DumperConfig().updated({name: value})
+    except ConfigError as error:
+        shown = "its value" if name == "control_token" else str(error)
+        raise ConfigError(f"{variable}: {shown}") from None
+    return value
+
+
+# ---- SGLang ---------------------------------------------------------------------------------------------
+
+_SAME = {
+    "DUMPER_ENABLE": "enabled",
+    "DUMPER_FILTER": "filter",
+    "DUMPER_NON_INTRUSIVE_MODE": "mode",
+    "DUMPER_ENABLE_OUTPUT_CONSOLE": "console",
+    "DUMPER_ENABLE_GRAD": "grads",
+    "DUMPER_ENABLE_MODEL_VALUE": "params",
+}
+
+
+def _from_sglang(environ: Mapping[str, str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for variable in sorted(environ):
+        text = environ[variable].strip()
+        if not variable.startswith("DUMPER_") or not text or variable in ("DUMPER_DIR", "DUMPER_EXP_NAME"):
+            continue
+        if variable in _SAME:
+            changes[_SAME[variable]] = _named(variable, _SAME[variable], text)
+        elif variable == "DUMPER_SERVER_PORT":
+            changes["control"] = _control(text)
+        else:
+            _log.warning("tapscope: %s has no counterpart here and sets nothing", variable)
+    return changes
+
+
+def _control(text: str) -> str | None:
+    if text == "reuse":
+        _log.warning("tapscope: DUMPER_SERVER_PORT=reuse: mount the control router in your own app instead")
+        return None
+    if not re.fullmatch(r"-?\d{1,5}", text) or int(text) > 65535:
+        raise ConfigError(f"DUMPER_SERVER_PORT={text!r}: must be a port, or -1 for none")
+    return f"127.0.0.1:{int(text)}" if int(text) > 0 else None

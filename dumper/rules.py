@@ -1,0 +1,236 @@
+"""Selection: the rules of one configuration, applied to sites; what is settled by the site is settled once.
+
+What costs is kept only where it is named. A gradient needs a hook of its own in the backward pass, parameters and buffers are
+as large as the model: so ``*=full`` is about inputs, outputs and explicit values alone. A rule reaches a gradient when its
+glob ends in ``.grad`` or it says ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer when the port of its glob
+begins with ``param`` or ``buffer`` or it says ``port=param`` or ``port=buffer``; or when the switches ``grads``, ``params``
+and ``buffers`` of the configuration make them ordinary sites (gradients of parameters: ``grads`` and ``params`` both).
+A rule that says ``off`` is about everything that its glob matches.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tapscope.dumper.choice import OFF, Case, Choice, Moment, Taking, taking_of, tests_of
+from tapscope.dumper.rule import Keep, Rule, condition
+from tapscope.errors import RuleError
+from tapscope.site import Glob, layer_of
+
+if TYPE_CHECKING:
+    from tapscope.dumper.config import DumperConfig
+
+__all__ = ["OFF", "Choice", "Keep", "Moment", "Rule", "Selection", "Taking"]
+
+_AXES = ("tp", "pp", "dp", "cp", "ep")
+
+
+class _Place(NamedTuple):
+    """A site, taken apart."""
+
+    site: str
+    path: str
+    port: str
+    kind: str
+    """``in``, ``out``, ``tap``, ``param`` or ``buffer``, with ``.grad`` for a gradient."""
+
+    @classmethod
+    def of(cls, site: str) -> "_Place":
+        path, _, port = site.rpartition(":")
+        grad = ".grad" if port.endswith(".grad") else ""
+        return cls(site, path, port, port.removesuffix(grad).partition("[")[0] + grad)
+
+
+class _Compiled(NamedTuple):
+    """A rule with its glob."""
+
+    rule: Rule
+    glob: Glob
+
+    def names(self, place: _Place) -> bool:
+        """Whether the rule is about this site, on some rank at some moment."""
+        rule = self.rule
+        return _has_kind(rule, place.kind) and _has_layer(rule, place.path) and self.glob.matches(place.site)
+
+
+class Selection:
+    """What one rank keeps under one configuration."""
+
+    def __init__(
+        self, config: "DumperConfig", *, rank: int = 0, coords: Mapping[str, int] | None = None, model: str = ""
+    ) -> None:
+        self.config = config
+        self._rules = [_Compiled(rule, Glob(rule.glob)) for rule in config.rules]
+        self._filters = [condition(config.filter)] if config.filter is not None else []
+        here = {axis: (coords or {}).get(axis, 0) for axis in _AXES}
+        self._known: dict[str, Any] = {"rank": rank, "model": model, **here}
+        self._here = [each for each in self._rules if _is_here(each.rule, self._known)]
+        self._choices: dict[str, Choice] = {}
+
+    @classmethod
+    def of(
+        cls, config: "DumperConfig", *, rank: int = 0, coords: Mapping[str, int] | None = None, model: str = ""
+    ) -> "Selection":
+        """The selection of a rank at ``coords`` (axis -> coordinate; an axis that is missing has 0)."""
+        return cls(config, rank=rank, coords=coords, model=model)
+
+    @classmethod
+    def of_nothing(cls) -> "Selection":
+        """Keeps nothing anywhere."""
+        from tapscope.dumper.config import DumperConfig
+
+        return cls(DumperConfig(enabled=False))
+
+    def choice(self, site: str) -> Choice:
+        """What the rules say of ``site``."""
+        found = self._choices.get(site)
+        if found is None:
+            found = self._choices[site] = self._choose(_Place.of(site))
+        return found
+
+    def keep(self, site: str) -> Keep:
+        """What is kept at ``site`` where the site alone decides; else ``full``."""
+        taking = self.choice(site).static
+        return "full" if taking is None else taking.keep
+
+    def may_keep(self, path: str, kind: str, ports: Iterable[str], *, unnamed: bool) -> bool:
+        """Whether any port of ``kind`` (``in``, ``out.grad``, ``param``, ...) at this module may be kept.
+
+        ``ports`` are those known beforehand; ``unnamed`` says that there may be others.
+        """
+        if not self._is_open(path, kind):
+            return False
+        if any(self.choice(f"{path}:{port}").may_keep for port in ports):
+            return True
+        if unnamed and self._is_ordinary(kind) and self.config.keep != "off":
+            return True
+        # A rule may name what only a firing can show (out[0], an argument of **kwargs): hook where its path fits.
+        return any(
+            each.rule.keep != "off"
+            and self._counts(each.rule, kind)
+            and _has_kind(each.rule, kind)
+            and _has_layer(each.rule, path)
+            and _may_name(each.rule.glob, path, kind, unnamed)
+            for each in self._here
+        )
+
+    def unmatched(
+        self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str] = (), *, taps: bool = False
+    ) -> list[Rule]:
+        """The rules that can match no site of this rank's model, whatever rank or moment they ask for.
+
+        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named;
+        with ``taps`` explicit values may come under any name. A job refuses a rule only when no rank matches it.
+        """
+        places = [_Place.of(f"{path}:{port}") for path, known in ports.items() for port in known]
+        places += [_Place(f"{p.site}.grad", p.path, f"{p.port}.grad", f"{p.kind}.grad") for p in places if _has_grad(p)]
+        opened = set(open_paths)
+
+        def may_match(each: _Compiled) -> bool:
+            if any(each.names(place) for place in places):
+                return True
+            kinds = ("in", "out", "in.grad", "out.grad", *(("tap", "tap.grad") if taps else ()))
+            return any(
+                _has_kind(each.rule, kind)
+                and _has_layer(each.rule, path)
+                and _may_name(each.rule.glob, path, kind, path in opened or kind.startswith("tap"))
+                for path in ports
+                for kind in kinds
+            )
+
+        return [each.rule for each in self._rules if not may_match(each)]
+
+    def check_matches(
+        self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str, *, taps: bool = False
+    ) -> None:
+        """Raise RuleError for the first of :meth:`unmatched`; ``describe`` says what there is."""
+        for rule in self.unmatched(ports, open_paths, taps=taps):
+            raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
+
+    def _choose(self, place: _Place) -> Choice:
+        if not self._is_open(place.path, place.kind):
+            return Choice()
+        known = self._known | _about(place)
+        filters = [each.bound(known) for each in self._filters]
+        if any(each.is_constant and not each({}) for each in filters):
+            return Choice()
+        default = Taking(self.config.keep) if self._is_ordinary(place.kind) else OFF
+        cases: list[Case] = []
+        for each in self._here:
+            if not self._counts(each.rule, place.kind) or not each.names(place):
+                continue
+            tests = tests_of(each.rule, known)
+            if tests == ():
+                default = taking_of(each.rule)
+                break
+            if tests is not None:
+                cases.append(Case(tests, taking_of(each.rule)))
+        return Choice(cases, default, [each for each in filters if not each.is_constant])
+
+    def _is_open(self, path: str, kind: str) -> bool:
+        """Whether ``enabled`` and ``mode`` leave the site open; explicit values always pass the mode."""
+        mode = self.config.mode
+        return self.config.enabled and (mode == "all" or kind.startswith("tap") or (mode == "core" and path == ""))
+
+    def _is_ordinary(self, kind: str) -> bool:
+        """Whether rules for everything reach this kind of port."""
+        base, _, grad = kind.partition(".")
+        config = self.config
+        switches = {"param": config.params, "buffer": config.buffers}
+        return switches.get(base, True) and (config.grads or not grad)
+
+    def _counts(self, rule: Rule, kind: str) -> bool:
+        return rule.keep == "off" or self._is_ordinary(kind) or _says(rule, kind)
+
+
+def _about(place: _Place) -> dict[str, Any]:
+    layer = layer_of(place.path)
+    return {
+        "name": place.site,
+        "path": place.path,
+        "port": place.port,
+        "kind": place.kind,
+        "layer": layer,
+        "layer_id": layer,
+    }
+
+
+def _has_grad(place: _Place) -> bool:
+    return "." not in place.kind and place.kind != "buffer"
+
+
+def _has_kind(rule: Rule, kind: str) -> bool:
+    return not rule.ports or kind in rule.ports or (kind.endswith(".grad") and "grad" in rule.ports)
+
+
+def _has_layer(rule: Rule, path: str) -> bool:
+    return rule.layers is None or layer_of(path) in rule.layers
+
+
+def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:
+    """Whether the rule is about this rank."""
+    wanted: Sequence[tuple[str, Any]] = [("rank", rule.ranks), *((axis, getattr(rule, axis)) for axis in _AXES)]
+    return all(numbers is None or known[name] in numbers for name, numbers in wanted)
+
+
+def _says(rule: Rule, kind: str) -> bool:
+    """Whether the rule names this kind of port in so many words."""
+    if kind in rule.ports or (kind.endswith(".grad") and "grad" in rule.ports):
+        return True
+    port = rule.glob.rpartition(":")[2]
+    if kind.endswith(".grad"):
+        return port.endswith(".grad")
+    return port.startswith(kind) if ":" in rule.glob else f"{kind}[" in port
+
+
+def _may_name(glob: str, path: str, kind: str, unnamed: bool) -> bool:
+    """Whether the glob may match a port of ``kind`` at ``path`` that is not known before it fires."""
+    base, _, grad = kind.partition(".")
+    head, colon, port = glob.rpartition(":")
+    if not colon:
+        return unnamed and Glob(port).matches(f"{path}:out")
+    if grad and not port.endswith((".grad", "*")):
+        return False
+    port = port.removesuffix(".grad")
+    if not port.startswith(f"{base}[") and not (unnamed and base != "out" and port.startswith((base, "*"))):
+        return False
+    return Glob(f"{head}:*").matches(f"{path}:out") and (unnamed or "." in port or base == "out")
