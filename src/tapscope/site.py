@@ -99,11 +99,12 @@ class Glob:
         if not text:
             raise SiteError("an empty pattern selects nothing; '*' selects every site")
         self.text = text
-        path, colon, port = text.rpartition(":")
-        body = f"{_translate(path)}:{_translate(port)}" if colon else f"{_translate(port)}(?::.*)?"
+        path, colon, _ = text.rpartition(":")
+        bodies = [text] if colon or text.endswith("*") else [text, f"{text}:*"]
         # A pattern that names the root (":out") is anchored: otherwise it would match every module's port.
-        prefix = "" if colon and not path else r"(?:.*\.)?"
-        self._regex = re.compile(prefix + body)
+        if (not colon or path) and not text.startswith("*"):
+            bodies += [f"*.{body}" for body in bodies]
+        self._regex = re.compile("|".join(_translate(body) for body in bodies))
 
     def __repr__(self) -> str:
         return f"Glob({self.text!r})"
@@ -120,7 +121,11 @@ class Glob:
 
 
 def _translate(glob: str) -> str:
-    return re.sub(r"\\([*?])", lambda m: ".*" if m[1] == "*" else ".", re.escape(glob))
+    """As a regular expression that never goes back: the first place where what is between two stars fits will do."""
+    first, *rest = (re.escape(chunk).replace(r"\?", ".") for chunk in re.split(r"\*+", glob))
+    if not rest:
+        return first
+    return first + "".join(f"(?>.*?{chunk})" for chunk in rest[:-1]) + f".*{rest[-1]}"
 
 
 def describe_layers(sites: Iterable[Site | str]) -> str:
