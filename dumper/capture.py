@@ -1,16 +1,17 @@
 """Capture: a tensor as bytes of our own, so that a later in-place change does not show."""
 
-import threading
-from collections import OrderedDict
-from collections.abc import Container
+import ctypes
 from typing import NamedTuple
 
 import torch
 
 from tapscope import dtypes
-from tapscope.kernels.native import Summary, summarize
-from tapscope.record import Stats
+from tapscope.dumper.memo import Known, Memo
+from tapscope.dumper.slot import Sink, Slot
+from tapscope.kernels.native import summary
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
 
@@ -21,59 +22,11 @@ class Unsupported(Exception):
 class Taken(NamedTuple):
     """What was captured of a tensor."""
 
-    stats: Stats
-    hash: str
-    buffer: torch.Tensor | None
-    """Its bytes, copied: uint8, contiguous, from a :class:`BufferPool`; None when they were not asked for."""
-
-
-class BufferPool:
-    """Buffers that come back: fresh memory costs a page fault every 4 KiB, more than the copy itself.
-
-    Idle buffers are bounded in bytes; the sizes that were not asked for the longest go first.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held = 0
-        self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 buffer of exactly ``nbytes``."""
-        with self._lock:
-            idle = self._idle.get(nbytes)
-            if idle is not None:
-                self._idle.move_to_end(nbytes)
-                if idle:
-                    self._held -= nbytes
-                    return idle.pop()
-        return _new_buffer(nbytes)
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Keep the buffer for later."""
-        nbytes = buffer.numel()
-        if not nbytes or nbytes > self._limit:
-            return
-        with self._lock:
-            self._idle.setdefault(nbytes, []).append(buffer)
-            self._held += nbytes
-            while self._held > self._limit:
-                oldest, buffers = next(iter(self._idle.items()))
-                if buffers:
-                    buffers.pop()
-                    self._held -= oldest
-                else:
-                    del self._idle[oldest]
-
-
-def _new_buffer(nbytes: int) -> torch.Tensor:
-    # An inference tensor could not be written again once inference mode is left.
-    with torch.inference_mode(False):
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    if type(buffer) is not torch.Tensor:
-        raise Unsupported(f"a tensor mode is active that makes a {type(buffer).__name__} of every tensor")
-    return buffer
+    text: bytes
+    """Hash, bag and statistics, as members of the record's line."""
+    known: Known
+    slot: Slot | None
+    """Its bytes, copied; None when they were not asked for or are known already."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,39 +55,94 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return _NAMES[tensor.dtype]
 
 
-def measure(tensor: torch.Tensor) -> Taken:
-    """Statistics and hash of a :func:`local_tensor`, in one pass over its bytes."""
-    dense = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
-    return Taken(*_summarize(dense, dense.numel(), _NAMES[dense.dtype]), None)
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is ordinary dense memory of the CPU: nearly every tensor is, and needs no closer look."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype in _NAMES
+        and not (tensor.is_conj() or tensor.is_neg() or _is_wrapped(tensor))
+    )
 
 
-def take(tensor: torch.Tensor, pool: BufferPool, known: Container[tuple[str, int]]) -> Taken:
-    """Statistics, hash and, unless ``known`` holds (hash, nbytes), a copy of a :func:`local_tensor`.
+def take(tensor: torch.Tensor, memo: Memo, sink: Sink | None) -> Taken | None:
+    """Statistics, hash and bag of a :func:`local_tensor`, and with a ``sink`` its bytes, if they are new to this step.
 
-    Bytes that were just computed are in the cache: they are read there before they are copied, and what this step
-    holds already is not copied at all. From a device the copy is synchronous.
+    One pass over bytes that were just computed and are in the cache. None when the sink had no room. From a device the
+    copy is synchronous.
     """
-    nbytes, dtype = tensor.numel() * tensor.element_size(), _NAMES[tensor.dtype]
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        stats, digest = _summarize(tensor, tensor.numel(), dtype)
-        return Taken(stats, digest, None if (digest, nbytes) in known else _copy(tensor, nbytes, pool))
-    buffer = _copy(tensor, nbytes, pool)
-    stats, digest = _summarize(buffer, tensor.numel(), dtype)
-    if (digest, nbytes) not in known:
-        return Taken(stats, digest, buffer)
-    pool.give_back(buffer)
-    return Taken(stats, digest, None)
+    if sink is None:
+        return _measure(tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous(), memo)
+    if tensor.is_cpu and tensor.is_contiguous():
+        return _take_dense(tensor, memo, sink)
+    return _take_strided(tensor, memo, sink)
 
 
-def _copy(tensor: torch.Tensor, nbytes: int, pool: BufferPool) -> torch.Tensor:
-    buffer = pool.take(nbytes)
-    if nbytes:
-        buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return buffer
+def _measure(dense: torch.Tensor, memo: Memo) -> Taken:
+    address, count, dtype = _address(dense), dense.numel(), _NAMES[dense.dtype]
+    nbytes = count * dense.element_size()
+    digest, text = memo.recall(address, nbytes, dtype) or (b"", b"")
+    if not digest:
+        text, digest = summary.take(address, count, dtype)
+        memo.note(address, nbytes, dtype, digest, text)
+    return Taken(text, Known(digest, nbytes, None), None)
 
 
-def _summarize(dense: torch.Tensor, count: int, dtype: str) -> Summary:
+def _take_dense(tensor: torch.Tensor, memo: Memo, sink: Sink) -> Taken | None:
+    address, count, dtype = _address(tensor), tensor.numel(), _NAMES[tensor.dtype]
+    nbytes = count * tensor.element_size()
+    seen = memo.recall(address, nbytes, dtype)
+    if seen is not None and (payload := memo.payload(seen[0], nbytes)) is not None:
+        return Taken(seen[1], Known(seen[0], nbytes, payload), None)
+    slot = sink.reserve(nbytes)
+    if slot is None:
+        return None
+    try:
+        text, digest = summary.take(address, count, dtype, slot.address)
+    except BaseException:
+        sink.cancel(slot)
+        raise
+    memo.note(address, nbytes, dtype, digest, text)
+    return _unless_known(slot, text, digest, memo, sink)
+
+
+def _take_strided(tensor: torch.Tensor, memo: Memo, sink: Sink) -> Taken | None:
+    dtype, count = _NAMES[tensor.dtype], tensor.numel()
+    slot = sink.reserve(count * tensor.element_size())
+    if slot is None:
+        return None
+    try:
+        if count:
+            memory = _memory(slot)
+            memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        text, digest = summary.take(slot.address, count, dtype)
+    except BaseException:
+        sink.cancel(slot)
+        raise
+    return _unless_known(slot, text, digest, memo, sink)
+
+
+def _unless_known(slot: Slot, text: bytes, digest: bytes, memo: Memo, sink: Sink) -> Taken:
+    """Give the copy up if this step has sent the same bytes already."""
+    payload = memo.payload(digest, slot.nbytes)
+    if payload is not None:
+        sink.cancel(slot)
+        return Taken(text, Known(digest, slot.nbytes, payload), None)
+    return Taken(text, Known(digest, slot.nbytes, memo.number()), slot)
+
+
+def _memory(slot: Slot) -> torch.Tensor:
+    # An inference tensor could not be written again once inference mode is left.
+    with torch.inference_mode(False):
+        memory = torch.frombuffer((ctypes.c_ubyte * slot.nbytes).from_address(slot.address), dtype=torch.uint8)
+    if type(memory) is not torch.Tensor:
+        raise Unsupported(f"a tensor mode is active that makes a {type(memory).__name__} of every tensor")
+    return memory
+
+
+def _address(dense: torch.Tensor) -> int:
     address = dense.data_ptr()
-    if count and not address:
+    if not address and dense.numel():
         raise Unsupported(f"a {type(dense).__name__} has no memory")
-    return summarize(address, count, dtype)
+    return address

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch import nn
 from tapscope.dumper import manifest, session
 from tapscope.dumper.adoption import Adoption
 from tapscope.dumper.collector import Collector
-from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, Selection
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
 from tapscope.dumper.pipeline import Pipeline
 from tapscope.dumper.root import RootWrapper
 from tapscope.dumper.rows import described
+from tapscope.dumper.rules import Selection
+from tapscope.dumper.steps import OpenStep
 from tapscope.dumper.taps import Hooks, find_taps
 from tapscope.errors import ConfigError, RecorderError, StepError
 from tapscope.ledger import StepCounts, event_line
@@ -68,6 +71,7 @@ class Dumper:
         self._adoption = Adoption(self._check)
         self._base_config = self.config
         self._root: RootWrapper | None = None
+        self._root_lock = threading.RLock()
         self._pipeline: Pipeline | None = None
         self._collector: Collector | None = None
         self._next_step = 0
@@ -85,7 +89,7 @@ class Dumper:
         self._check(self.config)
         hello = manifest.hello(self.info, self.config, self._taps)
         pipeline, welcome = session.connect(self.out, self.config, hello, self._on_message, force=self._force)
-        self._pipeline, self._collector = pipeline, Collector(pipeline, self.info.rank)
+        self._pipeline, self._collector = pipeline, Collector(pipeline.backlog)
         self._adoption = Adoption(self._check, welcome["epoch"])
         self.http = welcome["http"]
         if welcome["epoch"]:  # a rank that comes late takes over what the others have agreed on
@@ -110,6 +114,7 @@ class Dumper:
         self._hooks.remove()
         if self._root is not None:
             self._root.remove()
+        collector.settle()
         fields: dict[str, Any] = {"never_fired": never_fired, "outside_step": collector.num_outside}
         if (error := sys.exc_info()[0]) is not None:  # closed on the way out of a failure: not all steps came
             fields["interrupted"] = error.__name__
@@ -186,40 +191,55 @@ class Dumper:
         if collector is None:
             return
         if collector.step is not None:
-            raise StepError(f"step {collector.step.step} is still open; steps do not nest")
+            raise StepError(f"step {collector.step.info.step} is still open; steps do not nest")
         if info.step < self._next_step:
             raise StepError(f"step {info.step} comes after step {self._next_step - 1}; steps never go back in a run")
         self._apply_due(info)
         self._next_step = info.step + 1
         collector.begin(info, self._adoption.applied)
+        pipeline = self._pipeline
+        if pipeline is not None:
+            pipeline.at = info.step
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Close the current step. With the strict policy, raises RecorderError when anything was lost."""
-        counts = self._end_step(metrics, None)
+        step = self._end_step(metrics, None)
         pipeline = self._pipeline
-        if counts is None or pipeline is None or self.config.policy != "strict":
+        if step is None or pipeline is None or self.config.policy != "strict":
             return
-        lost = counts.dropped + counts.failed
-        if lost or not pipeline.flush(max(self.config.block_timeout_s, 1.0)):
+        lost = step.counts.dropped + step.counts.failed
+        if lost or not pipeline.backlog.drained(max(self.config.block_timeout_s, 1.0)):
             reason = pipeline.dead or ("see the events of the run" if lost else "the recorder does not acknowledge")
             raise RecorderError(f"values up to step {self._next_step - 1} were lost ({lost} in this step): {reason}")
 
-    def _end_step(self, metrics: Mapping[str, float], aborted: str | None) -> StepCounts | None:
+    def _end_step(self, metrics: Mapping[str, float], aborted: str | None) -> OpenStep | None:
         pipeline, collector = self._pipeline, self._collector
-        if pipeline is None or collector is None or collector.step is None:
+        if pipeline is None or collector is None or (step := collector.step) is None:
             return None
         if self.armed:
             collector.end(metrics, aborted)
         collector.step = None
         if pipeline.capture_left is not None:
             self._count_down(pipeline, collector)
-        return collector.counts
+        return step
+
+    @contextmanager
+    def micro(self, number: int) -> Iterator[None]:
+        """What fires inside belongs to this micro-batch of the open step, from 0; gradients follow their forward."""
+        step = self._collector.step if self._collector is not None else None
+        if step is None:
+            raise StepError(f"micro-batch {number} came outside a step; use it inside `with dumper.step():`")
+        before, step.micro = step.micro, number
+        try:
+            yield
+        finally:
+            step.micro = before
 
     def metric(self, name: str, value: float) -> None:
         """Record a named number of the current step; outside a step raises StepError."""
         if self._collector is None or self._collector.step is None:
             raise StepError(f"metric {name!r} came outside a step; call it inside `with dumper.step():`")
-        self._collector.metric(self._collector.step.step, name, value)
+        self._collector.metric(self._collector.step.info.step, name, value)
 
     # ---- Arming -----------------------------------------------------------------------------------------
 
@@ -243,22 +263,50 @@ class Dumper:
         collector = self._collector
         if collector is None:
             return forward(*args, **kwargs)
-        if collector.step is None:
-            self.before_step(self._described(collector, StepInfo(step=self._next_step), args, kwargs))
-            try:
-                output = self._watched(collector, forward, args, kwargs)
-            except BaseException as error:
-                self._end_step({}, type(error).__name__)
-                raise
-            self.after_step({})
-            return output
-        if collector.may_describe():
-            collector.step = self._described(collector, collector.step, args, kwargs)
-            collector.rows_of_first_call = True
-        elif collector.rows_of_first_call:
-            text = f"the model was called again in step {collector.step.step}, whose rows are those of the first call"
+        step = self._enter_root(collector, args, kwargs)
+        try:
+            output = self._watched(collector, forward, args, kwargs)
+        except BaseException as error:
+            self._leave_root(step, type(error).__name__)
+            raise
+        self._leave_root(step, None)
+        return output
+
+    def _enter_root(self, collector: Collector, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenStep | None:
+        """The step that this call is part of; None when the host opened it and will close it.
+
+        Threads that call the model at once share a step, which ends with the last of them.
+        """
+        with self._root_lock:
+            step = collector.step
+            if step is None:
+                self.before_step(self._described(collector, StepInfo(step=self._next_step), args, kwargs))
+                step = collector.step
+                if step is not None:
+                    step.num_callers = 1
+                return step
+            if step.num_callers:
+                step.num_callers += 1
+                return step
+        if step.may_describe():
+            step.describe(self._described(collector, step.info, args, kwargs))
+        elif step.rows_of_first_call:
+            text = f"the model was called again in step {step.info.step}, whose rows are those of the first call"
             collector.complain("step", text)
-        return self._watched(collector, forward, args, kwargs)
+        return None
+
+    def _leave_root(self, step: OpenStep | None, aborted: str | None) -> None:
+        if step is None:
+            return
+        with self._root_lock:
+            step.num_callers -= 1
+            step.counts.aborted = step.counts.aborted or aborted
+            if step.num_callers or self._collector is None or self._collector.step is not step:
+                return
+            if step.counts.aborted:
+                self._end_step({}, step.counts.aborted)
+            else:
+                self.after_step({})
 
     def _watched(
         self, collector: Collector, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -296,7 +344,7 @@ class Dumper:
                 self._base_config = DumperConfig().updated(change["base"])
                 self._configure(pipeline, collector, DumperConfig().updated(change["config"]))
             pipeline.put_message(Message("applied", {"epoch": epoch, "step": info.step, "at": info.step}))
-            pipeline.kick()
+            pipeline.backlog.flush()
 
     def _configure(self, pipeline: Pipeline, collector: Collector, config: DumperConfig) -> None:
         self.config = config
@@ -310,15 +358,16 @@ class Dumper:
         pipeline.put_line(event_line("config", epoch=self._adoption.applied, **shown))
 
     def _select(self, collector: Collector) -> None:
-        collector.selection = Selection.of(self.config)
-        self._hooks.install(collector.selection)
+        selection = Selection.of(self.config, rank=self.info.rank, coords=self.info.coords)
+        collector.select(selection)
+        self._hooks.install(selection)
 
     def _count_down(self, pipeline: Pipeline, collector: Collector) -> None:
         assert pipeline.capture_left is not None
         pipeline.capture_left -= 1
         if pipeline.capture_left <= 0:
             self._configure(pipeline, collector, self._base_config)
-        pipeline.kick()
+        pipeline.backlog.flush()
 
     def _reopen(self, pipeline: Pipeline, collector: Collector, run: str) -> None:
         pipeline.put_message(Message("reopen", {"run": run, "never_fired": self._never_fired()}))

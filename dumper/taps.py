@@ -8,22 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tapscope import dims
-from tapscope.dumper.config import Keep, Selection
-from tapscope.errors import DimsError
-
-
-@dataclass(slots=True)
-class Port:
-    """One port of a tap, as far as its firings have shown."""
-
-    site: str
-    keep: Keep
-    dims: str | None
-    """Annotation by the module, checked against the first tensor."""
-    row_set: str | None
-    checked: bool = False
-    """Whether the annotation has met a tensor."""
+from tapscope.dumper.port import Port
+from tapscope.dumper.rules import Selection
 
 
 @dataclass(slots=True, eq=False)
@@ -47,23 +33,22 @@ class Tap:
     fired: bool = False
     serial: int = -1
     """Step the counters below belong to."""
-    num_in: int = 0
-    num_out: int = 0
+    firings: dict[tuple[str, int, str], int] = field(default_factory=dict)
+    """(kind, micro, pass) -> how often it has fired."""
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
         ports = {"in": [f"in[{name}]" for name in (*self.names, *self.keywords)], "out": ["out"]}
         return [port for kind in self.kinds if not kinds or kind in kinds for port in ports[kind]]
 
-    def occurrence(self, serial: int, kind: str) -> int:
-        """Number this firing within the step."""
+    def occurrence(self, serial: int, kind: str, micro: int, pass_: str) -> int:
+        """Number this firing within the step, micro and pass."""
         if serial != self.serial:
-            self.serial, self.num_in, self.num_out = serial, 0, 0
-        if kind == "in":
-            self.num_in += 1
-            return self.num_in - 1
-        self.num_out += 1
-        return self.num_out - 1
+            self.serial = serial
+            self.firings.clear()
+        number = self.firings.get((kind, micro, pass_), 0)
+        self.firings[kind, micro, pass_] = number + 1
+        return number
 
     def port(self, kind: str, path: str, selection: Selection) -> Port:
         """The port for a leaf; what is kept there is decided once."""
@@ -71,8 +56,8 @@ class Tap:
         if found is None:
             name = f"{kind}[{path}]" if path else kind
             site = f"{self.path}:{name}"
-            annotation = self.tap_dims.get(name)
-            found = Port(site, selection.keep(site), annotation, self.tap_rows.get(name))
+            about = {"class": self.module_class, "params": self.params}
+            found = Port(site, selection.choice(site), about, self.tap_dims.get(name), self.tap_rows.get(name))
             self.ports[kind, path] = found
         return found
 
@@ -196,25 +181,3 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _get_nothing() -> Callable[..., None]:
     return _nothing
-
-
-def usable_dims(annotation: str | None, shape: tuple[int, ...]) -> tuple[str | None, str | None]:
-    """The annotation if it fits the shape, else None and the reason."""
-    if annotation is None:
-        return None, None
-    try:
-        dims.parse(annotation).check(shape)
-    except DimsError as error:
-        return None, str(error)
-    return annotation, None
-
-
-def slots_as_ranges(slots: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """``(3, 4, 5, 9)`` -> ``((3, 3), (9, 1))``: the form of :attr:`Record.rows`."""
-    ranges: list[tuple[int, int]] = []
-    for slot in slots:
-        if ranges and ranges[-1][0] + ranges[-1][1] == slot:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
-        else:
-            ranges.append((slot, 1))
-    return tuple(ranges)

@@ -170,7 +170,7 @@ def test_mistakes_on_the_command_line_are_one_line_each(
         (["dump", str(llama), "-o", run, "--prompt", "x", "--backend", "hf", "--tp", "2"], 2, "one rank"),
         (["dump", str(llama), "-o", run, "--tokens-from", run], 3, "is no run"),
         (["dump", str(llama), "-o", run, "--prompts", "/nowhere.txt"], 2, "/nowhere.txt"),
-        (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 1"),
+        (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 2"),
         (["diff", str(reference), run], 3, "is no run"),
         (["ctl", "127.0.0.1:1", "state"], 4, "nothing answers at 127.0.0.1:1"),
         (["frobnicate"], 2, "commands are dump"),

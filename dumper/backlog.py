@@ -1,0 +1,183 @@
+"""Backlog: what waits for the recorder, bounded in bytes. The forward thread fills it, the pipeline's empties it."""
+
+import threading
+from collections import deque
+
+from tapscope.dumper.batch import LINE_COST, Batch, Pending
+from tapscope.dumper.pool import BufferPool
+from tapscope.dumper.ring import Ring
+from tapscope.dumper.slot import Slot
+from tapscope.wire import Message
+
+Item = Pending | bytes | Message
+BATCH_BYTES = 8 * 1024 * 1024
+BATCH_RECORDS = 64
+
+
+class Backlog:
+    """Memory for payloads (a ring, or a pool where it has no room) and a queue of what is to be sent.
+
+    Everything that was reserved or put counts until it is acknowledged; beyond ``limit`` bytes the forward thread waits
+    at most ``block_timeout_s`` (None: not at all), once a stall, and then loses the value.
+    """
+
+    def __init__(self, limit: int, block_timeout_s: float | None, ring: Ring | None) -> None:
+        self.limit = limit
+        self.pool = BufferPool(limit - ring.nbytes if ring else limit)
+        self.dead: str | None = None
+        """Why nothing can be sent any more, or None."""
+        self._block_timeout_s = block_timeout_s
+        self.ring = ring
+        self._ring_address = ring.address if ring else 0
+        self._changed = threading.Condition()
+        self._queue: deque[Item] = deque()
+        self._waiting_records = 0
+        self._waiting_bytes = 0
+        self.in_flight_bytes = 0
+        """Reserved or queued or sent, and not yet acknowledged."""
+        self._num_sent = 0  # batches that are not yet acknowledged
+        self._flush = False
+        self._stalled = False
+
+    # ---- the forward thread
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Memory for a payload; None when it had to be given up."""
+        with self._changed:
+            if not self._admits(nbytes):
+                return None
+            self.in_flight_bytes += nbytes
+            offset = self.ring.reserve(nbytes) if self.ring else None
+            if offset is not None:
+                return Slot(self._ring_address + offset, nbytes, offset, None)
+        buffer = self.pool.take(nbytes)
+        return Slot(buffer.ctypes.data, nbytes, -1, buffer)
+
+    def cancel(self, slot: Slot) -> None:
+        """The payload is not needed after all."""
+        with self._changed:
+            self._release(slot)
+
+    def put(self, pending: Pending) -> bool:
+        """Queue a record; False when it had to be dropped (its slot is then free again)."""
+        slot = pending.slot
+        with self._changed:
+            if not self._admits(LINE_COST):
+                if slot is not None:
+                    self._release(slot)
+                return False
+            self.in_flight_bytes += LINE_COST
+            self._waiting_records += 1
+            if slot is not None:
+                self._waiting_bytes += slot.nbytes
+            self._queue.append(pending)
+            if self._waiting_records >= BATCH_RECORDS or self._waiting_bytes >= BATCH_BYTES:
+                self._changed.notify_all()
+        return True
+
+    def append(self, item: bytes | Message) -> None:
+        """Queue a line that is no record, or a message; small, so never refused while the recorder lives."""
+        with self._changed:
+            if not self.dead:
+                self._queue.append(item)
+
+    def flush(self) -> None:
+        """Let go what there is, full batch or not."""
+        with self._changed:
+            self._flush = True
+            self._changed.notify_all()
+
+    def drained(self, timeout_s: float) -> bool:
+        """Flush and wait until everything is acknowledged; False when that did not happen in time."""
+        with self._changed:
+            self._flush = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.dead is not None or self.is_empty, timeout_s)
+            return self.dead is None and self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be sent or acknowledged."""
+        return not self._queue and not self._num_sent
+
+    def _admits(self, nbytes: int) -> bool:
+        if self.dead:
+            return False
+        if self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes:
+            return True
+        return self._wait_for_room(nbytes)
+
+    def _wait_for_room(self, nbytes: int) -> bool:
+        if self._block_timeout_s is None or self._stalled:
+            return False
+        self._flush = True
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self.dead is not None or self._has_room(nbytes), self._block_timeout_s)
+        # Who has waited in vain waits no more until the recorder moves: one stall costs one timeout, not one a value.
+        self._stalled = not self._has_room(nbytes)
+        return self.dead is None and not self._stalled
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes
+
+    # ---- the pipeline's thread
+
+    def take(self, idle_s: float) -> list[Item]:
+        """Wait at most ``idle_s`` for enough to send, then take at most one batch; it counts as sent from now on."""
+        with self._changed:
+            if not self._ready():
+                self._changed.wait_for(self._ready, idle_s)
+            if not self._ready():
+                return []
+            items: list[Item] = []
+            nbytes = 0
+            while self._queue and len(items) < BATCH_RECORDS and nbytes < BATCH_BYTES:
+                item = self._queue.popleft()
+                items.append(item)
+                if isinstance(item, Pending):
+                    self._waiting_records -= 1
+                    nbytes += item.slot.nbytes if item.slot else 0
+            self._waiting_bytes -= nbytes
+            self._flush = self._flush and bool(self._queue)
+            self._num_sent += 1
+            return items
+
+    def sent(self, num_batches: int) -> None:
+        """What :meth:`take` gave became this many batches, each of which is acknowledged on its own."""
+        with self._changed:
+            self._num_sent += num_batches - 1
+            self._changed.notify_all()
+
+    def acknowledged(self, batch: Batch) -> None:
+        """The recorder has it: its memory is free again."""
+        with self._changed:
+            for slot in batch.slots:
+                self._release(slot)
+            self.in_flight_bytes -= batch.num_records * LINE_COST
+            self._num_sent -= 1
+            self._stalled = False
+            self._changed.notify_all()
+
+    def abandon(self, reason: str) -> bool:
+        """Nothing more can be sent; False when that was known already."""
+        with self._changed:
+            if self.dead:
+                return False
+            self.dead = reason
+            self._queue.clear()
+            self._waiting_records = self._waiting_bytes = self._num_sent = 0
+            self._changed.notify_all()
+            return True
+
+    def _ready(self) -> bool:
+        if self.dead:
+            return False
+        enough = self._waiting_records >= BATCH_RECORDS or self._waiting_bytes >= BATCH_BYTES
+        return enough or (self._flush and bool(self._queue))
+
+    def _release(self, slot: Slot) -> None:
+        self.in_flight_bytes -= slot.nbytes
+        if slot.buffer is not None:
+            self.pool.give_back(slot.buffer)
+        elif self.ring is not None:
+            self.ring.free(slot.offset)

@@ -1,0 +1,60 @@
+"""BufferPool: memory for payloads that travel inside messages."""
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class BufferPool:
+    """Buffers that come back: fresh memory costs a page fault every 4 KiB, more than the copy itself.
+
+    Buffers lent and idle together are bounded: idle ones go, the sizes that were not asked for the longest first, before
+    more is allocated. What is lent is bounded by who asks.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._idle_bytes = 0
+        self._lent_bytes = 0
+        self._idle: OrderedDict[int, list[Buffer]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Buffer:
+        """A buffer of exactly ``nbytes``."""
+        with self._lock:
+            self._lent_bytes += nbytes
+            idle = self._idle.get(nbytes)
+            if idle:
+                self._idle.move_to_end(nbytes)
+                self._idle_bytes -= nbytes
+                return idle.pop()
+            self._trim()
+        return np.empty(nbytes, np.uint8)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Keep the buffer for later."""
+        with self._lock:
+            self._lent_bytes -= buffer.nbytes
+            if buffer.nbytes:
+                self._idle.setdefault(buffer.nbytes, []).append(buffer)
+                self._idle.move_to_end(buffer.nbytes)
+                self._idle_bytes += buffer.nbytes
+                self._trim()
+
+    @property
+    def held_bytes(self) -> int:
+        """Lent and idle."""
+        return self._lent_bytes + self._idle_bytes
+
+    def _trim(self) -> None:
+        while self._idle and self._lent_bytes + self._idle_bytes > self._limit:
+            nbytes, buffers = next(iter(self._idle.items()))
+            if buffers:
+                buffers.pop()
+                self._idle_bytes -= nbytes
+            else:
+                del self._idle[nbytes]

@@ -1,0 +1,43 @@
+"""Slot: memory of ours that holds a payload until the recorder has it, and the sinks that give it out."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tapscope.dumper.batch import Pending
+
+
+class Slot(NamedTuple):
+    """A place for one payload."""
+
+    address: int
+    nbytes: int
+    offset: int
+    """Place in the ring, or -1."""
+    buffer: np.ndarray[Any, np.dtype[np.uint8]] | None
+    """From the pool, where the ring has no room; None for a place in the ring."""
+
+
+class Sink(Protocol):
+    """Where records go: the backlog of the pipeline, or something that holds them first."""
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Memory for a payload; None when it had to be given up."""
+        ...
+
+    def cancel(self, slot: Slot) -> None:
+        """The payload is not needed after all."""
+        ...
+
+    def put(self, pending: "Pending") -> bool:
+        """Queue a record; False when it had to be dropped (its slot is then free again)."""
+        ...
+
+    def append(self, line: bytes) -> None:
+        """Queue a line that is no record."""
+        ...
+
+    def flush(self) -> None:
+        """A step ended: let go what may go."""
+        ...

@@ -1,0 +1,64 @@
+"""Steps: the step that is open on a rank, and what was counted in it."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.dumper.cut import Ranges, slots_as_ranges
+from tapscope.ledger import StepCounts
+from tapscope.observe import StepInfo
+
+
+@dataclass(slots=True, eq=False)
+class OpenStep:
+    """One step of this rank; gradients and recomputation hold on to the one their forward ran in."""
+
+    info: StepInfo
+    serial: int
+    """Counts the steps of this rank: payloads are shared within one."""
+    epoch: int = 0
+    age: int = 0
+    """Steps since the configuration came into force."""
+    skipped: bool = False
+    """Nothing of it is captured: the host marked it as a warm-up or dummy."""
+    micro: int = 0
+    counts: StepCounts = field(default_factory=StepCounts)
+    """Of what came before it ended."""
+    late: StepCounts = field(default_factory=StepCounts)
+    """Of what came after, and is not yet accounted for."""
+    announced: bool = False
+    rows_of_first_call: bool = False
+    """Whether the rows were read off the model's arguments."""
+    num_callers: int = 0
+    """Calls of the model inside, where the first of them opened it; 0 when the host did."""
+    ended: bool = False
+    began: float = field(default_factory=time.perf_counter)
+    row_ranges: dict[str, Ranges] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.row_ranges = {name: slots_as_ranges(slots) for name, slots in self.info.row_sets.items()}
+
+    @property
+    def tally(self) -> StepCounts:
+        """Where a value that comes now is counted."""
+        return self.late if self.ended else self.counts
+
+    @property
+    def requests(self) -> frozenset[str]:
+        """Ids of the requests whose rows it computes."""
+        return frozenset(run.request for run in self.info.rows)
+
+    def may_describe(self) -> bool:
+        """Whether nobody has told its rows and they may still be told."""
+        info = self.info
+        return not (self.announced or info.grid or info.rows or info.token_ids or info.row_sets)
+
+    def describe(self, info: StepInfo) -> None:
+        """The rows are known after all."""
+        self.info = info
+        self.rows_of_first_call = True
+        self.row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
+
+    def measured(self) -> dict[str, Any]:
+        """The metrics that the dumper itself knows."""
+        return {"latency_s": time.perf_counter() - self.began, "num_tokens": float(self.info.num_rows)}

@@ -1,0 +1,152 @@
+"""The shared-memory ring, and the backlog that gives its places out."""
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.dumper import ring as rings
+from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.batch import Batch, Pending
+from tapscope.dumper.ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(10, 300))
+def test_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_moves: int) -> None:
+    ring = Ring(MIN_BYTES)
+    ring.unlink()
+    rng = random.Random(seed)
+    live: dict[int, int] = {}
+    for _ in range(num_moves):
+        if live and rng.random() < 0.45:
+            offset = rng.choice(list(live))
+            del live[offset]
+            ring.free(offset)
+            continue
+        nbytes = rng.choice([0, 1, 63, 64, 65, 10_000, 300_000, MIN_BYTES])
+        offset = ring.reserve(nbytes)
+        if offset is None:
+            assert live or nbytes > MIN_BYTES
+            continue
+        assert offset % ALIGNMENT == 0
+        assert offset + nbytes <= ring.nbytes
+        assert all(offset + nbytes <= o or o + n <= offset for o, n in live.items() if n and nbytes)
+        assert offset not in live
+        live[offset] = nbytes
+    for offset in live:
+        ring.free(offset)
+    assert ring.reserve(MIN_BYTES) == 0  # all of it is free again
+
+
+def test_what_is_written_on_one_side_is_read_on_the_other_and_the_name_is_gone() -> None:
+    ring = Ring(MIN_BYTES)
+    assert oct(ring.path.stat().st_mode)[-3:] == "600"
+    view = RingView(str(ring.path), ring.nbytes)
+    assert not ring.path.exists()
+    offset = ring.reserve(5)
+    assert offset is not None
+    ring.memory[offset : offset + 5] = b"hello"
+    assert bytes(view.view(offset, 5)) == b"hello"
+    for place in ((-1, 5), (ring.nbytes - 4, 5), (0, -1)):
+        with pytest.raises(RingError, match="outside the ring"):
+            view.view(*place)
+
+
+def test_a_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "tapscope-x"
+    other.write_bytes(b"x")
+    with pytest.raises(RingError, match="no ring"):
+        RingView(str(other), 1)
+    ring = Ring(MIN_BYTES)
+    with pytest.raises(RingError, match="not the ring"):
+        RingView(str(ring.path), ring.nbytes * 2)
+    ring.unlink()
+    with pytest.raises(RingError, match="cannot be mapped"):
+        RingView(str(ring.path), ring.nbytes)
+
+
+def test_shared_memory_that_is_missing_or_too_small_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RingError, match="too few"):
+        Ring(1000)
+    with pytest.raises(RingError, match="no .* bytes of shared memory"):
+        Ring(1 << 60)
+    assert not list(Path("/dev/shm").glob(f"tapscope-{os.getpid()}-*"))  # noqa: S108 - that is where rings are
+    monkeypatch.setattr(rings, "_SHARED_MEMORY", tmp_path / "missing")
+    with pytest.raises(RingError, match="No such file"):
+        Ring(MIN_BYTES)
+
+
+def make_backlog(limit: int, timeout_s: float | None = 0.05) -> Backlog:
+    ring = Ring(MIN_BYTES)
+    ring.unlink()
+    return Backlog(limit, timeout_s, ring)
+
+
+def test_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit() -> None:
+    backlog = make_backlog(2 * MIN_BYTES)
+    first = backlog.reserve(MIN_BYTES)
+    second = backlog.reserve(MIN_BYTES // 2)
+    assert first is not None
+    assert second is not None
+    assert (first.offset, second.offset) == (0, -1)
+    assert first.buffer is None
+    assert second.buffer is not None
+    assert backlog.reserve(MIN_BYTES) is None
+    assert backlog.in_flight_bytes == MIN_BYTES + MIN_BYTES // 2
+    backlog.cancel(first)
+    third = backlog.reserve(MIN_BYTES)
+    assert third is not None
+    assert third.offset == 0
+    for slot in (second, third):
+        backlog.cancel(slot)
+    assert backlog.in_flight_bytes == 0
+    assert backlog.pool.held_bytes <= MIN_BYTES
+
+
+def test_one_value_larger_than_everything_passes_alone() -> None:
+    backlog = make_backlog(2 * MIN_BYTES)
+    slot = backlog.reserve(10 * MIN_BYTES)
+    assert slot is not None
+    assert backlog.reserve(1) is None
+    backlog.cancel(slot)
+    assert backlog.reserve(1) is not None
+
+
+def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
+    backlog = make_backlog(2 * MIN_BYTES, timeout_s=20.0)
+    slot = backlog.reserve(2 * MIN_BYTES - 600)
+    assert slot is not None
+    assert backlog.put(Pending(b"{}", 0, 1, slot, ("x", "uint8", [slot.nbytes])))
+
+    def recorder() -> None:
+        items = backlog.take(10.0)
+        batch = Batch()
+        for item in items:
+            assert isinstance(item, Pending)
+            batch.add(item)
+        backlog.sent(1)
+        backlog.acknowledged(batch)
+
+    thread = threading.Thread(target=recorder)
+    thread.start()
+    assert backlog.reserve(MIN_BYTES) is not None  # waits for the thread, far less than 20 s
+    thread.join()
+    assert backlog.in_flight_bytes == MIN_BYTES
+
+
+def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
+    backlog = make_backlog(2 * MIN_BYTES, timeout_s=60.0)
+    slot = backlog.reserve(100)
+    assert slot is not None
+    assert backlog.abandon("the recorder died")
+    assert not backlog.abandon("again")
+    assert backlog.reserve(1) is None
+    assert not backlog.put(Pending(b"{}", 0, 1, slot))
+    assert not backlog.drained(60.0)
