@@ -321,18 +321,6 @@ def test_the_root_heeds_the_ports_it_declares(tmp_path: Path) -> None:
     assert {r.key.site for r in _record(tmp_path / "run", model, torch.ones(1, 2)).records} == {":out"}
 
 
-def test_buffers_that_no_one_asks_for_any_more_make_room() -> None:
-    from tapscope.dumper.capture import BufferPool
-
-    pool = BufferPool(1000)
-    for nbytes in range(100, 400, 10):
-        pool.give_back(pool.take(nbytes))
-    assert pool._held <= 1000
-    again = pool.take(390)
-    pool.give_back(again)
-    assert pool.take(390) is again
-
-
 def test_a_capture_that_ended_by_an_exception_says_so(tmp_path: Path) -> None:
     model = build()
     with pytest.raises(KeyboardInterrupt), Dumper(model, tmp_path / "run"):

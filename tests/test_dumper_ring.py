@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tapscope.dumper import ring as rings
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Batch, Pending
+from tapscope.dumper.pool import BufferPool
 from tapscope.dumper.ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView
 
 
@@ -150,3 +151,17 @@ def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
     assert backlog.reserve(1) is None
     assert not backlog.put(Pending(b"{}", 0, 1, slot))
     assert not backlog.drained(60.0)
+
+
+def test_buffers_that_no_one_asks_for_any_more_make_room() -> None:
+    pool = BufferPool(1000)
+    for nbytes in range(100, 400, 10):
+        pool.give_back(pool.take(nbytes))
+    assert 0 < pool.held_bytes <= 1000
+    again = pool.take(390)
+    pool.give_back(again)
+    assert pool.take(390) is again
+    large = pool.take(5000)
+    assert pool.held_bytes == 5390  # what is lent is bounded by who asks; nothing idle is kept beside it
+    pool.give_back(large)
+    assert pool.held_bytes <= 1000
