@@ -12,7 +12,8 @@ from tapscope.dashboard.screens.browse import BrowseScreen
 from tapscope.dashboard.sources import RunSource
 from tapscope.dashboard.theme import DARK, LIGHT, NAMES
 from tapscope.errors import TapscopeError
-from tapscope.run import open_run, read_manifest
+from tapscope.manifest import read_manifest
+from tapscope.run import open_run
 
 
 class TapscopeApp(App[TapscopeError]):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tapscope import dtypes, record, wire
+from tapscope.directory import clear_run
 from tapscope.errors import RecorderError, RuleError, RunCorruptError, RunExistsError, RunNotFoundError, RunVersionError
 from tapscope.ledger import StepCounts, StepLine, begin_line, encode_line, late_line, step_from_lines
 from tapscope.observe import RowRun, StepInfo
@@ -19,7 +20,7 @@ from tapscope.record import Entry, Key, Record, Slice, Stats
 from tapscope.run import open_run
 from tapscope.segment import SegmentWriter
 from tapscope.wire import Message
-from tapscope.writer import RankWriter, clear_run
+from tapscope.writer import RankWriter
 
 _floats = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
 _sizes = st.integers(0, 1 << 40)
@@ -162,9 +163,9 @@ def test_a_segment_is_sealed_when_its_size_or_its_header_is_full(tmp_path: Path)
     assert len(list((tmp_path / "rank-00000").glob("seg-*"))) == 3
     segment = SegmentWriter(tmp_path / "seg", header_bytes=4096)
     written = 0
-    while segment.has_room(f"tensor-{written}", 3):
-        segment.append(f"tensor-{written}", "uint8", [3], b"abc")
+    while segment.place(f"tensor-{written}", "uint8", [3], b"abc") is not None:
         written += 1
+    segment.flush()
     segment.seal()
     assert written > 5
     with safe_open(tmp_path / "seg", "np") as file:

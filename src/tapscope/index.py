@@ -1,12 +1,13 @@
 """Index: the typed lines of one rank's ``records.jsonl``, parsed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tapscope import record
+from tapscope.manifest import COMPACTED, INDEX
 from tapscope.record import Record
 
 
@@ -58,15 +59,38 @@ class RankIndex:
     problems: list[str] = field(default_factory=list)
 
 
-def read_index(path: Path, rank: int) -> RankIndex:
-    """Parse a rank's lines; what cannot be read is left out and named in ``problems``."""
+def read_index(folder: Path, rank: int) -> RankIndex:
+    """Parse the lines in a rank's directory; what cannot be read is left out and named in ``problems``."""
     index = RankIndex()
+    path = folder / INDEX
     for number, line in _lines(path, index):
         try:
             _add(index, json.loads(line), rank)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
+    for name, num_records in table_names(index.events).items():
+        _add_table(index, folder / name, rank, num_records)
     return index
+
+
+def table_names(events: Iterable[Event]) -> dict[str, int]:
+    """The Parquet tables of a rank that its lines name, and how many records each holds."""
+    return {
+        Path(str(e.fields.get("file"))).name: int(e.fields.get("num_records", 0)) for e in events if e.kind == COMPACTED
+    }
+
+
+def _add_table(index: RankIndex, path: Path, rank: int, num_records: int) -> None:
+    from tapscope.parquet import read_table
+
+    try:
+        found = read_table(path, rank)
+    except (OSError, ValueError, ImportError) as error:
+        index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
+        return
+    index.records += found
+    if len(found) != num_records:
+        index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
 
 
 def _lines(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:

@@ -141,11 +141,17 @@ class Ledger:
     """Record lines found on disk in steps that ended."""
     dropped: int = 0
     failed: int = 0
+    lost: int = 0
+    """Values that were seen and are neither on disk nor accounted for as dropped or failed."""
     steps: int = 0
     unfinished_steps: list[tuple[int, int]] = field(default_factory=list)
     """(rank, step) begun and never ended."""
     aborted_steps: list[tuple[int, int, str]] = field(default_factory=list)
     """(rank, step, exception) ended by an exception."""
+    skipped_steps: list[tuple[int, int]] = field(default_factory=list)
+    """(rank, step) left out on purpose: warm-up or dummy."""
+    budgets: list[str] = field(default_factory=list)
+    """Limits that were reached and ended the capture early, one sentence each."""
     uneven_ranks: list[int] = field(default_factory=list)
     """Ranks that closed without some of the steps that others took."""
     lost_ranks: list[int] = field(default_factory=list)
@@ -162,15 +168,10 @@ class Ledger:
     """What the reader could not make sense of."""
 
     @property
-    def lost(self) -> int:
-        """Values that were seen and are neither on disk nor accounted for as dropped or failed."""
-        return max(self.seen - self.dropped - self.failed - self.recorded, 0)
-
-    @property
     def complete(self) -> bool:
         """Whether everything that was selected is on disk, on every rank."""
         values = self.dropped or self.failed or self.lost
-        steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks
+        steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks or self.budgets
         ranks = self.lost_ranks or self.missing_ranks or self.interrupted_ranks
         return not (values or steps or ranks or self.problems)
 
@@ -187,6 +188,8 @@ class Ledger:
             (len(self.missing_ranks), f"never came: {_ranks(self.missing_ranks)}"),
             (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
+            (len(self.budgets), f"a budget ended the capture: {_some(self.budgets)}"),
+            (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {_some(self.skipped_steps)}"),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {_some(self.never_fired)}"),
         ]
         return [sentence for amount, sentence in facts if amount] + self.problems

@@ -1,6 +1,5 @@
 """Run: reading the directory of one observed execution (docs/format.md is normative)."""
 
-import json
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,26 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapscope import dtypes
-from tapscope.errors import RuleError, RunCorruptError, RunNotFoundError, RunVersionError
+from tapscope.audit import audit
+from tapscope.errors import RuleError, RunCorruptError
 from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index
 from tapscope.ledger import Ledger, StepLine, step_from_lines
+from tapscope.manifest import rank_dir, rank_dirs, read_manifest
 from tapscope.record import Record
 from tapscope.site import Glob, describe_layers, layer_of
 from tapscope.table import table
 
 if TYPE_CHECKING:
     import polars as pl
-
-FORMAT = "tapscope-run"
-VERSION = 2
-"""Newest format version this reader knows."""
-MANIFEST = "run.json"
-INDEX = "records.jsonl"
-
-
-def rank_dir(run: Path, rank: int) -> Path:
-    """Where a rank's lines and segments lie."""
-    return run / f"rank-{rank:05d}"
 
 
 class Run:
@@ -151,7 +141,7 @@ class Run:
             )
         dtype = dtypes.numpy_dtype(rec.dtype)
         expected = int(np.prod(rec.shape, dtype=np.int64)) * dtype.itemsize
-        path = rank_dir(self.path, rec.key.rank) / rec.entry.file
+        path = _segment_of(self.path, rec)
         if expected != rec.entry.nbytes:
             raise RunCorruptError(
                 f"{path}: {rec.key.tensor_name} has {rec.entry.nbytes} bytes, its shape needs {expected}"
@@ -201,41 +191,7 @@ class Run:
 
     def ledger(self) -> Ledger:
         """What was expected against what is on disk."""
-        account = Ledger(steps=len(self.steps), problems=list(self.problems))
-        account.missing_ranks = sorted(set(range(self.world_size)) - set(self.ranks))
-        lines: dict[tuple[int, int], int] = {}
-        for rec in self.records:
-            lines[rec.key.rank, rec.key.step] = lines.get((rec.key.rank, rec.key.step), 0) + 1
-        for step, by_rank in sorted(self.steps.items()):
-            for rank, line in sorted(by_rank.items()):
-                if line.counts is None:
-                    account.unfinished_steps.append((rank, step))
-                    continue
-                if line.counts.aborted:
-                    account.aborted_steps.append((rank, step, line.counts.aborted))
-                account.seen += line.counts.seen
-                account.dropped += line.counts.dropped
-                account.failed += line.counts.failed
-                account.recorded += lines.get((rank, step), 0)
-        self._account_for_ranks(account)
-        return account
-
-    def _account_for_ranks(self, account: Ledger) -> None:
-        never_fired: set[str] = set()
-        for rank in self.ranks:
-            events = self.events(rank)
-            account.failed += sum(e.kind == "failed" and bool(e.fields.get("late")) for e in events)
-            closes = [e for e in events if e.kind == "close"]
-            if any(e.fields.get("interrupted") for e in closes):
-                account.interrupted_ranks.append(rank)
-            never_fired.update(site for e in closes for site in e.fields.get("never_fired", []))
-            if any(e.kind == "lost" for e in events):
-                account.lost_ranks.append(rank)
-            elif not closes:
-                account.open_ranks.append(rank)
-            elif any(rank not in by_rank for by_rank in self.steps.values()):
-                account.uneven_ranks.append(rank)
-        account.never_fired = sorted(never_fired)
+        return audit(self)
 
     def close(self) -> None:
         """Let go of the mapped files (arrays that are still in use keep theirs)."""
@@ -250,36 +206,8 @@ def open_run(path: str | Path) -> Run:
     """
     path = Path(path)
     manifest = read_manifest(path)
-    ranks: dict[int, RankIndex] = {}
-    for index in sorted(path.glob(f"rank-*/{INDEX}")):
-        number = index.parent.name.removeprefix("rank-")
-        if number.isdigit():  # anything else is no part of the format
-            ranks[int(number)] = read_index(index, int(number))
+    ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
     return Run(path, manifest, ranks)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The checked content of ``run.json``; raises like :func:`open_run`."""
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        hint = "it does not exist" if not path.exists() else f"it holds no {MANIFEST}"
-        raise RunNotFoundError(f"{path} is no run: {hint}; make one with: tapscope dump MODEL -o {path}") from None
-    except NotADirectoryError:
-        raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise RunCorruptError(f"{file} cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
-    version = manifest.get("version")
-    if not isinstance(version, int):
-        raise RunCorruptError(f"{file} has no format version")
-    if version > VERSION:
-        raise RunVersionError(
-            f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
-        )
-    return manifest
 
 
 def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
@@ -295,12 +223,18 @@ def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[i
     return dict(sorted(steps.items()))
 
 
+def _segment_of(run: Path, rec: Record) -> Path:
+    """Never outside the rank's directory, whatever the line says."""
+    assert rec.entry is not None
+    return rank_dir(run, rec.key.rank) / Path(rec.entry.file).name
+
+
 def _missing_payloads(path: Path, records: Iterable[Record]) -> list[str]:
     """Segments that are gone or shorter than their records say; one look at each file."""
     ends: dict[Path, int] = {}
     for rec in records:
         if rec.entry is not None:
-            file = rank_dir(path, rec.key.rank) / rec.entry.file
+            file = _segment_of(path, rec)
             ends[file] = max(ends.get(file, 0), rec.entry.offset + rec.entry.nbytes)
     problems = []
     for file, end in ends.items():

@@ -7,77 +7,197 @@ the header into the reserved place. Before that, the record lines say what is wh
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import count
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tapscope import dtypes
+from tapscope.disk import Disk
+from tapscope.errors import RecorderError
 
 ALIGNMENT = 64
 HEADER_BYTES = 128 * 1024
 """Reserved for the header; a segment is full when its header is."""
+MAX_HEADER_BYTES = 4 * 1024 * 1024
+"""Where payloads are small the next segment reserves twice as much, up to this."""
 SEGMENT_BYTES = 256 * 1024 * 1024
 """A segment is full at this size; one larger tensor gets a segment of its own."""
 
+_SLACK = 256
+"""Header bytes kept free for what a repair may have to add."""
+MAX_NAME = 1000
+"""Characters of a tensor name; the rest is cut off, for the record line has it in full."""
+
+_PADS = [b"\0" * n for n in range(ALIGNMENT)]
+
+
+class Mark(NamedTuple):
+    """A state of a segment that can be gone back to."""
+
+    num_names: int
+    num_pieces: int
+    header_size: int
+    end: int
+
 
 class SegmentWriter:
-    """Appends payloads to one new file; raises OSError as the file system does."""
+    """Appends payloads to one new file: :meth:`place` decides where, :meth:`flush` writes all that was placed.
 
-    def __init__(self, path: Path, *, limit: int = SEGMENT_BYTES, header_bytes: int = HEADER_BYTES) -> None:
+    Raises OSError, naming the file, as the file system does.
+    """
+
+    def __init__(
+        self, path: Path, *, limit: int = SEGMENT_BYTES, header_bytes: int = HEADER_BYTES, disk: Disk | None = None
+    ) -> None:
         self.path = path
+        self.header_bytes = header_bytes
+        """Where payloads begin."""
+        self._disk = disk or Disk()
         self._limit = limit
-        self._reserved = header_bytes - 8
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        self._header: dict[str, Any] = {}
+        self._pieces: list[str] = []
         self._header_size = 2
+        self._names: dict[str, None] = {}
         self._end = 0
-        os.write(self._fd, self._reserved.to_bytes(8, "little") + b" " * self._reserved)
+        self._flushed = 0
+        self._queue: list[Any] = []
+        self._fd = self._disk.create(path, os.O_RDWR | os.O_EXCL)
+        try:
+            self._write([blank_header(header_bytes)], 0)
+        except OSError:
+            self.discard()
+            raise
 
-    def has_room(self, name: str, nbytes: int) -> bool:
-        """Whether the payload fits the size limit and its name the header; the first one always does."""
-        if not self._header:
-            return True
-        entry = len(name) * 6 + 256  # worst case: escaped name, shape, offsets and one pad
-        return self._end + nbytes <= self._limit and self._header_size + entry <= self._reserved
+    def place(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> int | None:
+        """Take in a payload (any contiguous bytes-like, untouched until :meth:`flush`).
 
-    def append(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> tuple[int, int]:
-        """Write the payload (any bytes-like); returns (offset in the file, nbytes)."""
-        name = self._unused(name)
-        view = memoryview(payload).cast("B") if memoryview(payload).nbytes else memoryview(b"")
+        Returns its offset from the start of the file, or None when the segment is full; the first payload
+        always fits. Raises RecorderError when the bytes are not as many as dtype and shape need.
+        """
+        nbytes = memoryview(payload).nbytes
+        _check_size(name, dtype, shape, nbytes)
         pad = -self._end % ALIGNMENT
         begin = self._end + pad
-        self._write([b"\0" * pad, view])
+        name = unused_name(name, self._names)
+        piece = describe(name, dtypes.to_safetensors(dtype), shape, begin, begin + nbytes)
+        pieces = [describe(f"__pad{begin}", "U8", [pad], self._end, begin), piece] if pad else [piece]
+        size = self._header_size + sum(map(len, pieces)) + len(pieces)
+        if self._pieces and (begin + nbytes > self._limit or size > self.header_bytes - 8 - _SLACK):
+            return None
+        self._names[name] = None
+        self._pieces += pieces
+        self._header_size = size
         if pad:
-            self._describe(f"__pad{begin}", "U8", [pad], self._end, begin)
-        self._describe(name, dtypes.to_safetensors(dtype), list(shape), begin, begin + view.nbytes)
-        self._end = begin + view.nbytes
-        return self._reserved + 8 + begin, view.nbytes
+            self._queue.append(_PADS[pad])
+        if nbytes:
+            self._queue.append(payload)
+        self._end = begin + nbytes
+        return self.header_bytes + begin
 
-    def seal(self) -> None:
+    @property
+    def num_waiting(self) -> int:
+        """Buffers placed and not yet written."""
+        return len(self._queue)
+
+    @property
+    def full_of_names(self) -> bool:
+        """Whether the header is used up long before the file is large: many small payloads."""
+        return self._header_size > self.header_bytes // 2 and self._end < self._limit // 2
+
+    def flush(self) -> None:
+        """Write what was placed."""
+        if self._queue:
+            parts, self._queue = self._queue, []
+            self._write(parts, self.header_bytes + self._flushed)
+            self._flushed = self._end
+
+    def sync(self) -> None:
+        """Return when everything flushed is on the medium."""
+        self._disk.sync(self._fd, self.path)
+
+    def check_present(self) -> None:
+        """Raise FileNotFoundError when the file was removed: what is written would go nowhere."""
+        check_present(self._fd, self.path)
+
+    def mark(self) -> Mark:
+        """The state after the last :meth:`flush`."""
+        return Mark(len(self._names), len(self._pieces), self._header_size, self._end)
+
+    def go_back(self, mark: Mark) -> None:
+        """Forget what was placed or written since ``mark``."""
+        self._queue.clear()
+        while len(self._names) > mark.num_names:
+            self._names.popitem()
+        del self._pieces[mark.num_pieces :]
+        self._header_size = mark.header_size
+        self._end = self._flushed = mark.end
+        self._disk.truncate(self._fd, self.path, self.header_bytes + mark.end)
+
+    def seal(self, *, sync: bool = False) -> None:
         """Write the header; the file is then valid safetensors. An empty segment is removed."""
-        if not self._header:
-            os.close(self._fd)
-            self.path.unlink()
+        if not self._pieces:
+            self.discard()
             return
-        header = json.dumps(self._header, separators=(",", ":")).encode()
-        os.pwrite(self._fd, header.ljust(self._reserved), 8)
-        os.close(self._fd)
+        try:
+            header = ("{" + ",".join(self._pieces) + "}").encode()
+            self._write([header], 8)
+            if sync:
+                self.sync()
+        finally:
+            self._close()
 
-    def _unused(self, name: str) -> str:
-        if name not in self._header:
-            return name
-        return next(f"{name}~{n}" for n in range(2, len(self._header) + 3) if f"{name}~{n}" not in self._header)
+    def discard(self) -> None:
+        """Remove the file."""
+        self._close()
+        self._disk.remove(self.path)
 
-    def _describe(self, name: str, dtype: str, shape: list[int], begin: int, end: int) -> None:
-        entry = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        self._header[name] = entry
-        self._header_size += len(json.dumps({name: entry}, separators=(",", ":"))) + 1
+    def _close(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
 
-    def _write(self, parts: list[Any]) -> None:
-        at = self._reserved + 8 + self._end
-        for part in parts:
-            view = memoryview(part)
-            while view.nbytes:
-                done = os.pwrite(self._fd, view, at)
-                at += done
-                view = view[done:]
+    def _write(self, parts: list[Any], offset: int) -> None:
+        self._disk.write(self._fd, self.path, parts, offset)
+
+
+def blank_header(header_bytes: int) -> bytes:
+    """The length of the reserved header, and as many spaces."""
+    return (header_bytes - 8).to_bytes(8, "little") + b" " * (header_bytes - 8)
+
+
+def describe(name: str, kind: str, shape: Sequence[int], begin: int, end: int) -> str:
+    """One member of a safetensors header, ASCII; ``kind`` as safetensors spells it, offsets from the header's end."""
+    axes = ",".join(map(str, shape))
+    return f'{encode_basestring_ascii(name)}:{{"dtype":"{kind}","shape":[{axes}],"data_offsets":[{begin},{end}]}}'
+
+
+def unused_name(name: str, taken: Container[str]) -> str:
+    """The tensor name to use: of bounded length, none of safetensors' own, and not taken."""
+    if name not in taken and len(name) <= MAX_NAME and not name.startswith("__"):
+        return name
+    name = name.lstrip("_")[:MAX_NAME]
+    return next(new for n in count(2) if (new := f"{name}~{n}") not in taken)
+
+
+def read_header(head: bytes) -> dict[str, Any] | None:
+    """What a header says (the bytes after its length); None while the segment is not sealed."""
+    try:
+        header = json.loads(head)
+    except ValueError:
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def check_present(fd: int, path: Path) -> None:
+    """Raise FileNotFoundError when the open file has no name any more."""
+    if not os.fstat(fd).st_nlink:
+        raise FileNotFoundError(2, "it was removed while it was being written", str(path))
+
+
+def _check_size(name: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
+    needed = dtypes.itemsize(dtype)
+    for extent in shape:
+        needed *= extent
+    if needed != nbytes:
+        raise RecorderError(f"{name} came with {nbytes} bytes; {dtype} of shape {list(shape)} has {needed}")

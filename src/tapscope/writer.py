@@ -3,103 +3,99 @@
 import fcntl
 import json
 import os
-import shutil
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from tapscope.directory import RECORDER_FILE as RECORDER_FILE
+from tapscope.directory import RECORDER_LOG as RECORDER_LOG
+from tapscope.directory import check_free as check_free
+from tapscope.directory import clear_run as clear_run
+from tapscope.directory import create_run as create_run
+from tapscope.directory import remove_empty_run as remove_empty_run
+from tapscope.disk import Disk
 from tapscope.errors import RunExistsError
 from tapscope.ledger import encode_line, event_line
+from tapscope.manifest import INDEX, MANIFEST, rank_dir
 from tapscope.record import Entry
-from tapscope.run import FORMAT, INDEX, MANIFEST, VERSION, rank_dir
-from tapscope.segment import SEGMENT_BYTES, SegmentWriter
+from tapscope.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter, check_present
 
-RECORDER_FILE = "recorder.json"
-"""Where a live recorder says how to reach it."""
-RECORDER_LOG = "recorder.log"
-"""What a recorder had to say on stderr."""
+Fsync = Literal["never", "close", "segment", "batch"]
+"""When what was written is brought to the medium, payloads always before the lines that name them:
 
+``never``    when the kernel likes; a power cut may leave lines whose bytes are gone (``verify`` finds them)
+``close``    all of it when the rank closes
+``segment``  when a segment is full, and when the rank closes
+``batch``    before :meth:`RankWriter.batch` returns: what is acknowledged survives a power cut
+"""
 
-def create_run(path: Path, manifest: dict[str, Any]) -> None:
-    """Write ``run.json`` (atomically) into a directory that has none.
-
-    ``manifest`` may hold framework, model, dtype, mesh, world_size, command, seeds, config.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "version": VERSION, "created": _now(), **manifest}
-    temporary = path / f".{MANIFEST}.{os.getpid()}"
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    temporary.replace(path / MANIFEST)
+Payload = tuple[int, int, str, str, Sequence[int], Any]
+"""(index of its line, number, tensor name, dtype, shape, bytes)"""
 
 
-def remove_empty_run(path: Path) -> None:
-    """Take back a :func:`create_run` that nobody has written into."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    path.rmdir()
+class _Mark(NamedTuple):
+    """What a batch that fails goes back to."""
 
-
-def clear_run(path: Path, *, force: bool) -> None:
-    """Make sure no finished run lies at ``path``.
-
-    Without ``force`` a taken path raises RunExistsError; with it an old run is removed, but only a directory
-    that is provably a tapscope run and nothing else.
-    """
-    if not check_free(path, force=force):
-        return
-    for entry in path.iterdir():
-        if entry.is_dir() and entry.name.startswith("rank-"):
-            shutil.rmtree(entry)
-        elif entry.name in (MANIFEST, RECORDER_FILE, RECORDER_LOG):
-            entry.unlink()
-
-
-def check_free(path: Path, *, force: bool) -> bool:
-    """Whether an old run lies there that may be replaced; raises like :func:`clear_run` and changes nothing."""
-    if path.is_file():
-        raise RunExistsError(f"{path} is a file; choose another directory for the run")
-    left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that never got as far as a run
-    entries = path.iterdir() if path.is_dir() else ()
-    taken = any(not entry.name.startswith(".") and entry.name not in left_over for entry in entries)
-    if not taken:
-        return False
-    is_run = (path / MANIFEST).is_file() and FORMAT in (path / MANIFEST).read_text(errors="replace")
-    if not is_run:
-        raise RunExistsError(f"{path} holds files that are no tapscope run; choose another directory")
-    if not force:
-        hint = "choose another path or replace it (--force, in Python force=True)"
-        raise RunExistsError(f"{path} already holds a run; {hint}")
-    return True
+    index_size: int
+    num_segments: int
+    segment: SegmentWriter | None
+    inside: Mark | None
 
 
 class RankWriter:
-    """The one writer of a rank in a run; a record's line is written after its bytes, never before."""
+    """The one writer of a rank in a run; a record's line is written after its bytes, never before.
 
-    def __init__(self, run: Path, rank: int, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Raises RunExistsError when the rank already has a writer or lines."""
+    A batch is written whole or not at all: one that fails (disk full, directory gone) leaves no trace, raises
+    OSError that names the file, and the writer goes on from where it was.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        rank: int,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        fsync: Fsync = "never",
+        resume: bool = False,
+        disk: Disk | None = None,
+    ) -> None:
+        """Raises RunExistsError when the rank has a writer, or has lines and ``resume`` was not asked for.
+
+        ``resume`` goes on behind a writer that was killed, after a repair of what it left.
+        """
         self.rank = rank
+        self._disk = disk or Disk()
         self._dir = rank_dir(run, rank)
         self._dir.mkdir(parents=True, exist_ok=True)
+        self._path = self._dir / INDEX
         self._segment_bytes = segment_bytes
+        self._header_bytes = HEADER_BYTES
+        self._fsync = fsync
         self._segment: SegmentWriter | None = None
+        self._full: list[SegmentWriter] = []  # to be sealed when the lines of their last payloads are written
         self._num_segments = 0
         self._entries: dict[int, Entry] = {}
         self._sharing = -1
+        self._broken: OSError | None = None
         self.bytes_written = 0
         self.lines_written = 0
-        self._fd = os.open(self._dir / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = self._disk.create(self._path, os.O_RDWR | os.O_APPEND)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._take_over(run, resume)
+            if fsync != "never":
+                self._sync_names(run)
+        except BaseException:
             os.close(self._fd)
-            raise RunExistsError(f"rank {rank} of {run} already has a writer") from None
-        if os.fstat(self._fd).st_size:
-            os.close(self._fd)
-            raise RunExistsError(f"rank {rank} of {run} has already been written")
+            raise
 
     def lines(self, blob: bytes) -> None:
         """Append whole lines, each ended by a newline."""
-        self._write(blob)
+        mark = self._mark()
+        try:
+            self._append([blob])
+        except BaseException:
+            self._go_back(mark)
+            raise
         self.lines_written += blob.count(b"\n")
 
     def line(self, content: dict[str, Any]) -> None:
@@ -113,62 +109,165 @@ class RankWriter:
     def batch(
         self,
         lines: list[bytes],
-        payloads: Iterable[tuple[int, int, str, str, Sequence[int], Any]],
+        payloads: Iterable[Payload],
         shared: Iterable[tuple[int, int]] = (),
         sharing: int = -1,
     ) -> list[bytes]:
         """Append payloads, then all lines (without newlines); returns the lines as written.
 
-        A payload is (index of its line, number, tensor name, dtype, shape, bytes); its line gets the entry put in.
-        A shared one is (index of its line, number of a payload with the same bytes, written under the same
-        ``sharing``); its line gets that entry.
+        A payload's line gets the entry put in. A shared one is (index of its line, number of a payload with the
+        same bytes, written under the same ``sharing``); its line gets that entry, or an event after it says that
+        the payload never came. Raises OSError that names the
+        file, or RecorderError for a payload that is not what it says; then nothing of the batch is in the run.
         """
-        if sharing != self._sharing:
-            self._sharing = sharing
-            self._entries.clear()
-        for index, number, name, dtype, shape, payload in payloads:
-            entry = self._entries[number] = self._payload(name, dtype, shape, payload)
-            lines[index] = _with_entry(lines[index], entry)
-        for index, number in shared:
-            lines[index] = _with_entry(lines[index], self._entries[number])
-        if lines:
-            self.lines(b"\n".join(lines) + b"\n")
-        return lines
-
-    def _payload(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> Entry:
-        if self._segment is not None and not self._segment.has_room(name, memoryview(payload).nbytes):
-            self._segment.seal()
-            self._segment = None
-        if self._segment is None:
-            path = self._dir / f"seg-{self._num_segments:06d}.safetensors"
-            self._segment = SegmentWriter(path, limit=self._segment_bytes)
-            self._num_segments += 1
-        offset, nbytes = self._segment.append(name, dtype, shape, payload)
-        self.bytes_written += nbytes
-        return Entry(self._segment.path.name, offset, nbytes)
+        mark = self._mark()
+        entries: dict[int, Entry] = {} if sharing != self._sharing else self._entries
+        new: dict[int, Entry] = {}
+        written = list(lines)
+        try:
+            for index, number, name, dtype, shape, payload in payloads:
+                new[number] = entry = self._place(name, dtype, shape, payload)
+                written[index] = _with_entry(lines[index], entry)
+            for index, number in shared:
+                if (known := new.get(number) or entries.get(number)) is not None:
+                    written[index] = _with_entry(lines[index], known)
+                else:
+                    written.append(_without_bytes(lines[index], number))
+            self._flush()
+            if written:
+                self._append([b"\n".join(written), b"\n"])
+        except BaseException:
+            self._go_back(mark)
+            raise
+        self._sharing, self._entries = sharing, entries
+        entries.update(new)
+        self.lines_written += len(written)
+        self.bytes_written += sum(entry.nbytes for entry in new.values())
+        self._seal_full()
+        return written
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an ``event`` line."""
         self.line(event_line(kind, **fields))
 
     def close(self) -> None:
-        """Seal the open segment and let go of the rank."""
-        if self._segment is not None:
-            self._segment.seal()
-            self._segment = None
-        if self._fd >= 0:
-            os.close(self._fd)
+        """Seal the open segment and let go of the rank, whatever fails; raises the OSError then."""
+        if self._fd < 0:
+            return
+        try:
+            if self._segment is not None:
+                self._full.append(self._segment)
+                self._segment = None
+            self._seal_full()
+            if self._fsync == "close":
+                for path in sorted(self._dir.glob("seg-*.safetensors")):
+                    self._disk.sync_path(path)
+                self._disk.sync_path(self._dir)
+            if self._fsync != "never":
+                self._disk.sync(self._fd, self._path)
+        finally:
+            self._disk.close(self._fd)
             self._fd = -1
 
-    def _write(self, blob: bytes) -> None:
-        view = memoryview(blob)
-        while view.nbytes:
-            view = view[os.write(self._fd, view) :]
+    def _take_over(self, run: Path, resume: bool) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunExistsError(f"rank {self.rank} of {run} already has a writer") from None
+        if not os.fstat(self._fd).st_size:
+            return
+        if not resume:
+            raise RunExistsError(f"rank {self.rank} of {run} has already been written")
+        from tapscope.repair import repair_rank
+
+        repair_rank(self._dir)
+        numbers = [int(path.stem.removeprefix("seg-")) for path in self._dir.glob("seg-*.safetensors")]
+        self._num_segments = max(numbers, default=-1) + 1
+
+    def _place(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> Entry:
+        offset = None if self._segment is None else self._segment.place(name, dtype, shape, payload)
+        if self._segment is None or offset is None:
+            self._open_segment()
+            assert self._segment is not None
+            offset = self._segment.place(name, dtype, shape, payload)
+            assert offset is not None
+        return Entry(self._segment.path.name, offset, memoryview(payload).nbytes)
+
+    def _open_segment(self) -> None:
+        if self._segment is not None:
+            if self._segment.full_of_names:
+                self._header_bytes = min(self._header_bytes * 2, MAX_HEADER_BYTES)
+            self._full.append(self._segment)
+            self._segment = None
+        path = self._dir / f"seg-{self._num_segments:06d}.safetensors"
+        self._segment = SegmentWriter(path, limit=self._segment_bytes, header_bytes=self._header_bytes, disk=self._disk)
+        self._num_segments += 1
+        if self._fsync == "batch":
+            self._disk.sync_path(self._dir)
+
+    def _flush(self) -> None:
+        """Bring what was placed into the files; removed ones are noticed, for writing to them would go nowhere."""
+        for segment in (*self._full, self._segment):
+            if segment is not None and segment.num_waiting:
+                segment.check_present()
+                segment.flush()
+                if self._fsync == "batch":
+                    segment.sync()
+
+    def _append(self, parts: list[bytes]) -> None:
+        if self._broken is not None:
+            raise self._broken
+        check_present(self._fd, self._path)
+        self._disk.write(self._fd, self._path, parts, None)
+        if self._fsync == "batch":
+            self._disk.sync(self._fd, self._path)
+
+    def _seal_full(self) -> None:
+        durable = self._fsync in ("segment", "batch")
+        sealed = bool(self._full)
+        failed: list[OSError] = []
+        while self._full:
+            try:
+                self._full.pop(0).seal(sync=durable)
+            except OSError as error:  # the others are sealed all the same
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        if sealed and self._fsync == "segment":
+            self._disk.sync_path(self._dir)
+            self._disk.sync(self._fd, self._path)
+
+    def _mark(self) -> _Mark:
+        inside = None if self._segment is None else self._segment.mark()
+        return _Mark(os.fstat(self._fd).st_size, self._num_segments, self._segment, inside)
+
+    def _go_back(self, mark: _Mark) -> None:
+        """Undo a batch: no byte and no line of it stays. Where even that fails, nothing more is written."""
+        try:
+            for segment in (*self._full, self._segment):
+                if segment is not None and segment is not mark.segment:
+                    segment.discard()
+            self._full.clear()
+            self._segment, self._num_segments = mark.segment, mark.num_segments
+            if self._segment is not None and mark.inside is not None:
+                self._segment.go_back(mark.inside)
+            if os.fstat(self._fd).st_size > mark.index_size:
+                self._disk.truncate(self._fd, self._path, mark.index_size)
+        except OSError as error:
+            self._broken = error
+
+    def _sync_names(self, run: Path) -> None:
+        for path in (run / MANIFEST, self._dir, run, run.parent):
+            if path.exists():
+                self._disk.sync_path(path)
+
+
+def _without_bytes(line: bytes, number: int) -> bytes:
+    """The event that says why a record has no entry."""
+    about = json.loads(line)
+    reason = f"it shares the bytes of payload {number}, which never came"
+    return encode_line(event_line("failed", where=about.get("site"), reason=reason, step=about.get("step"), late=True))
 
 
 def _with_entry(line: bytes, entry: Entry) -> bytes:
-    return line[:-1] + b',"entry":' + json.dumps(list(entry), separators=(",", ":")).encode() + b"}"
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return b'%b,"entry":["%b",%d,%d]}' % (line[:-1], entry.file.encode(), entry.offset, entry.nbytes)

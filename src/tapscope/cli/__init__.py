@@ -38,6 +38,9 @@ VERBS = {
     "ls": _Verb("look", "ls", "LsCommand", "list records, one per line"),
     "show": _Verb("look", "show", "ShowCommand", "one tensor: statistics, histogram, values"),
     "view": _Verb("look", "view", "ViewCommand", "browse a run in the terminal"),
+    "verify": _Verb("keep", "verify", "VerifyCommand", "what of a run is there, missing or damaged"),
+    "repair": _Verb("keep", "repair", "RepairCommand", "make whole what a killed recorder left"),
+    "compact": _Verb("keep", "compact", "CompactCommand", "turn the records of a run into Parquet"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
 }
 
@@ -102,7 +105,7 @@ def _help() -> str:
     lines = [_HEAD]
     group = ""
     for name, verb in VERBS.items():
-        lines.append(f"{verb.group if verb.group != group else '':<9} {name:<6} {verb.summary}")
+        lines.append(f"{verb.group if verb.group != group else '':<9} {name:<7} {verb.summary}")
         group = verb.group
     lines.append("\ntapscope COMMAND --help says more; tapscope --version says which this is.")
     return "\n".join(lines)

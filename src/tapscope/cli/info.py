@@ -4,11 +4,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tapscope.cli import diagnostics, output
-from tapscope.errors import RunCorruptError, UsageError
+from tapscope.errors import UsageError
 
 if TYPE_CHECKING:
     from tapscope.cli.account import Account
-    from tapscope.run import Run
 
 SCHEMA = "tapscope.info/1"
 
@@ -39,52 +38,26 @@ class InfoCommand:
         if args.path is None:
             raise UsageError("info needs a RUN; write: tapscope info RUN, or tapscope info --env")
         from tapscope.cli.account import account_of
+        from tapscope.cli.verify import payload_sentence, report_of
         from tapscope.run import open_run
 
         with open_run(args.path) as run:
             account = account_of(run)
-            damage = verify(run) if args.verify else []
+            report = report_of(run) if args.verify else None
+            damage = [str(one) for one in report.damaged] if report else []
             if args.json:
                 _print_json(account, damage, args.verify)
             else:
                 _print_text(account)
                 for sentence in damage:
                     output.write_line(f"damaged    {sentence}")
-                if args.verify and not damage:
-                    output.write_line(f"verified   {_verified(run)}")
+                if report and not damage:
+                    output.write_line(f"verified   {payload_sentence(report)}")
         if not args.json and account.num_records:
             diagnostics.note(f"next: tapscope view {args.path}")
         if damage:
             return diagnostics.ExitCode.DATA
         return diagnostics.ExitCode.OK if account.fine else diagnostics.ExitCode.DIFFERENT
-
-
-def verify(run: "Run") -> list[str]:
-    """Read every payload; one sentence per record whose bytes are missing or do not have the recorded hash."""
-    from tapscope.kernels.native import summarize_array
-
-    damage = []
-    kept = [record for record in run.records if record.entry is not None]
-    with diagnostics.progress(len(kept), "verifying") as advance:
-        for record in kept:
-            where = f"{record.key.site} at step {record.key.step}, rank {record.key.rank}"
-            try:
-                array = run.array(record)
-            except RunCorruptError as error:
-                damage.append(f"{where}: {error}")
-            else:
-                found = summarize_array(array).hash if record.hash else None
-                if found != record.hash:
-                    damage.append(f"{where}: its bytes have hash {found}, recorded was {record.hash}")
-            advance(1)
-    return damage
-
-
-def _verified(run: "Run") -> str:
-    kept = [record for record in run.records if record.entry is not None]
-    hashed = sum(1 for record in kept if record.hash)
-    without = f"; {len(kept) - hashed:,} payloads have no hash and were only read" if hashed < len(kept) else ""
-    return f"{hashed:,} payloads have their recorded hash{without}"
 
 
 def _print_environment(as_json: bool) -> int:

@@ -1,0 +1,73 @@
+"""Audit: what the lines of a run expected, against what is on disk."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tapscope.ledger import Ledger
+
+if TYPE_CHECKING:
+    from tapscope.index import Event
+    from tapscope.run import Run
+
+
+def audit(run: "Run", rank: int | None = None) -> Ledger:
+    """The ledger of a run, or of one rank of it (without problems and missing ranks, which only the whole has)."""
+    account = Ledger(steps=len(run.steps), problems=list(run.problems) if rank is None else [])
+    ranks = run.ranks if rank is None else (rank,)
+    if rank is None:
+        account.missing_ranks = sorted(set(range(run.world_size)) - set(run.ranks))
+    _account_for_steps(account, run, ranks)
+    for number in ranks:
+        _account_for_rank(account, run, number)
+    account.never_fired = sorted(set(account.never_fired))
+    return account
+
+
+def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> None:
+    lines = Counter((rec.key.rank, rec.key.step) for rec in run.records if rec.key.rank in ranks)
+    late = Counter((e.rank, e.fields.get("step")) for e in run.events() if _is_late_failure(e))
+    for step, by_rank in sorted(run.steps.items()):
+        for rank, line in sorted(by_rank.items()):
+            if rank not in ranks:
+                continue
+            if line.skipped:
+                account.skipped_steps.append((rank, step))
+            counts = line.counts
+            if counts is None:
+                if not line.skipped:
+                    account.unfinished_steps.append((rank, step))
+                continue
+            if counts.aborted:
+                account.aborted_steps.append((rank, step, counts.aborted))
+            on_disk = lines[rank, step]
+            account.seen += counts.seen
+            account.dropped += counts.dropped
+            account.failed += counts.failed
+            account.recorded += on_disk
+            # Step by step, so that what one has too many never hides what another lacks.
+            account.lost += max(counts.seen - counts.dropped - counts.failed - on_disk - late[rank, step], 0)
+
+
+def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
+    events = run.events(rank)
+    account.failed += sum(map(_is_late_failure, events))
+    closes = [e for e in events if e.kind == "close"]
+    if any(e.fields.get("interrupted") for e in closes):
+        account.interrupted_ranks.append(rank)
+    account.never_fired += [site for e in closes for site in e.fields.get("never_fired", [])]
+    for event in events:
+        if event.kind == "budget":
+            limit, value = event.fields.get("limit"), event.fields.get("value")
+            account.budgets.append(f"rank {rank}: {limit} {value} was reached at step {event.fields.get('step')}")
+    if any(e.kind == "lost" for e in events):
+        account.lost_ranks.append(rank)
+    elif not closes:
+        # A repair shows that nobody writes there any more.
+        killed = any(e.kind == "repaired" for e in events)
+        (account.lost_ranks if killed else account.open_ranks).append(rank)
+    elif any(rank not in by_rank for by_rank in run.steps.values()):
+        account.uneven_ranks.append(rank)
+
+
+def _is_late_failure(event: "Event") -> bool:
+    return event.kind == "failed" and bool(event.fields.get("late"))

@@ -1,0 +1,65 @@
+"""`tapscope repair`: make whole what a killed recorder left."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tapscope.cli import diagnostics, output
+
+if TYPE_CHECKING:
+    from tapscope.repair import Repair
+
+SCHEMA = "tapscope.repair/1"
+
+
+class RepairCommand:
+    """make whole what a killed recorder left: seal its segments, cut off a torn last line
+
+    $ tapscope repair base            exit 0: nothing is left to repair, 1: something could not be repaired
+    $ tapscope repair base --check    only say what would be done; exit 1 when there is something
+
+    Nothing is thrown away: torn bytes go to records.jsonl.torn, and payload bytes that no record names become
+    __orphan tensors of their segment. A run that is being recorded is left alone.
+    """
+
+    name = "repair"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        parser.add_argument("path", metavar="RUN", help="a run directory")
+        parser.add_argument("--check", action="store_true", help="change nothing, say what would be done")
+        parser.add_argument("--json", action="store_true", help="one JSON object per rank")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Repair, and say what was done."""
+        from tapscope.repair import repair_run
+
+        done = repair_run(Path(args.path), check=args.check)
+        for repair in done:
+            if args.json:
+                line = {"type": "rank", "schema": SCHEMA, "check": args.check, **repair.to_json()}
+                output.write_json(line | {"needed": repair.needed})
+            else:
+                for sentence in _sentences(repair, args.check):
+                    output.write_line(f"{f'rank {repair.rank}':<10} {sentence}")
+        needed = any(repair.needed for repair in done)
+        if not args.json and not needed and not any(repair.problems for repair in done):
+            output.write_line("nothing to repair")
+        if needed:
+            diagnostics.note(f"next: tapscope {'repair' if args.check else 'verify'} {args.path}")
+        bad = any(repair.problems for repair in done) or (args.check and needed)
+        return diagnostics.ExitCode.DIFFERENT if bad else diagnostics.ExitCode.OK
+
+
+def _sentences(repair: "Repair", check: bool) -> list[str]:
+    from tapscope.text import plural
+
+    would = "would be " if check else ""
+    said = []
+    if repair.torn_bytes:
+        said.append(f"{plural(repair.torn_bytes, 'byte')} of a torn last line {would}moved to a side file")
+    for name in repair.sealed:
+        orphans = repair.orphans.get(name, 0)
+        said.append(f"{name} {would}sealed" + (f", {orphans:,} bytes of it named by no record" if orphans else ""))
+    said += [f"{name} {would}removed: it held nothing" for name in repair.removed]
+    return said + [f"PROBLEM {problem}" for problem in repair.problems]

@@ -1,0 +1,94 @@
+"""`tapscope verify`: what of a run is there, and what is missing or damaged."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tapscope.cli import diagnostics, output
+
+if TYPE_CHECKING:
+    from tapscope.run import Run
+    from tapscope.verify import RankReport, Report
+
+SCHEMA = "tapscope.verify/1"
+_MAX_DAMAGED = 5
+
+
+class VerifyCommand:
+    """say what of a run is there, and what is missing or damaged
+
+    $ tapscope verify base            exit 0: complete, 1: something is missing or damaged, 3: no run
+    $ tapscope verify base --json     one object per line: run, rank, damage, summary
+
+    Every payload is read and its hash compared with the recorded one.
+    """
+
+    name = "verify"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        parser.add_argument("path", metavar="RUN", help="a run directory")
+        parser.add_argument("--json", action="store_true", help="one JSON object per line, every damaged record named")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print the report."""
+        from tapscope.run import open_run
+
+        with open_run(args.path) as run:
+            report = report_of(run)
+        (_print_json if args.json else _print_text)(report)
+        if not report.complete and any(rank.unsealed for rank in report.ranks):
+            diagnostics.note(f"next: tapscope repair {args.path}")
+        return diagnostics.ExitCode.OK if report.complete else diagnostics.ExitCode.DIFFERENT
+
+
+def report_of(run: "Run") -> "Report":
+    """Verify an open run with the native hash, and show how far it is."""
+    from tapscope.kernels.native import summarize_array
+    from tapscope.verify import verify_run
+
+    total = sum(record.nbytes for record in run.records)
+    with diagnostics.progress(total, "verifying") as advance:
+        return verify_run(run, lambda array: summarize_array(array).hash, advance)
+
+
+def payload_sentence(report: "Report") -> str:
+    """What was read and compared."""
+    kept = sum(rank.num_with_values for rank in report.ranks)
+    hashed = sum(rank.num_hashed for rank in report.ranks)
+    bad = len(report.damaged)
+    if bad:
+        return f"{bad:,} of {kept:,} payloads are missing or damaged"
+    without = f"; {kept - hashed:,} payloads have no hash and were only read" if hashed < kept else ""
+    return f"{hashed:,} payloads have their recorded hash{without}"
+
+
+def _print_json(report: "Report") -> None:
+    output.write_json({"type": "run", "schema": SCHEMA, "run": str(report.path), "ranks": len(report.ranks)})
+    for rank in report.ranks:
+        output.write_json({"type": "rank", "schema": SCHEMA, **rank.to_json()})
+    for damage in report.damaged:
+        output.write_json({"type": "damage", "schema": SCHEMA, **damage.to_json()})
+    summary = {"complete": report.complete, "missing": report.sentences(), "num_damaged": len(report.damaged)}
+    output.write_json({"type": "summary", "schema": SCHEMA, **summary})
+
+
+def _print_text(report: "Report") -> None:
+    output.write_line(f"run        {report.path}")
+    for rank in report.ranks:
+        output.write_line(f"{f'rank {rank.rank}':<10} {_counts(rank)}")
+    output.write_line(f"payloads   {payload_sentence(report)}")
+    for damage in report.damaged[:_MAX_DAMAGED]:
+        output.write_line(f"damaged    {damage}")
+    if len(report.damaged) > _MAX_DAMAGED:
+        output.write_line(f"           and {len(report.damaged) - _MAX_DAMAGED:,} more; --json lists all")
+    for sentence in report.sentences():
+        output.write_line(f"{'note' if report.complete else 'missing':<10} {sentence}")
+    output.write_line(f"complete   {'yes' if report.complete else 'NO'}")
+
+
+def _counts(rank: "RankReport") -> str:
+    from tapscope.text import size
+
+    ledger = rank.ledger
+    counts = f"{ledger.seen:,} seen, {ledger.dropped:,} dropped, {ledger.failed:,} failed, {ledger.lost:,} lost"
+    return f"{counts}; on disk {rank.num_records:,} records, {rank.num_with_values:,} with values ({size(rank.nbytes)})"

@@ -1,0 +1,113 @@
+"""Compact: the records of a finished run as Parquet tables beside the other lines."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapscope.directory import locked
+from tapscope.disk import Disk
+from tapscope.errors import RunCorruptError
+from tapscope.index import read_index, table_names
+from tapscope.ledger import encode_line, event_line
+from tapscope.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
+from tapscope.parquet import read_table, write_table
+from tapscope.record import Record, from_json
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """What was done in one rank."""
+
+    rank: int
+    num_records: int
+    bytes_before: int
+    """Of the lines."""
+    bytes_after: int
+    """Of the lines that are left and of the table."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None) -> list[Compaction]:
+    """Compact every rank that has record lines; they go when the table was read back and found equal to them.
+
+    ``advance`` is called after each rank. Raises as :func:`tapscope.open_run`, RunExistsError when the run is being
+    recorded, and RunCorruptError when a table does not give the records back (the rank is then as it was).
+    """
+    manifest = read_manifest(path)
+    done = []
+    with locked(path):
+        if manifest["version"] < VERSION:  # to a reader of version 1 the records would be gone
+            write_manifest(path, manifest | {"version": VERSION})
+        for rank, folder in rank_dirs(path).items():
+            if (one := _compact_rank(folder, rank)) is not None:
+                done.append(one)
+            advance(1)
+    return done
+
+
+def _compact_rank(folder: Path, rank: int) -> Compaction | None:
+    index = folder / INDEX
+    lines = index.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        raise RunCorruptError(f"{index}: its last line is cut off; run first: tapscope repair {folder.parent}")
+    parsed = [_record_of(line, rank) for line in lines]
+    found = [item for item in parsed if item is not None]
+    if not found:
+        return None
+    table = folder / _unused_table(folder, rank)
+    temporary = folder / f"{table.name}.new"
+    _write_checked(found, temporary, rank)
+    rest = [line for line, item in zip(lines, parsed, strict=True) if item is None]
+    rest.append(encode_line(event_line(COMPACTED, file=table.name, num_records=len(found))) + b"\n")
+    before = index.stat().st_size
+    _replace(folder, temporary, table, index, b"".join(rest))
+    return Compaction(rank, len(found), before, index.stat().st_size + table.stat().st_size)
+
+
+def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
+    """A record and its line; None for a line that is none, or cannot be read (it stays as it is)."""
+    try:
+        content = json.loads(line)
+        return (from_json(content, rank), content) if content["type"] == "record" else None
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _unused_table(folder: Path, rank: int) -> str:
+    """A name that no line of the rank uses; a file without a line is what a killed compaction left."""
+    taken = table_names(read_index(folder, rank).events)
+    names = (TABLE if n == 1 else TABLE.replace(".", f"-{n}.") for n in range(1, len(taken) + 2))
+    return next(name for name in names if name not in taken)
+
+
+def _write_checked(found: list[tuple[Record, dict[str, Any]]], path: Path, rank: int) -> None:
+    try:
+        write_table(found, path)
+        same = read_table(path, rank) == [record for record, _ in found]
+    except ValueError as error:
+        path.unlink(missing_ok=True)
+        raise RunCorruptError(f"{path}: {error}; the run is as it was") from None
+    if not same:
+        path.unlink()
+        raise RunCorruptError(f"{path}: the table does not give the records back; the run is as it was")
+
+
+def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: bytes) -> None:
+    """First the table, then, in one move, the lines that name it instead of holding the records."""
+    disk = Disk()
+    lines = folder / f"{INDEX}.new"
+    with lines.open("wb") as file:
+        file.write(rest)
+        file.flush()
+        os.fsync(file.fileno())
+    disk.sync_path(temporary)
+    temporary.replace(table)
+    disk.sync_path(folder)
+    lines.replace(index)
+    disk.sync_path(folder)

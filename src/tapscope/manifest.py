@@ -1,0 +1,73 @@
+"""Manifest: ``run.json`` and where the parts of a run lie (docs/format.md is normative)."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tapscope.errors import RunCorruptError, RunNotFoundError, RunVersionError
+
+FORMAT = "tapscope-run"
+VERSION = 2
+"""Newest format version this reader knows."""
+MANIFEST = "run.json"
+INDEX = "records.jsonl"
+TABLE = "records.parquet"
+"""The records of a compacted rank; a second compaction makes ``records-2.parquet``, and so on."""
+COMPACTED = "compacted"
+"""Kind of the event that names a table."""
+LOCK = ".lock"
+"""Locked while a recorder writes the run."""
+
+
+def rank_dir(run: Path, rank: int) -> Path:
+    """Where a rank's lines and segments lie."""
+    return run / f"rank-{rank:05d}"
+
+
+def rank_dirs(run: Path) -> dict[int, Path]:
+    """The directories of ranks that wrote lines, by rank; anything else is no part of the format."""
+    found = {}
+    for index in run.glob(f"rank-*/{INDEX}"):
+        number = index.parent.name.removeprefix("rank-")
+        if number.isdecimal() and index.parent == rank_dir(run, int(number)):
+            found[int(number)] = index.parent
+    return dict(sorted(found.items()))
+
+
+def write_manifest(run: Path, content: dict[str, Any]) -> None:
+    """Write ``run.json`` atomically; format, version and time are put in."""
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    content = {"format": FORMAT, "version": VERSION, "created": created, **content}
+    temporary = run / f".{MANIFEST}.{os.getpid()}"
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(run / MANIFEST)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The checked content of ``run.json``.
+
+    Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, and
+    RunCorruptError when it cannot be read or is none of ours.
+    """
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        hint = "it does not exist" if not path.exists() else f"it holds no {MANIFEST}"
+        raise RunNotFoundError(f"{path} is no run: {hint}; make one with: tapscope dump MODEL -o {path}") from None
+    except NotADirectoryError:
+        raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise RunCorruptError(f"{file} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
+    version = manifest.get("version")
+    if not isinstance(version, int):
+        raise RunCorruptError(f"{file} has no format version")
+    if version > VERSION:
+        raise RunVersionError(
+            f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
+        )
+    return manifest

@@ -1,0 +1,137 @@
+"""Parquet: records as typed columns, one table a compaction of a rank (docs/format.md has the columns).
+
+A number that is not finite is null (the counts say how many elements were), and so is what a record lacks. A record
+that the columns cannot give back exactly keeps its line in the column ``line``.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tapscope.record import Entry, Key, Record, Slice, Stats, from_json
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_STATS = tuple(field.name for field in fields(Stats))
+_FLOATS = ("min", "max", "absmax", "sum", "sumsq")
+_INT64 = 1 << 63
+
+
+def schema() -> dict[str, Any]:
+    """Column -> polars type, in order."""
+    import polars as pl
+
+    whole, text, real = pl.Int64, pl.String, pl.Float64
+    key = {"seq": whole, "site": text, "step": whole, "occurrence": whole, "micro": whole, "pass": text, "model": text}
+    tensor = {"dtype": text, "shape": pl.List(whole), "dims": text, "rows": pl.List(pl.List(whole))}
+    part = {"slice_rows": pl.List(whole), "slice_shape": pl.List(whole), "cap": whole, "tags": text, "value": text}
+    stats = {name: real if name in _FLOATS else whole for name in _STATS}
+    entry = {"file": text, "offset": whole, "nbytes": whole}
+    return key | tensor | part | {"hash": text, "bag": text} | stats | entry | {"line": text}
+
+
+def write_table(records: Iterable[tuple[Record, dict[str, Any]]], path: Path) -> None:
+    """Write records, each with the line it was read from."""
+    import polars as pl
+
+    rows = [_row(record, line) for record, line in records]
+    pl.DataFrame(rows, schema=schema(), orient="row").write_parquet(path, compression="zstd")
+
+
+def read_table(path: Path, rank: int) -> list[Record]:
+    """The records of a table.
+
+    Raises OSError where the file cannot be read, ValueError where it is no such table, and ImportError without polars.
+    """
+    import polars as pl
+
+    try:
+        frame = pl.read_parquet(path, columns=list(schema()))
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"no table of records ({error})") from None
+    return list(_records(frame, rank))
+
+
+def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:
+    exact = line.keys() <= _MEMBERS and _fits(record)
+    key, part, stats, entry = record.key, record.slice, record.stats, record.entry
+    if not exact:  # its line says it all; the columns are for queries
+        key, stats, part, entry = key._replace(step=_whole(key.step)), None, None, None
+    where = (_whole(record.seq), key.site, key.step, *(_whole(n) for n in (key.occurrence, key.micro)))
+    tensor = (record.dtype, list(map(_whole, record.shape)), record.dims, record.rows if exact else None)
+    sliced = (None, None) if part is None else (list(part.rows), list(part.shape))
+    rest = (record.cap if exact else None, _json(record.tags), _json(record.value), record.hash, record.bag)
+    numbers = (None,) * len(_STATS) if stats is None else tuple(_finite(getattr(stats, name)) for name in _STATS)
+    text = None if exact else json.dumps(line, ensure_ascii=False)
+    return (*where, key.pass_, key.model, *tensor, *sliced, *rest, *numbers, *(entry or (None,) * 3), text)
+
+
+_KEY = {"site", "step", "occurrence", "micro", "pass", "model"}
+_TENSOR = {"dtype", "shape", "dims", "rows", "slice", "cap", "hash", "bag", "stats", "entry"}
+_MEMBERS = {"type", "seq", "tags", "value"} | _KEY | _TENSOR
+
+
+def _fits(record: Record) -> bool:
+    """Whether the columns hold every member as it is."""
+    stats = record.stats
+    whole = [record.seq, *record.key[1:5], *record.shape, *(record.entry or ())[1:]]
+    whole += [n for run in record.rows or () for n in run] + [record.cap or 0]
+    whole += [*record.slice.rows, *record.slice.shape] if record.slice else []
+    real: list[object] = []
+    if stats is not None:
+        whole += [getattr(stats, name) for name in _STATS if name not in _FLOATS]
+        real = [getattr(stats, name) for name in _FLOATS]
+        extremes = stats.min, stats.max, stats.absmax
+        if None in (stats.sum, stats.sumsq) or any(x is not None and not math.isfinite(x) for x in extremes):
+            return False
+    return all(type(n) is int and -_INT64 <= n < _INT64 for n in whole) and all(
+        x is None or type(x) is float for x in real
+    )
+
+
+def _whole(number: int) -> int:
+    return number if -_INT64 <= number < _INT64 else -1
+
+
+def _finite(number: Any) -> Any:
+    return None if isinstance(number, float) and not math.isfinite(number) else number
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _records(frame: "pl.DataFrame", rank: int) -> Iterator[Record]:
+    first = 18  # of the statistics' columns
+    count, file = first, first + len(_STATS)
+    for row in frame.iter_rows():
+        if row[-1] is not None:
+            yield from_json(json.loads(row[-1]), rank)
+            continue
+        seq, site, step, occurrence, micro, pass_, model, dtype, shape, dims, rows = row[:11]
+        part_rows, part_shape, cap, tags, value, hash_, bag = row[11:18]
+        yield Record(
+            Key(site, step, rank, occurrence, micro, pass_, model),
+            seq,
+            dtype,
+            tuple(shape),
+            dims,
+            None if rows is None else tuple(map(tuple, rows)),
+            None if row[count] is None else _stats(row[first:file]),
+            hash_,
+            bag,
+            None if row[file] is None else Entry(*row[file : file + 3]),
+            None if value is None else json.loads(value),
+            None if part_rows is None else Slice(tuple(part_rows), tuple(part_shape)),
+            cap,
+            None if tags is None else json.loads(tags),
+        )
+
+
+def _stats(numbers: tuple[Any, ...]) -> Stats:
+    sums = tuple(math.inf if number is None else number for number in numbers[-2:])
+    return Stats(*numbers[:-2], *sums)
