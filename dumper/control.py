@@ -1,126 +1,112 @@
-"""Control over HTTP: the routes, the client behind them, and the server thread of the recorder."""
+"""Control over HTTP: the routes, for the recorder's own app or any host's, and the recorder's server thread."""
 
-import json
 import socket
 import threading
-import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
-from tapscope import wire
-from tapscope.errors import ConfigError, ListenError, UnreachableError
-from tapscope.wire import Message
+from tapscope.dumper.client import ControlClient
+from tapscope.dumper.guard import Guard, Refusal, bind, parse_address
+from tapscope.errors import TapscopeError, UnreachableError
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter, FastAPI
+    from fastapi import APIRouter, FastAPI, Request, Response
+    from fastapi.routing import APIRoute
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+__all__ = ["ControlClient", "ControlServer", "Guard", "bind", "make_app", "make_router", "parse_address"]
 
-
-def parse_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT`` or ``PORT``; raises ConfigError. Only loopback is served."""
-    host, _, port = text.rpartition(":")
-    host = host.strip("[]") or "127.0.0.1"
-    if not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"address {text!r}: must be HOST:PORT or PORT, e.g. 127.0.0.1:5757 (port 0: any)")
-    if host not in _LOOPBACK:
-        raise ConfigError(f"address {text!r}: control has no password yet and listens on loopback only")
-    return host, int(port)
+Client = ControlClient | Callable[[], ControlClient]
+_Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; raises ListenError that names the address."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise ListenError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port (0: any)") from None
-    return listener
+def make_router(client: Client, guard: Guard | None = None, *, metrics: bool = True) -> "APIRouter":
+    """The ``/dumper`` routes and ``/metrics``, for the recorder's own app or any host's FastAPI app.
 
+    ``guard`` checks every request (default: only that no web page sends it); ``metrics`` False leaves ``/metrics``
+    to a host that has one.
+    """
+    from fastapi import APIRouter
 
-class ControlClient:
-    """Asks a recorder; one short-lived socket a call, so that any thread may use it."""
+    from tapscope.dumper.routes import add_routes
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        self.address = address
-        self.timeout_s = timeout_s
-
-    def call(self, verb: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """The HTTP status and body; raises UnreachableError when nothing answers."""
-        request = uuid.uuid4().hex
-        channel: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        with channel:
-            channel.linger = 0
-            channel.connect(self.address)
-            channel.send_multipart(wire.encode(Message("request", {"id": request, "verb": verb, "body": body})))
-            if not channel.poll(timeout=int(self.timeout_s * 1000)):
-                raise UnreachableError(f"the recorder did not answer within {self.timeout_s:g} s: has the job ended?")
-            reply = wire.decode(channel.recv_multipart())
-        return int(reply["status"]), dict(reply["body"])
-
-
-def make_router(client: ControlClient | Callable[[], ControlClient]) -> "APIRouter":
-    """The ``/dumper`` routes, for the recorder's own app or any host's FastAPI app."""
-    from fastapi import APIRouter, Request
-    from fastapi.concurrency import run_in_threadpool
-    from fastapi.responses import JSONResponse
-
-    router = APIRouter(prefix="/dumper", tags=["dumper"])
-
-    async def answer(verb: str, body: dict[str, Any] | None) -> JSONResponse:
-        def ask() -> tuple[int, dict[str, Any]]:
-            return (client if isinstance(client, ControlClient) else client()).call(verb, body)
-
-        try:
-            status, content = await run_in_threadpool(ask)
-        except UnreachableError as error:
-            status, content = 503, {"error": str(error)}
-        return JSONResponse(content, status)
-
-    async def post(verb: str, request: Request) -> JSONResponse:
-        try:
-            body = json.loads(await request.body() or b"{}")
-        except ValueError as error:
-            return JSONResponse({"error": f"the body is no JSON: {error}"}, 400)
-        if not isinstance(body, dict):
-            return JSONResponse({"error": "the body must be a JSON object"}, 400)
-        return await answer(verb, body)
-
-    @router.get("/state", summary="Run, epoch, configuration and every rank's step")
-    async def state() -> JSONResponse:
-        return await answer("state", None)
-
-    @router.get("/sites", summary="Modules and ports that can be tapped; ?glob= narrows")
-    async def sites(glob: str | None = None) -> JSONResponse:
-        return await answer("sites", {"glob": glob})
-
-    @router.post("/configure", summary="Change enabled, keep, rules on all ranks at one step")
-    async def configure(request: Request) -> JSONResponse:
-        return await post("configure", request)
-
-    @router.post("/capture", summary="Keep the next steps in full, then fall back")
-    async def capture(request: Request) -> JSONResponse:
-        return await post("capture", request)
-
-    @router.post("/reset", summary="Close the run and open a new one beside it")
-    async def reset(request: Request) -> JSONResponse:
-        return await post("reset", request)
-
+    router = APIRouter(tags=["dumper"], route_class=_guarded(guard or Guard()))
+    add_routes(router, _asking(client), metrics=metrics)
+    _add_catch_all(router, "/dumper/{rest:path}")
     return router
 
 
-def make_app(client: ControlClient) -> "FastAPI":
-    """The control app on its own."""
-    from fastapi import FastAPI
+def make_app(client: Client, guard: Guard | None = None) -> "FastAPI":
+    """The control app on its own; ``/openapi.json`` describes it."""
+    from fastapi import APIRouter, FastAPI
+    from fastapi.responses import JSONResponse
 
-    app = FastAPI(title="tapscope dumper", description="Steer the taps of a running job.")
-    app.include_router(make_router(client))
+    guard = guard or Guard()
+    text = 'Steer the taps of a running job. Every error is `{"error": SENTENCE}`.'
+    app = FastAPI(title="tapscope dumper", description=text, openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(make_router(client, guard))
+    rest = APIRouter(route_class=_guarded(guard))
+
+    @rest.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
+    _add_catch_all(rest, "/{rest:path}", app)
+    app.include_router(rest)
     return app
+
+
+def _asking(client: Client) -> Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]:
+    from fastapi.concurrency import run_in_threadpool
+
+    def ask(verb: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        try:
+            return (client if isinstance(client, ControlClient) else client()).call(verb, body)
+        except TapscopeError as error:
+            return 503 if isinstance(error, UnreachableError) else 502, {"error": str(error)}
+
+    async def asking(verb: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        return await run_in_threadpool(ask, verb, body)
+
+    return asking
+
+
+def _guarded(guard: Guard) -> "type[APIRoute]":
+    """A route that lets in whom the guard lets in, and answers every refusal as ``{"error": ...}``."""
+    from fastapi.responses import JSONResponse
+    from fastapi.routing import APIRoute
+
+    class GuardedRoute(APIRoute):
+        def get_route_handler(self) -> _Handler:
+            inner = super().get_route_handler()
+
+            async def handler(request: "Request") -> "Response":
+                try:
+                    guard.check(request.headers)
+                    return await inner(request)
+                except Refusal as refusal:
+                    return JSONResponse({"error": refusal.error}, refusal.status, refusal.headers)
+
+            return handler
+
+    return GuardedRoute
+
+
+def _add_catch_all(router: "APIRouter", path: str, app: "FastAPI | None" = None) -> None:
+    """What no other route takes: a known path by a wrong method is a 405, anything else a 404."""
+    from fastapi import Request
+    from fastapi.routing import APIRoute
+
+    async def refuse(request: Request) -> None:
+        routes = [route for route in (app or router).routes if isinstance(route, APIRoute)]
+        known = {route.path: route.methods for route in routes if "{" not in route.path}
+        if methods := known.get(request.url.path):
+            allowed = ", ".join(sorted(methods))
+            text = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+            raise Refusal(405, text, {"Allow": allowed})
+        raise Refusal(404, f"there is no {request.url.path[:200]}; there are {', '.join(sorted(known))}")
+
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
+    router.add_api_route(path, refuse, methods=methods, include_in_schema=False, response_model=None)
 
 
 class ControlServer:
@@ -130,7 +116,9 @@ class ControlServer:
         import uvicorn
 
         self._socket = bound
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        # Warnings are about bytes that are no HTTP: anyone could fill the log with them.
+        config = uvicorn.Config(app, log_level="error", lifespan="off", access_log=False, server_header=False)
+        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([bound],), name="tapscope-control", daemon=True)
 
     def start(self) -> None:

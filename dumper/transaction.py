@@ -1,85 +1,162 @@
-"""Transaction: one change of configuration that every rank accepts before any applies it."""
+"""Transaction: one question to every rank, and what its answers come to."""
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 PREPARE_TIMEOUT_S = 5.0
-"""How long a rank may take to accept or refuse."""
+"""How long a rank may take to accept, refuse or release."""
 APPLY_WAIT_S = 1.0
 """How long the answer waits for ranks to reach the step; idle ones are then called pending."""
 
 
-@dataclass(slots=True)
-class Transaction:
-    """A change under way. The recorder feeds answers in and asks what to do next."""
+@dataclass(slots=True, kw_only=True)
+class Inquiry:
+    """What every rank present is asked, and which have answered."""
 
     epoch: int
-    payload: dict[str, Any]
-    """What ranks are asked to accept: ``config`` and its ``base``, or ``run`` for a reset."""
-    shown: dict[str, Any]
-    """What the answer repeats of it."""
+    """Number of the question; of a change, the epoch it would open."""
     reply_to: bytes
     request_id: Any
-    waiting: set[int]
-    """Ranks that have not answered the prepare."""
-    deadline: float = 0.0
-    committed_at: int | None = None
-    """Step named in the commit; None while preparing."""
-    members: frozenset[int] = frozenset()
-    applied: dict[int, int] = field(default_factory=dict)
-    """rank -> step from which it applies."""
+    members: frozenset[int]
+    absent: dict[int, str]
+    """Ranks that cannot be asked, or have left since -> why; the answer names them too."""
+    waiting: set[int] = field(init=False)
+    """Ranks that have not answered."""
+    died: set[int] = field(default_factory=set)
+    """Ranks that left before they answered."""
     refusals: dict[int, str] = field(default_factory=dict)
+    deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members = frozenset(self.waiting)
+        self.waiting = set(self.members)
         self.deadline = time.monotonic() + PREPARE_TIMEOUT_S
 
     def answer(self, rank: int, problem: str | None) -> None:
-        """A rank accepted (None) or says why not."""
+        """A rank agreed (None) or says why not."""
         self.waiting.discard(rank)
         if problem is not None:
             self.refusals[rank] = problem
 
+    def forget(self, rank: int, why: str) -> None:
+        """A rank left."""
+        self.absent[rank] = why
+        if rank in self.waiting:
+            self.waiting.discard(rank)
+            self.died.add(rank)
+        self.members -= {rank}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether no more waiting is allowed."""
+        return time.monotonic() > self.deadline
+
+    def lost(self) -> str | None:
+        """Who died or stays silent, as a sentence; None while there is hope, and when nobody does."""
+        if self.died and not self.waiting:
+            return f"{ranks_text(self.died)} left before answering"
+        if self.waiting and self.is_late:
+            return f"{ranks_text(self.waiting)} did not answer within {PREPARE_TIMEOUT_S:g} s (stopped?)"
+        return None
+
+    def by_rank(self, answers: Mapping[int, Any]) -> dict[str, Any]:
+        """Everything known of every rank, in order."""
+        said: dict[int, Any] = dict(self.absent)
+        said |= dict.fromkeys(self.waiting, "no answer")
+        said |= {rank: answers[rank] for rank in self.members - self.waiting if rank in answers}
+        return {str(rank): said[rank] for rank in sorted(said)}
+
+
+@dataclass(slots=True, kw_only=True)
+class Transaction(Inquiry):
+    """A change that every rank accepts before any applies it."""
+
+    payload: dict[str, Any]
+    """What ranks are asked to accept: ``config`` and its ``base``, or ``run`` for a reset."""
+    shown: dict[str, Any]
+    """What the answer repeats of it."""
+    committed_at: int | None = None
+    """Step named in the commit; None while preparing."""
+    applied: dict[int, int] = field(default_factory=dict)
+    """rank -> step from which it applies."""
+    unmatched: dict[int, dict[str, str]] = field(default_factory=dict)
+    """rank -> rules that match no site there, each with a sentence that says so."""
+
     @property
     def accepted(self) -> bool:
         """Whether every rank said yes and the commit may go out."""
-        return not self.waiting and not self.refusals and self.committed_at is None
+        ready = not self.waiting and not self.died and self.committed_at is None
+        return ready and not self.refusals and self._hopeless() is None
 
     def commit(self, step: int) -> None:
         """The commit has gone out."""
         self.committed_at = step
         self.deadline = time.monotonic() + APPLY_WAIT_S
 
-    def forget(self, rank: int) -> None:
-        """A rank died; an unanswered prepare then counts as refused."""
-        if rank in self.waiting:
-            self.answer(rank, "the process died")
-        self.members -= {rank}
+    def outcome(self) -> tuple[int, dict[str, Any]] | None:
+        """The HTTP status and body once there is one, else None."""
+        if self.committed_at is None:
+            return self._refused()
+        if not self.is_late and not self.members <= self.applied.keys():
+            return None
+        steps = {rank: self.applied.get(rank, "pending") for rank in self.members}
+        answer = {"epoch": self.epoch, **self.shown, "ranks": self.by_rank(steps)}
+        if any(self.unmatched.values()):
+            answer["unmatched"] = {str(rank): sorted(rules) for rank, rules in sorted(self.unmatched.items()) if rules}
+        return 200, answer
+
+    def _refused(self) -> tuple[int, dict[str, Any]] | None:
+        accepted = dict.fromkeys(self.members - self.waiting, "accepted")
+        if (lost := self.lost()) is not None and not self.refusals:
+            return 504, {"error": f"{lost}; nothing was changed", "ranks": self.by_rank(accepted)}
+        if self.waiting and not self.is_late:
+            return None
+        if self.refusals:
+            return 400, {"error": one_text(self.refusals), "ranks": self.by_rank(accepted | self.refusals)}
+        if (hopeless := self._hopeless()) is not None:
+            return 400, {"error": one_text(hopeless), "ranks": self.by_rank(accepted | hopeless)}
+        return None
+
+    def _hopeless(self) -> dict[int, str] | None:
+        """Why a rule that no rank matches is refused; None where each is matched by some rank."""
+        rules = [set(self.unmatched.get(rank, ())) for rank in self.members]
+        nowhere = set.intersection(*rules) if rules else set()
+        if not nowhere:
+            return None
+        rule = min(nowhere)
+        return {rank: self.unmatched[rank][rule] for rank in self.members}
+
+
+@dataclass(slots=True, kw_only=True)
+class Release(Inquiry):
+    """A request to the flight recorders of all ranks to send their last ``past`` steps."""
+
+    past: int
+    released: dict[int, dict[str, int]] = field(default_factory=dict)
+    """rank -> ``steps`` and ``bytes`` it has sent."""
 
     def outcome(self) -> tuple[int, dict[str, Any]] | None:
         """The HTTP status and body once there is one, else None."""
-        late = time.monotonic() > self.deadline
-        if self.committed_at is None:
-            if self.refusals and (not self.waiting or late):
-                return 400, {"error": _refused(self.refusals), "ranks": _texts(self.refusals)}
-            if self.waiting and late:
-                silent = ", ".join(map(str, sorted(self.waiting)))
-                text = f"rank {silent} did not answer within {PREPARE_TIMEOUT_S:g} s; nothing was changed"
-                return 504, {"error": text, "ranks": dict.fromkeys(map(str, sorted(self.waiting)), "no answer")}
+        said = self.by_rank(self.released | self.refusals)
+        if (lost := self.lost()) is not None:
+            return 504, {"error": f"{lost}; the others have released what they had", "past": self.past, "ranks": said}
+        if self.waiting:
             return None
-        if not late and not self.members <= self.applied.keys():
-            return None
-        steps = {str(rank): self.applied.get(rank, "pending") for rank in sorted(self.members)}
-        return 200, {"epoch": self.epoch, **self.shown, "ranks": steps}
+        if self.refusals and not self.released:
+            return 400, {"error": one_text(self.refusals), "ranks": said}
+        return 200, {"past": self.past, "ranks": said}
 
 
-def _refused(refusals: dict[int, str]) -> str:
-    reasons = sorted(set(refusals.values()))
-    return (
-        reasons[0] if len(reasons) == 1 else "; ".join(f"rank {rank}: {why}" for rank, why in sorted(refusals.items()))
-    )
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 1, 2``."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _texts(refusals: dict[int, str]) -> dict[str, str]:
-    return {str(rank): why for rank, why in sorted(refusals.items())}
+def one_text(reasons: Mapping[int, str]) -> str:
+    """The reason, or each rank's own where they differ."""
+    different = sorted(set(reasons.values()))
+    if len(different) == 1:
+        return different[0]
+    return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(reasons.items()))

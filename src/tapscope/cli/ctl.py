@@ -1,11 +1,14 @@
-"""`tapscope ctl`: steer a running dumper over HTTP."""
+"""`tapscope ctl`: steer a running dumper, over HTTP by its address or over ZMQ by its run."""
 
 import argparse
 import http.client
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tapscope.cli import output
@@ -13,41 +16,62 @@ from tapscope.cli.diagnostics import ExitCode
 from tapscope.errors import DataError, RankLostError, UnreachableError, UsageError
 
 _TIMEOUT_S = 30.0
+_TOKEN_VARIABLE = "TAPSCOPE_CONTROL_TOKEN"
+_VERBS = ("state", "configure", "capture", "reset", "sites", "metrics")
+_Ask = Callable[[str, dict[str, Any] | str | None], Any]
 
 
 class CtlCommand:
-    """Steer a running dumper; every answer is JSON.
+    """Steer a running dumper; every answer is JSON (metrics: Prometheus' text).
 
     tapscope ctl 127.0.0.1:8000 state
     tapscope ctl 127.0.0.1:8000 configure enabled=true keep=stats 'rules=layers.3.*:out=full'
     tapscope ctl 127.0.0.1:8000 capture --steps 4
+    tapscope ctl 127.0.0.1:8000 capture --past 20
     tapscope ctl 127.0.0.1:8000 reset next-run
     tapscope ctl 127.0.0.1:8000 sites 'layers.0.*'
+    tapscope ctl runs/live state --table
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("address", metavar="[HOST:]PORT", help="where the server or recorder listens")
-        verbs = ("state", "configure", "capture", "reset", "sites")
-        parser.add_argument("verb", choices=verbs, metavar="VERB", help=", ".join(verbs))
+        text = "where the server or recorder listens, or the directory of a run that is being recorded"
+        parser.add_argument("where", metavar="[HOST:]PORT|RUN", help=text)
+        parser.add_argument("verb", choices=_VERBS, metavar="VERB", help=", ".join(_VERBS))
         words = "NAME=VALUE for configure and capture, a run name for reset, a glob for sites"
         parser.add_argument("words", nargs="*", metavar="WORD", help=words)
         parser.add_argument("--steps", type=int, metavar="N", help="capture: how many steps (default: 1)")
+        parser.add_argument("--past", type=int, metavar="N", help="capture: the last N steps of the flight recorder")
+        parser.add_argument("--replace", action="store_true", help="capture: end one that is under way")
+        parser.add_argument("--table", action="store_true", help="state: one line a rank instead of JSON")
+        text = f"what the server asks for; better the environment variable {_TOKEN_VARIABLE}, which nobody else sees"
+        parser.add_argument("--token", metavar="TOKEN", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
         """Ask once and print the answer."""
-        answer = _call(args.address, args.verb, self._request(args))
-        output.write_line(json.dumps(answer, indent=1, ensure_ascii=False))
+        request = self._request(args)
+        run = Path(args.where)
+        if run.is_dir() and not args.where.isdigit():
+            answer = _ask_run(run, args.verb, request)
+        else:
+            token = args.token or os.environ.get(_TOKEN_VARIABLE)
+            answer = _ask_http(args.where, args.verb, request, token)
+        if isinstance(answer, str):
+            output.write_line(answer.rstrip("\n"))
+        elif args.table:
+            _write_table(answer)
+        else:
+            output.write_line(json.dumps(answer, indent=1, ensure_ascii=False))
         return ExitCode.OK
 
     def _request(self, args: argparse.Namespace) -> dict[str, Any] | str | None:
-        from tapscope.dumper.config import parse_words
-
-        if args.steps is not None and args.verb != "capture":
-            raise UsageError(f"--steps goes with capture, not with {args.verb}")
+        """The body of a POST, the glob of sites, or None."""
+        _check_flags(args)
         if args.verb in ("configure", "capture"):
-            steps = {} if args.steps is None else {"steps": args.steps}
-            return parse_words(args.words) | steps
+            from tapscope.dumper.config import parse_words
+
+            flags = {"steps": args.steps, "past": args.past, "replace": args.replace or None}
+            return parse_words(args.words) | {name: value for name, value in flags.items() if value is not None}
         if len(args.words) > (args.verb in ("reset", "sites")):
             raise UsageError(f"{args.verb} does not take {' '.join(args.words)!r}; see tapscope ctl --help")
         if args.verb == "reset":
@@ -55,30 +79,72 @@ class CtlCommand:
         return args.words[0] if args.words else None
 
 
-def _call(address: str, verb: str, content: dict[str, Any] | str | None) -> Any:
-    url = f"http://{f'127.0.0.1:{address}' if address.isdigit() else address}/dumper/{verb}"
+def _check_flags(args: argparse.Namespace) -> None:
+    owners = {"steps": "capture", "past": "capture", "replace": "capture", "table": "state"}
+    for flag, verb in owners.items():
+        if getattr(args, flag) not in (None, False) and args.verb != verb:
+            raise UsageError(f"--{flag} goes with {verb}, not with {args.verb}")
+    if args.past is not None and (args.steps is not None or args.replace):
+        raise UsageError("--past stands alone: what has been recorded is sent, nothing is captured anew")
+
+
+def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
+    from tapscope.dumper.client import ControlClient
+    from tapscope.dumper.network import Endpoint
+    from tapscope.dumper.session import find
+
+    body = {"glob": content} if isinstance(content, str) else content
+    status, answer = ControlClient(Endpoint.of(find(run))).call("state" if verb == "metrics" else verb, body)
+    if status != 200:
+        raise _refusal(status, str(answer["error"]))
+    if verb == "metrics":
+        from tapscope.dumper.metrics import exposition
+
+        return exposition(answer).decode()
+    return answer
+
+
+def _ask_http(address: str, verb: str, content: dict[str, Any] | str | None, token: str | None) -> Any:
+    url = f"http://{f'127.0.0.1:{address}' if address.isdigit() else address}"
+    url += "/metrics" if verb == "metrics" else f"/dumper/{verb}"
     if isinstance(content, str):
         url += "?" + urllib.parse.urlencode({"glob": content})
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = json.dumps(content).encode() if isinstance(content, dict) else None
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=_TIMEOUT_S) as reply:
-            return json.load(reply)
+        with opener.open(urllib.request.Request(url, data=data, headers=headers), timeout=_TIMEOUT_S) as reply:
+            return reply.read().decode() if verb == "metrics" else json.load(reply)
     except urllib.error.HTTPError as error:
-        raise _refusal(error, url) from None
+        raise _http_refusal(error, url) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise UnreachableError(
-            f"nothing answers at {address}: {reason}; is it serving? (see: tapscope serve)"
-        ) from None
+        text = (
+            f"nothing answers at {address}: {reason}; is it serving? (see: tapscope serve; a run's directory does too)"
+        )
+        raise UnreachableError(text) from None
 
 
-def _refusal(error: urllib.error.HTTPError, url: str) -> Exception:
+def _http_refusal(error: urllib.error.HTTPError, url: str) -> Exception:
     try:
         text = json.load(error)["error"]
     except (ValueError, KeyError, TypeError):
         return DataError(f"{url} answered {error.code} {error.reason}: is this a tapscope server?")
-    if error.code in (503, 504):
-        return RankLostError(text)
-    return UsageError(text)
+    return _refusal(error.code, str(text))
+
+
+def _refusal(status: int, text: str) -> Exception:
+    return RankLostError(text) if status in (502, 503, 504) else UsageError(text)
+
+
+def _write_table(state: dict[str, Any]) -> None:
+    names = ("rank", "status", "step", "epoch", "records", "bytes", "capture_left", "dropped", "failed", "queue_bytes")
+    shown = [name for name in names if any(name in rank for rank in state["ranks"])]
+    rows = [[name.replace("_", " ") for name in shown]]
+    rows += [["-" if rank.get(name) is None else str(rank[name]) for name in shown] for rank in state["ranks"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    output.write_line(f"{state['run']}  epoch {state['epoch']}  {len(state['ranks'])} of {state['world_size']} ranks")
+    for row in rows:
+        output.write_line("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+    for hint in state["hints"]:
+        output.write_line(f"hint: {hint}")

@@ -17,7 +17,8 @@ class ServeCommand:
       curl -X POST localhost:8000/dumper/capture -d '{"steps": 4}'
       curl -X POST localhost:8000/generate -d '{"text": "def main():"}'
 
-    Until told otherwise nothing is captured and no hook is on the model.
+    Until told otherwise nothing is captured and no hook is on the model. An address that other hosts can reach needs
+    a token for the control paths: set the environment variable TAPSCOPE_CONTROL_TOKEN.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -31,25 +32,28 @@ class ServeCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
         from tapscope.dumper import attach
-        from tapscope.dumper.control import ControlClient, bind, make_router, parse_address
+        from tapscope.dumper.control import ControlClient, Guard, bind, make_router, parse_address
+        from tapscope.dumper.guard import token_of
+        from tapscope.dumper.network import Endpoint
         from tapscope.dumper.session import find, require_free
         from tapscope.engine import LLM
         from tapscope.engine.server import make_app, serve
 
         host, port = parse_address(args.listen)
+        guard = Guard.of(host, token_of(None))
         out = args.out or Path("runs") / f"{capture.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
         require_free(out, force=args.force)
         bind(host, port).close()  # a taken port is said before the model is loaded
         config = capture.config(args)
         observer = partial(attach, out=str(out.absolute()), config=config, force=args.force)
         with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
-            client = ControlClient(find(out)["address"])
+            client = ControlClient(Endpoint.of(find(out)))
 
             def announce(url: str) -> None:
                 diagnostics.note(f"serving {args.model} on {url}; run: {out}")
                 diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
 
             with suppress(KeyboardInterrupt):  # Ctrl-C is how one stops a server
-                serve(make_app(llm, routers=[make_router(client)]), host, port, on_listen=announce)
+                serve(make_app(llm, routers=[make_router(client, guard)]), host, port, on_listen=announce)
         diagnostics.note(f"next: tapscope info {out}")
         return ExitCode.OK

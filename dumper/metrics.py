@@ -1,0 +1,74 @@
+"""Metrics: the recorder's state as text for Prometheus (prometheus_client does the format)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_COUNTERS = {
+    "records": ("tapscope_lines", "Lines written to records.jsonl."),
+    "bytes": ("tapscope_payload_bytes", "Payload bytes written."),
+    "dropped": ("tapscope_values_dropped", "Values dropped because the pipeline was full or the recorder gone."),
+    "failed": ("tapscope_values_failed", "Values that could not be captured."),
+}
+_GAUGES = {
+    "step": ("tapscope_step", "Step the rank is in, -1 before the first."),
+    "epoch": ("tapscope_epoch", "Configuration epoch the rank has applied."),
+    "capture_left": ("tapscope_capture_steps_left", "Steps left of a capture."),
+    "idle_s": ("tapscope_idle_seconds", "Seconds since the rank's step last grew."),
+    "queue_bytes": ("tapscope_queue_bytes", "Bytes on their way to the recorder."),
+    "ring_bytes": ("tapscope_ring_bytes", "Size of the shared-memory ring."),
+    "ring_bytes_used": ("tapscope_ring_used_bytes", "Bytes in use in the shared-memory ring."),
+}
+
+
+def exposition(state: Mapping[str, Any]) -> bytes:
+    """The answer of ``state`` in Prometheus' text format, labelled by rank."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_State(state))
+    return generate_latest(registry)
+
+
+class _State(Collector):
+    """Metrics of one moment."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric that any rank has a number for."""
+        ranks = self._state["ranks"]
+        for name, (metric, text) in _COUNTERS.items():
+            yield _filled(CounterMetricFamily(metric, text, labels=["rank"]), ranks, name)
+        for name, (metric, text) in _GAUGES.items():
+            yield _filled(GaugeMetricFamily(metric, text, labels=["rank"]), ranks, name)
+        up = GaugeMetricFamily("tapscope_rank_up", "1 where the rank is connected.", labels=["rank"])
+        for rank in ranks:
+            up.add_metric([str(rank["rank"])], float(rank["status"] == "connected"))
+        yield up
+        yield from self._writing()
+        yield GaugeMetricFamily("tapscope_agreed_epoch", "Newest epoch all ranks accepted.", self._state["epoch"])
+        yield GaugeMetricFamily("tapscope_world_size", "Ranks of the job.", self._state["world_size"])
+        yield GaugeMetricFamily("tapscope_hints", "Hints in /dumper/state.", len(self._state["hints"]))
+
+    def _writing(self) -> Iterable[Metric]:
+        seconds = CounterMetricFamily("tapscope_write_seconds", "Seconds spent in writing.", labels=["rank"])
+        speed = GaugeMetricFamily(
+            "tapscope_write_bytes_per_second", "Payload bytes by seconds of writing.", labels=["rank"]
+        )
+        nbytes = {str(rank["rank"]): rank["bytes"] for rank in self._state["ranks"]}
+        for rank, spent in self._state["write_s"].items():
+            seconds.add_metric([rank], spent)
+            speed.add_metric([rank], nbytes[rank] / spent if spent else 0.0)
+        return seconds, speed
+
+
+def _filled(family: Any, ranks: list[dict[str, Any]], name: str) -> Metric:
+    for rank in ranks:
+        if rank.get(name) is not None:
+            family.add_metric([str(rank["rank"])], rank[name])
+    return family  # type: ignore[no-any-return]

@@ -1,0 +1,158 @@
+"""Schemas: bodies and answers of the control routes, for the OpenAPI description.
+
+What a body may hold is checked once, by :class:`~tapscope.dumper.config.DumperConfig` and the recorder's steering,
+which also serve callers without HTTP; these models describe it.
+"""
+
+import ast
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+
+
+class Strict(BaseModel):
+    """Nothing but the members named."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorAnswer(Strict):
+    """What went wrong, in one sentence that says what would work."""
+
+    error: str
+    ranks: dict[str, Any] | None = Field(None, description="rank -> what it said, where ranks were asked")
+    past: int | None = None
+
+
+class RankState(BaseModel):
+    """One rank; further members are numbers its pipeline tells (``queue_bytes``, ``dropped``, ...)."""
+
+    rank: int
+    host: str | None
+    pid: int
+    step: int = Field(description="the step it is in; -1 before the first")
+    epoch: int = Field(description="the configuration it has applied")
+    capture_left: int | None = Field(description="steps left of a capture")
+    records: int = Field(description="lines written")
+    bytes: int = Field(description="payload bytes written")
+    status: Literal["connected", "silent", "closed", "died", "disk", "stopped"]
+    idle_s: float = Field(description="seconds since its step last grew")
+
+
+class StateAnswer(Strict):
+    """The run, the configuration and every rank that ever came."""
+
+    run: str
+    epoch: int
+    config: dict[str, Any]
+    world_size: int
+    ranks: list[RankState]
+    hints: list[str] = Field(description="what suggests that not all ranks make the same calls")
+    live: str = Field(description="address of the live record lines")
+    change_under_way: bool
+    capture_under_way: str | None
+    write_s: dict[str, float] = Field(description="rank -> seconds spent in writing")
+
+
+class ChangeAnswer(Strict):
+    """A change that every rank accepted."""
+
+    epoch: int
+    config: dict[str, Any]
+    ranks: dict[str, int | str] = Field(
+        description="rank -> step from which it applies, `pending` where it is idle, or why it was not asked"
+    )
+    unmatched: dict[str, list[str]] | None = Field(None, description="rank -> rules that match no site of its model")
+    ended: str | None = Field(None, description="the capture that this change ended")
+
+
+class ReleaseAnswer(Strict):
+    """What the flight recorders have sent."""
+
+    past: int
+    ranks: dict[str, dict[str, int] | str] = Field(description="rank -> steps and bytes, or why there are none")
+
+
+class ResetAnswer(Strict):
+    """The new run."""
+
+    epoch: int
+    run: str
+    ranks: dict[str, int | str]
+
+
+class Module(Strict):
+    """A module that can be tapped."""
+
+    path: str
+    cls: str = Field(alias="class")
+    ports: list[str]
+
+
+class SitesAnswer(Strict):
+    """Modules and their ports; a site is `PATH:PORT`."""
+
+    num_sites: int
+    modules: list[Module]
+
+
+class RankDump(Strict):
+    """One rank, in SGLang's words."""
+
+    config: dict[str, Any]
+    dump_index: int
+    step: int
+
+
+class ResetBody(Strict):
+    """All members may be left out."""
+
+    run: str | None = Field(
+        None, description="a plain name for the new run beside the present one", examples=["second"]
+    )
+
+
+def _documented(names: tuple[str, ...]) -> dict[str, Any]:
+    hints, docs = typing.get_type_hints(DumperConfig), field_docs()
+    return {name: (_json_type(hints[name]) | None, Field(None, description=docs.get(name))) for name in names}
+
+
+def _json_type(hint: Any) -> Any:
+    """The hint itself where JSON has it; lists of texts or objects stand for tuples of our own classes."""
+    if typing.get_origin(hint) is tuple:
+        return list[str | dict[str, Any]]
+    if isinstance(hint, types.UnionType):
+        return typing.Union[tuple(_json_type(each) for each in typing.get_args(hint))]  # noqa: UP007 - of a tuple
+    return hint
+
+
+def field_docs() -> dict[str, str]:
+    """The text below each field of DumperConfig."""
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(DumperConfig))).body[0]).body
+    found = {}
+    for line, after in itertools.pairwise(body):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
+            found[line.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))
+    return found
+
+
+_runtime = _documented(RUNTIME_FIELDS)
+ConfigureBody: type[BaseModel] = create_model(
+    "ConfigureBody", __base__=Strict, __doc__="What is to change; the rest stays.", **_runtime
+)
+CaptureBody: type[BaseModel] = create_model(
+    "CaptureBody",
+    __base__=Strict,
+    __doc__="What to keep of the next steps (default: everything in full), or of the past ones.",
+    **_runtime,
+    steps=(int, Field(1, ge=1, description="how many steps, then back to the configuration before")),
+    past=(int | None, Field(None, ge=1, description="the last so many steps, from the flight recorder; stands alone")),
+    replace=(bool, Field(False, description="end a capture that is under way")),
+)

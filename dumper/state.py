@@ -1,0 +1,100 @@
+"""State: what the recorder tells of itself, its ranks and what looks wrong with them."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from tapscope.dumper.transaction import ranks_text
+
+if TYPE_CHECKING:
+    from tapscope.dumper.peer import Peer
+    from tapscope.dumper.recorder import Recorder
+
+DRIFT_S = 10.0
+"""A rank that lags behind the others for so long gets a hint."""
+
+
+def rank_states(recorder: "Recorder") -> list[dict[str, Any]]:
+    """One object a rank that ever came, in order."""
+    return [_rank_state(peer) for _, peer in sorted(recorder.peers.items())]
+
+
+def _rank_state(peer: "Peer") -> dict[str, Any]:
+    return {
+        "rank": peer.rank,
+        "host": peer.opening.get("host"),
+        "pid": peer.pid,
+        "step": peer.step,
+        "epoch": peer.epoch,
+        "capture_left": peer.capture_left,
+        "records": peer.writer.lines_written,
+        "bytes": peer.writer.bytes_written,
+        "status": peer.status,
+        "idle_s": round(time.monotonic() - peer.moved, 1),
+        **{name: value for name, value in peer.load.items() if isinstance(value, int)},
+    }
+
+
+def absent_ranks(recorder: "Recorder") -> dict[int, str]:
+    """Ranks of the world that cannot be asked -> why."""
+    absent = dict.fromkeys(range(recorder.world_size), "missing")
+    for rank, peer in recorder.peers.items():
+        absent.pop(rank, None)
+        if peer.gone is not None:
+            absent[rank] = peer.gone
+    return absent
+
+
+def hints(recorder: "Recorder") -> list[str]:
+    """What suggests that not all ranks make the same calls; empty when nothing does."""
+    present = recorder.present()
+    found = [_missing(recorder), *(_silent(peer) for peer in present), _uneven_calls(present), _hopeless(recorder)]
+    found += [_lagging(peer, present) for peer in present]
+    return [hint for hint in found if hint]
+
+
+def _missing(recorder: "Recorder") -> str | None:
+    missing = [rank for rank in range(recorder.world_size) if rank not in recorder.peers]
+    waited_s = time.monotonic() - recorder.changed
+    if not recorder.peers or not missing or waited_s < DRIFT_S:
+        return None
+    came = recorder.world_size - len(missing)
+    return (
+        f"{came} of {recorder.world_size} ranks came, the last {waited_s:.0f} s ago; {ranks_text(missing)} did not: "
+        "does every rank open a Dumper with this run?"
+    )
+
+
+def _silent(peer: "Peer") -> str | None:
+    if peer.status != "silent":
+        return None
+    silence_s = time.monotonic() - peer.heard
+    return f"rank {peer.rank} (pid {peer.pid}) has said nothing for {silence_s:.0f} s: is its process stopped?"
+
+
+def _lagging(peer: "Peer", present: list["Peer"]) -> str | None:
+    first = max(present, key=lambda each: each.step)
+    idle_s = time.monotonic() - peer.moved
+    if peer.step >= first.step or idle_s < DRIFT_S:
+        return None
+    return (
+        f"rank {peer.rank} has not taken a step for {idle_s:.0f} s (it is in step {peer.step}, rank {first.rank} in "
+        f"step {first.step}): are all ranks calling dumper.step()?"
+    )
+
+
+def _uneven_calls(present: list["Peer"]) -> str | None:
+    for method in sorted({name for peer in present for name in peer.calls}):
+        counts = {peer.rank: peer.calls.get(method, 0) for peer in present}
+        if len(set(counts.values())) > 1:
+            behind = [rank for rank, count in counts.items() if count < max(counts.values())]
+            return f"{ranks_text(behind)} called {method}() less often than the others: do all ranks call it?"
+    return None
+
+
+def _hopeless(recorder: "Recorder") -> str | None:
+    """A rule of the first configuration that no rank of a complete job matches."""
+    peers = list(recorder.peers.values())
+    if len(peers) < recorder.world_size:
+        return None
+    rules = set.intersection(*(set(peer.unmatched) for peer in peers)) if peers else set()
+    return peers[0].unmatched[min(rules)] + " on any rank" if rules else None
