@@ -20,7 +20,7 @@ from tapscope.dumper.rows import described
 from tapscope.dumper.rules import Selection
 from tapscope.dumper.steps import OpenStep
 from tapscope.dumper.taps import Hooks, find_taps
-from tapscope.errors import ConfigError, RecorderError, StepError
+from tapscope.errors import ConfigError, RecorderError, RuleError, StepError
 from tapscope.ledger import StepCounts, event_line
 from tapscope.observe import RankInfo, RowRun, StepInfo
 from tapscope.site import describe_layers
@@ -68,7 +68,7 @@ class Dumper:
         self._model = model
         self._taps = find_taps(model)
         self._hooks = Hooks(model, self._taps, self._fire)
-        self._adoption = Adoption(self._check)
+        self._adoption = Adoption(self._unmatched)
         self._base_config = self.config
         self._root: RootWrapper | None = None
         self._root_lock = threading.RLock()
@@ -86,14 +86,17 @@ class Dumper:
         for tap in self._taps:
             tap.forget()
             tap.fired = False
-        self._check(self.config)
-        hello = manifest.hello(self.info, self.config, self._taps)
+        unmatched = self._unmatched(self.config)
+        if unmatched and not self._may_be_a_stage():
+            raise RuleError(next(iter(unmatched.values())))
+        hello = manifest.hello(self.info, self.config, self._taps, unmatched)
         pipeline, welcome = session.connect(self.out, self.config, hello, self._on_message, force=self._force)
-        self._pipeline, self._collector = pipeline, Collector(pipeline.backlog)
-        self._adoption = Adoption(self._check, welcome["epoch"])
+        self._pipeline, self._collector = pipeline, (collector := Collector(pipeline.backlog))
+        pipeline.tell = lambda: {"dropped": collector.num_dropped, "failed": collector.num_failed}
+        self._adoption = Adoption(self._unmatched, welcome["epoch"])
         self.http = welcome["http"]
         if welcome["epoch"]:  # a rank that comes late takes over what the others have agreed on
-            self.config = self._base_config = DumperConfig().updated(welcome["config"])
+            self.config = self._base_config = self._base_config.updated(welcome["config"])
             self.out = Path(welcome["run"])
         self._root = RootWrapper(self._model, self._around_root)
         self._select(self._collector)
@@ -119,7 +122,7 @@ class Dumper:
         if (error := sys.exc_info()[0]) is not None:  # closed on the way out of a failure: not all steps came
             fields["interrupted"] = error.__name__
         pipeline.put_line(event_line("close", **fields))
-        lost = pipeline.close(Message("close", {"at": self._next_step - 1}))
+        lost = pipeline.close(Message("close", {"at": self._next_step - 1, "load": pipeline.load()}))
         facts = [
             (len(never_fired), f"taps that never fired ({len(never_fired)}): {', '.join(never_fired[:4])}"),
             (collector.num_outside, f"{collector.num_outside} firings outside a step were not kept; use step()"),
@@ -341,8 +344,8 @@ class Dumper:
             if "run" in change:
                 self._reopen(pipeline, collector, change["run"])
             else:
-                self._base_config = DumperConfig().updated(change["base"])
-                self._configure(pipeline, collector, DumperConfig().updated(change["config"]))
+                self._base_config = self._base_config.updated(change["base"])
+                self._configure(pipeline, collector, self._base_config.updated(change["config"]))
             pipeline.put_message(Message("applied", {"epoch": epoch, "step": info.step, "at": info.step}))
             pipeline.backlog.flush()
 
@@ -378,13 +381,21 @@ class Dumper:
             tap.forget()
             tap.fired = False
 
-    def _check(self, config: DumperConfig) -> None:
-        """Raise RuleError for a rule that can match no site; ports that only a firing shows count once seen."""
+    def _unmatched(self, config: DumperConfig) -> dict[str, str]:
+        """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
         ports = {tap.path: tap.known_ports() for tap in self._taps}
         for tap in self._taps:
             ports[tap.path] += [port.site.rpartition(":")[2] for port in list(tap.ports.values())]
         opened = [tap.path for tap in self._taps if tap.is_open]
-        Selection.of(config).check_matches(ports, opened, describe_layers(f"{path}:out" for path in ports))
+        there = describe_layers(f"{path}:out" for path in ports)
+        selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
+        rules = selection.unmatched(ports, opened)
+        return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {there}" for rule in rules}
+
+    def _may_be_a_stage(self) -> bool:
+        """Whether other ranks may hold layers that this one lacks."""
+        mesh = self.info.mesh
+        return self.info.world_size > 1 and (not mesh or mesh.get("pp", 1) > 1)
 
     def _never_fired(self) -> list[str]:
         return [f"{tap.path}:out" for tap in self._hooks.armed if not tap.fired] if self._next_step else []

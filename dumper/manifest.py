@@ -4,6 +4,7 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from tapscope._version import __version__
 from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.guard import token_of
 from tapscope.dumper.taps import Tap
 from tapscope.observe import RankInfo
 from tapscope.wire import Message
@@ -29,8 +31,8 @@ def rank_info(model: nn.Module) -> RankInfo:
     return RankInfo(rank=rank, world_size=world, framework=framework, model=name, dtype=dtype)
 
 
-def hello(info: RankInfo, config: DumperConfig, taps: list[Tap]) -> Message:
-    """The first message to the recorder."""
+def hello(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatched: Mapping[str, str]) -> Message:
+    """The first message to the recorder; ``unmatched`` are the rules that match no site of this rank's model."""
     settings = config.to_json()
     opening = {
         "world_size": info.world_size,
@@ -40,11 +42,11 @@ def hello(info: RankInfo, config: DumperConfig, taps: list[Tap]) -> Message:
         "host": socket.gethostname(),
     }
     modules = [[tap.path, tap.module_class, tap.known_ports()] for tap in taps]
-    fields = {"rank": info.rank, "opening": opening, "manifest": _manifest(info, settings)}
-    return Message("hello", fields | {"modules": modules, "config": settings})
+    fields = {"rank": info.rank, "opening": opening, "manifest": _manifest(info, config)}
+    return Message("hello", fields | {"modules": modules, "config": settings, "unmatched": dict(unmatched)})
 
 
-def _manifest(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
+def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:
     return {
         "tapscope": __version__,
         "framework": info.framework,
@@ -52,9 +54,14 @@ def _manifest(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
         "dtype": info.dtype,
         "mesh": dict(info.mesh),
         "world_size": info.world_size,
-        "command": sys.argv,
+        "command": _without(token_of(config.control_token)),
         "seeds": {"torch": torch.initial_seed()},
-        "config": settings,
+        "config": config.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _without(token: str | None) -> list[str]:
+    """The command line; a token that somebody put there does not go into the run."""
+    return [word.replace(token, "...") if token else word for word in sys.argv]

@@ -49,6 +49,8 @@ class Pipeline:
         self.at = -1
         """The step the rank is in, told with every batch."""
         self.capture_left: int | None = None
+        self.tell: Callable[[], dict[str, int]] = dict
+        """More whole numbers about this rank, for people who look at the job."""
         self._num_batches = 0
         self._unacknowledged: dict[int, Batch] = {}
         self._generation = -1
@@ -96,6 +98,12 @@ class Pipeline:
     def dead(self) -> str | None:
         """Why nothing can be sent any more, or None."""
         return self.backlog.dead
+
+    def load(self) -> dict[str, int]:
+        """Bytes on their way and in the ring, and what ``tell`` gives."""
+        ring = self.backlog.ring
+        shared = {"ring_bytes": ring.nbytes, "ring_bytes_used": ring.used} if ring is not None else {}
+        return {"queue_bytes": self.backlog.in_flight_bytes, **shared, **self.tell()}
 
     def put_line(self, line: dict[str, Any]) -> None:
         """Queue a line that is no record."""
@@ -185,7 +193,7 @@ class Pipeline:
         elif message.kind == "closed":
             self._closed = True
         elif message.kind == "alive":
-            self._socket.send_multipart(wire.encode(Message("at", {"at": self.at})))
+            self._socket.send_multipart(wire.encode(Message("at", {"at": self.at, "load": self.load()})))
         else:
             answer = self._on_message(message)
             if answer is not None:

@@ -72,6 +72,14 @@ class Ring:
         """Whether no place is in use."""
         return not self._places
 
+    @property
+    def used(self) -> int:
+        """Bytes from the oldest place in use to the newest, gaps included."""
+        if not self._places:
+            return 0
+        span = self._head - self._places[0]
+        return span if span > 0 else self.nbytes + span
+
     def unlink(self) -> None:
         """Remove the name; what is mapped stays."""
         self.path.unlink(missing_ok=True)

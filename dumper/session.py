@@ -1,8 +1,10 @@
 """Session: the first rank to lock RUN on this host starts its recorder, the others find it."""
 
+import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -14,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from tapscope import errors, wire
 from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.guard import token_of
+from tapscope.dumper.network import Endpoint, is_local
 from tapscope.dumper.process import is_alive, remember
+from tapscope.dumper.ring import MIN_BYTES, Ring, RingError
 from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
 from tapscope.wire import Message
 from tapscope.writer import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
@@ -22,6 +27,7 @@ from tapscope.writer import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
 if TYPE_CHECKING:
     from tapscope.dumper.pipeline import Pipeline
 
+_log = logging.getLogger("tapscope")
 START_TIMEOUT_S = 30.0
 """How long a recorder may take to start."""
 
@@ -38,25 +44,41 @@ def connect(
 
     A recorder that is busy with a change, or about to end, is asked again until START_TIMEOUT_S.
     """
-    from tapscope.dumper.pipeline import Pipeline, TryAgain  # torch: not for those who only ask whether RUN is free
+    from tapscope.dumper.backlog import Backlog
+    from tapscope.dumper.pipeline import Pipeline, TryAgain
 
-    options = {"control": config.control, "segment_bytes": config.segment_bytes}
+    options = recorder_options(config)
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         found = join(run, options, force=force, first=hello["rank"] == 0)
-        pipeline = Pipeline(
-            found["address"],
-            found["pid"],
-            queue_bytes=config.queue_bytes,
-            block_timeout_s=None if config.policy == "drop" else config.block_timeout_s,
-            on_message=on_message,
-        )
+        timeout_s = None if config.policy == "drop" else config.block_timeout_s
+        backlog = Backlog(config.queue_bytes, timeout_s, make_ring(config))
+        pid = int(found["pid"]) if is_local(found) else None
+        pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message)
         try:
             return pipeline, pipeline.greet(hello)
         except TryAgain:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
+
+
+def recorder_options(config: DumperConfig) -> dict[str, Any]:
+    """What a recorder is told when it starts; the token may come from the environment instead."""
+    options = {"control": config.control, "control_token": token_of(config.control_token), "network": config.network}
+    return options | {"segment_bytes": config.segment_bytes}
+
+
+def make_ring(config: DumperConfig) -> Ring | None:
+    """The ring that the configuration asks for; where shared memory has no room a smaller one, or none, and that is said."""
+    nbytes = min(config.ring_bytes, config.queue_bytes // 2)
+    while nbytes >= MIN_BYTES:
+        try:
+            return Ring(nbytes)
+        except RingError as error:
+            _log.warning("tapscope: %s; trying less", error)
+            nbytes //= 4
+    return None
 
 
 def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dict[str, Any]:
@@ -79,7 +101,7 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
         finally:
             os.close(lock)
         found = _announced(run)
-        if found is not None and is_alive(found["pid"]):
+        if found is not None and (not is_local(found) or is_alive(found["pid"])):
             return found
         time.sleep(0.05)
     raise RecorderError(f"no recorder came up for {run} within {START_TIMEOUT_S:g} s; is rank 0 running?")
@@ -120,14 +142,14 @@ def _try_lock(fd: int) -> bool:
 
 def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "tapscope.dumper.recorder", str(run)]
-    command += ["--options", json.dumps(options), "--lock-fd", str(lock)]
+    command += ["--lock-fd", str(lock)]
     # The child finds tapscope where this process did; the working directory must not shadow it.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONSAFEPATH": "1"}
     log = run / RECORDER_LOG
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=(lock,),
@@ -135,6 +157,9 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
             start_new_session=True,
         )
     remember(process)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as options_file:  # arguments could be seen by everyone
+        options_file.write(json.dumps(options).encode())
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         found = _announced(run)
@@ -175,9 +200,13 @@ def _announced(run: Path) -> dict[str, Any] | None:
 
 def find(run: Path) -> dict[str, Any]:
     """The content of ``recorder.json`` of the recorder that writes ``run`` now; raises RecorderError."""
+    if not run.is_dir():
+        raise RecorderError(f"no recorder is writing {run}: there is no such directory")
     found = _announced(run)
     if found is None:
-        raise RecorderError(f"no recorder is writing {run}")
+        raise RecorderError(f"no recorder is writing {run}: its capture has ended or not begun")
+    if is_local(found) and (not is_alive(found["pid"]) or Endpoint.of(found).has_ended):
+        raise RecorderError(f"the recorder of {run} (pid {found['pid']}) was killed; tapscope info says what is there")
     return found
 
 
