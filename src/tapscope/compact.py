@@ -10,7 +10,7 @@ from typing import Any
 from tapscope.directory import locked
 from tapscope.disk import Disk
 from tapscope.errors import RunCorruptError
-from tapscope.index import read_index, table_names
+from tapscope.index import read_index, table_names, uncollected
 from tapscope.ledger import encode_line, event_line
 from tapscope.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
 from tapscope.parquet import read_table, write_table
@@ -41,7 +41,7 @@ def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None
     """
     manifest = read_manifest(path)
     done = []
-    with locked(path):
+    with locked(path), uncollected():
         if manifest["version"] < VERSION:  # to a reader of version 1 the records would be gone
             write_manifest(path, manifest | {"version": VERSION})
         for rank, folder in rank_dirs(path).items():

@@ -1,7 +1,9 @@
 """Index: the typed lines of one rank's ``records.jsonl``, parsed."""
 
+import gc
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,14 +61,29 @@ class RankIndex:
     problems: list[str] = field(default_factory=list)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Records are made by the hundred thousand and stay: to look for garbage among them costs more than they do."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+_decode = json.JSONDecoder().decode
+
+
 def read_index(folder: Path, rank: int) -> RankIndex:
     """Parse the lines in a rank's directory; what cannot be read is left out and named in ``problems``."""
     index = RankIndex()
     path = folder / INDEX
     for number, line in _lines(path, index):
         try:
-            _add(index, json.loads(line), rank)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            _add(index, _decode(str(line, "utf-8")), rank)
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
     for name, num_records in table_names(index.events).items():
         _add_table(index, folder / name, rank, num_records)

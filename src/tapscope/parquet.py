@@ -38,8 +38,10 @@ def write_table(records: Iterable[tuple[Record, dict[str, Any]]], path: Path) ->
     """Write records, each with the line it was read from."""
     import polars as pl
 
-    rows = [_row(record, line) for record, line in records]
-    pl.DataFrame(rows, schema=schema(), orient="row").write_parquet(path, compression="zstd")
+    types = schema()
+    columns = zip(*(_row(record, line) for record, line in records), strict=True)
+    series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
+    pl.DataFrame(series).write_parquet(path, compression="zstd")
 
 
 def read_table(path: Path, rank: int) -> list[Record]:

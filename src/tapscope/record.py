@@ -1,9 +1,11 @@
 """Record: one observation of one tensor, as it lies on disk and travels on the wire."""
 
 import json
-import math
 from dataclasses import dataclass
+from sys import intern
 from typing import Any, NamedTuple
+
+from tapscope.stats import Stats as Stats
 
 FORWARD = "forward"
 """The pass of an ordinary forward; others are ``recompute`` and ``backward``."""
@@ -28,73 +30,6 @@ class Key(NamedTuple):
         """The name of the payload in its segment; unique within one rank."""
         model = f"{self.model}/" if self.model else ""
         return f"{model}{self.step}.{self.micro}.{self.pass_}/{self.site}#{self.occurrence}"
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Mergeable statistics over the finite values of a tensor; non-finite ones are counted."""
-
-    count: int
-    """Number of elements, non-finite ones included."""
-    nan: int
-    posinf: int
-    neginf: int
-    zeros: int
-    subnormals: int
-    min: float | None
-    """None when no element is finite."""
-    max: float | None
-    absmax: float | None
-    sum: float
-    sumsq: float
-
-    @property
-    def nonfinite(self) -> int:
-        """NaN and infinite elements."""
-        return self.nan + self.posinf + self.neginf
-
-    @property
-    def finite(self) -> int:
-        """Elements that the sums are over."""
-        return self.count - self.nonfinite
-
-    @property
-    def mean(self) -> float | None:
-        """Mean of the finite elements."""
-        return self.sum / self.finite if self.finite else None
-
-    @property
-    def rms(self) -> float | None:
-        """Root mean square of the finite elements."""
-        return math.sqrt(max(self.sumsq, 0.0) / self.finite) if self.finite else None
-
-    @property
-    def std(self) -> float | None:
-        """Population standard deviation of the finite elements."""
-        mean = self.mean
-        return None if mean is None else math.sqrt(max(self.sumsq / self.finite - mean * mean, 0.0))
-
-    def merge(self, other: "Stats") -> "Stats":
-        """Statistics of both tensors laid side by side (shards); never meaningful for partial sums."""
-        return Stats(
-            self.count + other.count,
-            self.nan + other.nan,
-            self.posinf + other.posinf,
-            self.neginf + other.neginf,
-            self.zeros + other.zeros,
-            self.subnormals + other.subnormals,
-            _pick(min, self.min, other.min),
-            _pick(max, self.max, other.max),
-            _pick(max, self.absmax, other.absmax),
-            self.sum + other.sum,
-            self.sumsq + other.sumsq,
-        )
-
-
-def _pick(choose: Any, a: float | None, b: float | None) -> float | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return float(choose(a, b))
 
 
 class Entry(NamedTuple):
@@ -177,7 +112,7 @@ def to_json(record: Record) -> dict[str, Any]:
         if value is not None:
             line[name] = value
     if record.stats is not None:
-        line["stats"] = _stats_to_json(record.stats)
+        line["stats"] = record.stats.to_json()
     if record.entry is not None:
         line["entry"] = list(record.entry)
     return line
@@ -186,7 +121,7 @@ def to_json(record: Record) -> dict[str, Any]:
 def from_json(line: dict[str, Any], rank: int) -> Record:
     """The inverse of :func:`to_json`; raises KeyError, TypeError or ValueError for a malformed line."""
     key = Key(
-        line["site"],
+        intern(line["site"]),
         int(line["step"]),
         rank,
         line.get("occurrence", 0),
@@ -202,10 +137,10 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         tuple(line.get("shape", ())),
         line.get("dims"),
         None if rows is None else tuple((int(first), int(count)) for first, count in rows),
-        None if stats is None else _stats_from_json(stats),
+        None if stats is None else Stats.from_json(stats),
         line.get("hash"),
         line.get("bag"),
-        None if entry is None else Entry(str(entry[0]), int(entry[1]), int(entry[2])),
+        None if entry is None else Entry(intern(entry[0]), int(entry[1]), int(entry[2])),
         line.get("value"),
         None if part is None else _slice_from_json(part),
         line.get("cap"),
@@ -218,34 +153,9 @@ def _slice_from_json(part: dict[str, Any]) -> Slice:
     return Slice((int(start), int(stop), int(step)), tuple(part["shape"]))
 
 
-def _stats_to_json(stats: Stats) -> dict[str, Any]:
-    return {
-        "count": stats.count,
-        "nan": stats.nan,
-        "posinf": stats.posinf,
-        "neginf": stats.neginf,
-        "zeros": stats.zeros,
-        "subnormals": stats.subnormals,
-        "min": stats.min,
-        "max": stats.max,
-        "absmax": stats.absmax,
-        "sum": _finite(stats.sum),
-        "sumsq": _finite(stats.sumsq),
-    }
-
-
-def _stats_from_json(stats: dict[str, Any]) -> Stats:
-    sums = {name: math.inf if stats[name] is None else stats[name] for name in ("sum", "sumsq")}
-    return Stats(**(stats | sums))
-
-
 def encode(record: Record) -> bytes:
     """One JSON line without its newline, UTF-8."""
     return _ENCODER.encode(to_json(record)).encode()
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

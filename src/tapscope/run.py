@@ -10,7 +10,7 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.audit import audit
 from tapscope.errors import RuleError, RunCorruptError
-from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index
+from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, uncollected
 from tapscope.ledger import Ledger, StepLine, step_from_lines
 from tapscope.manifest import rank_dir, rank_dirs, read_manifest
 from tapscope.record import Record
@@ -141,7 +141,7 @@ class Run:
             )
         dtype = dtypes.numpy_dtype(rec.dtype)
         expected = int(np.prod(rec.shape, dtype=np.int64)) * dtype.itemsize
-        path = _segment_of(self.path, rec)
+        path = _segment(self.path, rec.key.rank, rec.entry.file)
         if expected != rec.entry.nbytes:
             raise RunCorruptError(
                 f"{path}: {rec.key.tensor_name} has {rec.entry.nbytes} bytes, its shape needs {expected}"
@@ -206,8 +206,9 @@ def open_run(path: str | Path) -> Run:
     """
     path = Path(path)
     manifest = read_manifest(path)
-    ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
-    return Run(path, manifest, ranks)
+    with uncollected():
+        ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
+        return Run(path, manifest, ranks)
 
 
 def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
@@ -223,21 +224,22 @@ def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[i
     return dict(sorted(steps.items()))
 
 
-def _segment_of(run: Path, rec: Record) -> Path:
-    """Never outside the rank's directory, whatever the line says."""
-    assert rec.entry is not None
-    return rank_dir(run, rec.key.rank) / Path(rec.entry.file).name
+def _segment(run: Path, rank: int, name: str) -> Path:
+    """Never outside the rank's directory, whatever a line says."""
+    return rank_dir(run, rank) / Path(name).name
 
 
 def _missing_payloads(path: Path, records: Iterable[Record]) -> list[str]:
     """Segments that are gone or shorter than their records say; one look at each file."""
-    ends: dict[Path, int] = {}
+    ends: dict[tuple[int, str], int] = {}
     for rec in records:
-        if rec.entry is not None:
-            file = _segment_of(path, rec)
-            ends[file] = max(ends.get(file, 0), rec.entry.offset + rec.entry.nbytes)
+        if (entry := rec.entry) is not None:
+            place, end = (rec.key.rank, entry.file), entry.offset + entry.nbytes
+            if end > ends.get(place, 0):
+                ends[place] = end
     problems = []
-    for file, end in ends.items():
+    for (rank, name), end in ends.items():
+        file = _segment(path, rank, name)
         size = file.stat().st_size if file.is_file() else None
         if size is None:
             problems.append(f"{file}: missing, and with it the values of its records")
