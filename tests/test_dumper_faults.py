@@ -86,8 +86,8 @@ def test_a_control_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
         assert dumper.http is not None
 
 
-def test_control_listens_on_loopback_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="loopback only"):
+def test_control_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a token; set the environment variable TAPSCOPE_CONTROL_TOKEN"):
         Dumper(build(), tmp_path / "run", control="0.0.0.0:0").open()
 
 
