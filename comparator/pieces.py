@@ -122,7 +122,7 @@ def _outer(piece: Joined, others: list[int]) -> int:
 def as_rows(array: Array, token_axes: tuple[int, ...]) -> Array:
     """[rows, width]; without token axes the last axis is the width, so that a place reads like an index.
 
-    Axes of size 1 do not count there. A complex number is two neighbouring float32 columns.
+    Axes of size 1 do not count there. A complex number is two neighbouring columns.
     """
     if not token_axes:
         sizes = [n for n in array.shape if n != 1] or [1]
@@ -133,4 +133,4 @@ def as_rows(array: Array, token_axes: tuple[int, ...]) -> Array:
         rows = math.prod(moved.shape[: len(token_axes)])
         width = math.prod(moved.shape[len(token_axes) :])
     flat = np.ascontiguousarray(moved.reshape(rows, width))
-    return flat.view(np.float32) if flat.dtype == np.complex64 else flat
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

@@ -13,7 +13,7 @@ from tapscope.kernels.native import Measure, RowMeasures, backend, compare_rows,
 from tapscope.kernels.native.compare import compare_reference
 
 BACKENDS = ["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1]))]
-PLAIN = [name for name in dtypes.NAMES if name != "complex64"]
+PLAIN = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
 COUNTS = ("equal", "over", "finite", "nonfinite_baseline", "nonfinite_target", "nonfinite_mismatch")
 SUMS = ("sum_abs", "sum_sq_diff", "sum_sq_baseline", "sum_sq_target")
 

@@ -17,7 +17,7 @@ from tapscope.kernels.native.reference import summarize_reference, to_words
 from tapscope.record import Stats
 
 BACKENDS = ["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1]))]
-PLAIN = [name for name in dtypes.NAMES if name != "complex64"]
+PLAIN = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
 COUNTS = ("count", "nan", "posinf", "neginf", "zeros", "subnormals")
 LENGTHS = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 1023, 2047, 2048, 2049, 4099]
 
@@ -77,7 +77,13 @@ def test_counts_and_extremes_are_what_numpy_says(kind, dtype):
     assert got.absmax == np.abs(finite).max()
 
 
-@pytest.mark.parametrize("dtype", [name for name in PLAIN if dtypes.is_float(name)])
+def test_the_exponent_format_has_neither_zeros_nor_subnormals(kind):
+    got = summarize_array(np.arange(256, dtype=np.uint8).view(dtypes.numpy_dtype("float8_e8m0fnu"))).stats
+    assert (got.nan, got.zeros, got.subnormals) == (1, 0, 0)
+    assert (got.min, got.max) == (2.0**-127, 2.0**127)
+
+
+@pytest.mark.parametrize("dtype", [name for name in PLAIN if dtypes.is_float(name) and name != "float8_e8m0fnu"])
 def test_subnormals_are_counted_by_the_smallest_normal_number(kind, dtype):
     import ml_dtypes
 
@@ -123,10 +129,35 @@ def test_unaligned_memory_gives_the_same_answer(kind, dtype):
     assert summarize(room.ctypes.data + 3, array.size, dtype) == summarize_array(array)
 
 
-def test_complex_numbers_are_pairs_of_float32(kind):
-    array = np.array([1 + 2j, 3 - 4j], np.complex64)
-    assert summarize_array(array) == summarize_array(array.view(np.float32))
-    assert summarize(array.ctypes.data, 2, "complex64").stats.count == 4
+@pytest.mark.parametrize(("dtype", "part"), dtypes.COMPLEX.items())
+def test_complex_numbers_are_pairs(kind, dtype, part):
+    array = np.array([1 + 2j, 3 - 4j], dtype)
+    assert summarize_array(array) == summarize_array(array.view(part))
+    assert summarize(array.ctypes.data, 2, dtype).stats.count == 4
+
+
+def test_zeros_lose_their_sign_in_the_statistics(kind):
+    got = summarize_array(np.array([-0.0, 0.0, -0.0], np.float32)).stats
+    assert [math.copysign(1.0, x) for x in (got.min, got.max, got.absmax, got.sum)] == [1.0] * 4
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("signs", [(1,), (-1,), (1, -1)])
+@pytest.mark.parametrize("special", [None, 0.0, -0.0, "tiny", np.inf, -np.inf, np.nan])
+def test_extremes_whatever_the_signs(kind, dtype, signs, special):
+    """All positive, all negative or both, with one value that the fast way must notice."""
+    import ml_dtypes
+
+    rng = np.random.default_rng(11)
+    values = (rng.uniform(0.5, 9.0, 700) * rng.choice(signs, 700)).astype(dtypes.numpy_dtype(dtype))
+    if special is not None:
+        values[123] = ml_dtypes.finfo(values.dtype).smallest_subnormal if special == "tiny" else special
+    exact = as_double(values)
+    finite = exact[np.isfinite(exact)]
+    got = summarize_array(values).stats
+    assert (got.min, got.max, got.absmax) == (finite.min(), finite.max(), np.abs(finite).max())
+    assert (got.zeros, got.subnormals) == (int(special == 0.0), int(special == "tiny"))
+    assert got.nonfinite == 700 - finite.size
 
 
 def test_an_unknown_dtype_is_refused(kind):

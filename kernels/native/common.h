@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#define TS_ABI 2  // equals ABI in library.py
+#define TS_ABI 3  // equals ABI in library.py
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the hash reads words as they lie in memory and needs a little-endian machine"
@@ -28,11 +28,15 @@ namespace ts {
 
 // Codes of the elements, in the order of CODES in library.py.
 enum Dtype : int {
-    kFloat64, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2,
+    kFloat64, kFloat32, kFloat16, kBFloat16,
+    kFloat8E4M3, kFloat8E5M2, kFloat8E4M3Fnuz, kFloat8E5M2Fnuz, kFloat8E8M0,
     kInt64, kInt32, kInt16, kInt8, kUint64, kUint32, kUint16, kUint8, kBool,
 };
 
 constexpr int64_t kBlock = 2048;  // elements whose sums are taken in float; then double takes over
+
+// The same for a summary: of 2-byte elements as many bytes as of 4-byte ones, since their sums take two lanes.
+constexpr int64_t block_of(int64_t width) { return width == 2 ? 2 * kBlock : kBlock; }
 
 // A float32 block is trusted while its largest magnitude is 0 or within these: squares neither overflow nor vanish.
 constexpr float kSafeLow = 0x1p-48f, kSafeHigh = 0x1p55f;
@@ -94,27 +98,58 @@ struct Float16 {
 template <class F>
 constexpr typename F::Bits kMagnitude = static_cast<typename F::Bits>(~typename F::Bits(0)) >> 1;
 
-// The 256 values of an 8-bit format, worked out once by the compiler. OCP 8-bit Floating Point Specification 1.0.
+// The 256 values of an 8-bit format, worked out once by the compiler. OCP 8-bit Floating Point Specification 1.0; the
+// fnuz formats (Noune et al.: 8-bit numerical formats for deep neural networks, 2022) have one NaN in place of -0 and no
+// infinity; E8M0 is the exponent alone (OCP Microscaling Formats 1.0).
 struct Table {
     float values[256];
+    int min_normal;  // smallest magnitude (the code without its sign) that is neither zero nor subnormal
 };
 
-constexpr Table make_table(int mantissa_bits, int bias, bool has_infinity) {
+constexpr float scale(float value, int power) {
+    for (; power != 0; power += power < 0 ? 1 : -1) value *= power < 0 ? 0.5f : 2.0f;
+    return value;
+}
+
+enum class Special { kOneNan, kInfinity, kFnuz };
+
+constexpr Table make_table(int mantissa_bits, int bias, Special special) {
     Table table{};
+    table.min_normal = 1 << mantissa_bits;
     for (int code = 0; code < 256; ++code) {
         const int magnitude = code & 0x7F, exponent = magnitude >> mantissa_bits;
         const int mantissa = magnitude & ((1 << mantissa_bits) - 1);
-        float value = static_cast<float>(exponent ? mantissa + (1 << mantissa_bits) : mantissa);
-        for (int power = (exponent ? exponent : 1) - bias - mantissa_bits; power != 0; power += power < 0 ? 1 : -1) {
-            value *= power < 0 ? 0.5f : 2.0f;
+        const int whole = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
+        float value = scale(static_cast<float>(whole), (exponent ? exponent : 1) - bias - mantissa_bits);
+        if (special == Special::kInfinity && magnitude == 0x7C) value = __builtin_inff();
+        if (special == Special::kInfinity ? magnitude > 0x7C : special == Special::kOneNan && magnitude == 0x7F) {
+            value = __builtin_nanf("");
         }
-        if (has_infinity && magnitude == 0x7C) value = __builtin_inff();
-        if (magnitude == 0x7F || (has_infinity && magnitude > 0x7C)) value = __builtin_nanf("");
         table.values[code] = code & 0x80 ? -value : value;
     }
+    if (special == Special::kFnuz) table.values[0x80] = __builtin_nanf("");
     return table;
 }
 
-constexpr Table kE4M3 = make_table(3, 7, false), kE5M2 = make_table(2, 15, true);
+constexpr Table make_exponents() {
+    Table table{};
+    for (int code = 0; code < 255; ++code) table.values[code] = scale(1.0f, code - 127);
+    table.values[255] = __builtin_nanf("");
+    return table;
+}
+
+constexpr Table kE4M3 = make_table(3, 7, Special::kOneNan), kE5M2 = make_table(2, 15, Special::kInfinity);
+constexpr Table kE4M3Fnuz = make_table(3, 8, Special::kFnuz), kE5M2Fnuz = make_table(2, 16, Special::kFnuz);
+constexpr Table kE8M0 = make_exponents();
+
+// Null for whatever is not an 8-bit floating format.
+constexpr const Table* table_of(int dtype) {
+    return dtype == kFloat8E4M3       ? &kE4M3
+           : dtype == kFloat8E5M2     ? &kE5M2
+           : dtype == kFloat8E4M3Fnuz ? &kE4M3Fnuz
+           : dtype == kFloat8E5M2Fnuz ? &kE5M2Fnuz
+           : dtype == kFloat8E8M0     ? &kE8M0
+                                      : nullptr;
+}
 
 }  // namespace ts

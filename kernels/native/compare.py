@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope import dtypes
 from tapscope.kernels.native import library
 from tapscope.kernels.native.measure import FLOATS, INTEGERS, RowMeasures, empty
 
@@ -26,7 +27,7 @@ def compare_rows(
     """Compare row i of ``baseline`` with row i of ``target``, or ``baseline_rows[i]`` with ``target_rows[i]``.
 
     Both are [rows, width] views with unit stride along the last axis and any stride between rows; they are only
-    read. A complex64 is taken as two neighbouring float32 columns. The row arrays are integers, shape [pairs].
+    read. A complex number is taken as two neighbouring columns. The row arrays are integers, shape [pairs].
 
     Values are compared as numbers: in float32 where both dtypes fit it, else in float64, and two integer dtypes one
     of which has 64 bits exactly. A 64-bit integer beside a float is rounded to float64.
@@ -56,10 +57,10 @@ def _matrix(name: str, array: Array) -> Array:
         raise ValueError(f"{name} must have shape [rows, width], not {array.shape}; reshape it first")
     if not array.dtype.isnative or (array.size and array.shape[1] > 1 and array.strides[1] != array.itemsize):
         raise ValueError(f"{name} must be native and have unit stride along its last axis; copy it first")
-    if array.dtype == np.complex64:
-        array = array.view(np.float32)
+    if array.dtype.kind == "c":
+        array = array.view(array.real.dtype)
     if array.dtype not in library.CODES_BY_TYPE:
-        raise ValueError(f"{name} has dtype {array.dtype.name}; known: {', '.join(library.CODES)}, complex64")
+        raise ValueError(f"{name} has dtype {array.dtype.name}; known: {', '.join(dtypes.NAMES)}")
     return array
 
 

@@ -5,7 +5,7 @@
 
 namespace ts {
 
-constexpr int64_t kItemSize[] = {8, 4, 2, 2, 1, 1, 8, 4, 2, 1, 8, 4, 2, 1, 1};  // in the order of Dtype
+constexpr int64_t kItemSize[] = {8, 4, 2, 2, 1, 1, 1, 1, 1, 8, 4, 2, 1, 8, 4, 2, 1, 1};  // in the order of Dtype
 
 constexpr bool is_integer(int dtype) { return dtype >= kInt64; }
 constexpr bool is_wide_integer(int dtype) { return dtype == kInt64 || dtype == kUint64; }
@@ -26,15 +26,10 @@ struct Bool {
     static TS_INLINE uint8_t value(Bits bits) { return bits != 0; }
 };
 
-struct Float8E4M3 {
-    using Bits = uint8_t;
-    static TS_INLINE float value(Bits bits) { return kE4M3.values[bits]; }
-};
-
-struct Float8E5M2 {
-    using Bits = uint8_t;
-    static TS_INLINE float value(Bits bits) { return kE5M2.values[bits]; }
-};
+template <class Out>
+TS_INLINE void decode_table(const Table& table, const uint8_t* bytes, int64_t n, Out* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(table.values[bytes[i]]);
+}
 
 template <class F, class Out>
 TS_INLINE void decode(const uint8_t* bytes, int64_t n, Out* out) {
@@ -64,10 +59,10 @@ TS_INLINE void decode_number(int dtype, const uint8_t* bytes, int64_t n, Out* ou
         case kFloat32: return decode<Float32>(bytes, n, out);
         case kFloat16: return decode<Float16>(bytes, n, out);
         case kBFloat16: return decode<BFloat16>(bytes, n, out);
-        case kFloat8E4M3: return decode<Float8E4M3>(bytes, n, out);
-        case kFloat8E5M2: return decode<Float8E5M2>(bytes, n, out);
-        default: return decode_integer(dtype, bytes, n, out);
+        default: break;
     }
+    if (const Table* table = table_of(dtype)) return decode_table(*table, bytes, n, out);
+    decode_integer(dtype, bytes, n, out);
 }
 
 }  // namespace ts

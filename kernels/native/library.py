@@ -13,11 +13,11 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.errors import ConfigError
 
-ABI = 2
+ABI = 3
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
 
-CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n != "complex64")}
-"""Element type -> the number common.h gives it."""
+CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n not in dtypes.COMPLEX)}
+"""Element type -> the number common.h gives it; a complex number is two of its parts."""
 
 CODES_BY_TYPE: dict[np.dtype[Any], int] = {dtypes.numpy_dtype(name): code for name, code in CODES.items()}
 """The same by numpy type, because ``dtype.name`` takes longer than the rest of a small call."""
@@ -27,14 +27,16 @@ _ADDRESS, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class Functions(NamedTuple):
-    """The C++ entry points, typed; each takes addresses as integers and releases the GIL while it runs."""
+    """The C++ entry points, typed; each takes addresses as integers. The GIL is released but for the brief ones."""
 
     take: Any
-    """(data, count, dtype code, copy to or 0, out) -> length of the text"""
+    """(data, count, dtype code, with bag, copy to or 0, out) -> length of the text"""
+    take_brief: Any
     summarize: Any
-    """(data, count, dtype code, copy to or 0, out)"""
+    """(data, count, dtype code, with bag, copy to or 0, out)"""
     hash: Any
     """(data, number of bytes, out)"""
+    hash_brief: Any
     compare_rows: Any
     """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, atol, rtol, out x2)"""
 
@@ -109,13 +111,20 @@ def _load() -> _Choice:
 
 
 def _typed(library: ctypes.CDLL) -> Functions:
-    take, summarize, compare = library.ts_take, library.ts_summarize, library.ts_compare_rows
-    take.argtypes = summarize.argtypes = [_ADDRESS, _INT64, ctypes.c_int, _ADDRESS, _ADDRESS]
-    library.ts_hash.argtypes = [_ADDRESS, _INT64, _ADDRESS]
-    compare.argtypes = [
-        *(_ADDRESS, _ADDRESS, ctypes.c_int, ctypes.c_int, _INT64, _INT64, _ADDRESS, _ADDRESS),
-        *(_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS),
-    ]
-    take.restype = _INT64
-    summarize.restype = compare.restype = library.ts_hash.restype = None
-    return Functions(take, summarize, library.ts_hash, compare)
+    brief = ctypes.PyDLL(library._name)
+    summary = [_ADDRESS, _INT64, ctypes.c_int, ctypes.c_int, _ADDRESS, _ADDRESS]
+    rows = [_ADDRESS, _ADDRESS, ctypes.c_int, ctypes.c_int, _INT64, _INT64, _ADDRESS, _ADDRESS]
+    rows += [_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS]
+    return Functions(
+        take=_function(library.ts_take, _INT64, summary),
+        take_brief=_function(brief.ts_take, _INT64, summary),
+        summarize=_function(library.ts_summarize, None, summary),
+        hash=_function(library.ts_hash, None, [_ADDRESS, _INT64, _ADDRESS]),
+        hash_brief=_function(brief.ts_hash, None, [_ADDRESS, _INT64, _ADDRESS]),
+        compare_rows=_function(library.ts_compare_rows, None, rows),
+    )
+
+
+def _function(entry: Any, result: Any, arguments: list[Any]) -> Any:
+    entry.restype, entry.argtypes = result, arguments
+    return entry

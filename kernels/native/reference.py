@@ -5,6 +5,7 @@ Counts, extremes, hash and bag are those of the library bit for bit; sums agree 
 
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from tapscope.kernels.native.digests import finish_hash, partial_bag, partial_hash
@@ -23,8 +24,8 @@ class Summary(NamedTuple):
     """A complex number counts as two elements; 64-bit integers are rounded to float64 in extremes and sums."""
     hash: str
     """32 hex digits over the bytes in their order; see :mod:`tapscope.kernels.native.digests`."""
-    bag: str
-    """16 hex digits over the elements in any order; see :mod:`tapscope.kernels.native.digests`."""
+    bag: str | None
+    """16 hex digits over the elements in any order; see :mod:`tapscope.kernels.native.digests`. None if not asked."""
 
 
 class _Format(NamedTuple):
@@ -32,26 +33,23 @@ class _Format(NamedTuple):
 
     bits: Any
     nonfinite: int
-    """Smallest magnitude that is infinite or NaN."""
-    infinity: int | None
+    """Magnitude of an infinity; a larger one is a NaN."""
     min_normal: int
 
 
 _FORMATS = {
-    "float64": _Format(np.uint64, 0x7FF << 52, 0x7FF << 52, 1 << 52),
-    "float32": _Format(np.uint32, 0x7F800000, 0x7F800000, 1 << 23),
-    "float16": _Format(np.uint16, 0x7C00, 0x7C00, 1 << 10),
-    "bfloat16": _Format(np.uint16, 0x7F80, 0x7F80, 1 << 7),
-    "float8_e4m3fn": _Format(np.uint8, 0x7F, None, 1 << 3),
-    "float8_e5m2": _Format(np.uint8, 0x7C, 0x7C, 1 << 2),
+    "float64": _Format(np.uint64, 0x7FF << 52, 1 << 52),
+    "float32": _Format(np.uint32, 0x7F800000, 1 << 23),
+    "float16": _Format(np.uint16, 0x7C00, 1 << 10),
+    "bfloat16": _Format(np.uint16, 0x7F80, 1 << 7),
 }
 
 
 def summarize_reference(array: Array, chunk: int = CHUNK) -> Summary:
     """Summarise ``array`` ``chunk`` elements (a multiple of 8) at a time, so that temporaries stay small."""
     flat = array.reshape(-1)
-    if flat.dtype == np.complex64:
-        flat = flat.view(np.float32)
+    if flat.dtype.kind == "c":
+        flat = flat.view(flat.real.dtype)
     h1 = h2 = bag = first = 0
     parts = []
     for start in range(0, flat.size, chunk):
@@ -94,26 +92,40 @@ def _merge(count: int, parts: list[_Part]) -> Stats:
 
 def _statistics(block: Array) -> _Part:
     """(nan, posinf, neginf, zeros, subnormals), (min, max) or None, (sum, sum of squares)."""
-    form = _FORMATS.get(block.dtype.name)
-    if form is None:
-        finite = block
-        counts = (0, 0, 0, int(np.count_nonzero(block == 0)), 0)
+    if block.dtype.name in _FORMATS:
+        counts, usable = _classify_bits(block, _FORMATS[block.dtype.name])
+        values = block[usable].astype(np.float64)
+    elif block.dtype.kind in "iub":
+        counts, values = (0, 0, 0, int(np.count_nonzero(block == 0)), 0), block.astype(np.float64)
     else:
-        bits = block.view(form.bits)
-        sign = form.bits(1 << (8 * block.itemsize - 1))
-        magnitude = bits & ~sign
-        infinite = magnitude == form.bits(form.infinity) if form.infinity is not None else np.zeros(bits.shape, bool)
-        usable = magnitude < form.bits(form.nonfinite)
-        negative = int(np.count_nonzero(infinite & (bits >= sign)))
-        positive = int(np.count_nonzero(infinite)) - negative
-        zeros = int(np.count_nonzero(magnitude == 0))
-        tiny = int(np.count_nonzero(magnitude < form.bits(form.min_normal)))
-        nan = int(np.count_nonzero(~usable)) - positive - negative
-        counts = (nan, positive, negative, zeros, tiny - zeros)
-        finite = block[usable]
-    if not finite.size:
+        counts, values = _classify_bytes(block)
+    if not values.size:
         return counts, None, (0.0, 0.0)
-    values = finite.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # float64 itself may overflow
         sums = (float(values.sum()), float((values * values).sum()))
     return counts, (float(values.min()), float(values.max())), sums
+
+
+def _classify_bits(block: Array, form: _Format) -> tuple[tuple[int, ...], Array]:
+    """The counts, and which elements are finite; by bits, so that no signalling NaN is touched."""
+    bits = block.view(form.bits)
+    sign = form.bits(1 << (8 * block.itemsize - 1))
+    magnitude, limit = bits & ~sign, form.bits(form.nonfinite)
+    infinite = magnitude == limit
+    negative = int(np.count_nonzero(infinite & (bits >= sign)))
+    positive = int(np.count_nonzero(infinite)) - negative
+    zeros = int(np.count_nonzero(magnitude == 0))
+    tiny = int(np.count_nonzero(magnitude < form.bits(form.min_normal)))
+    return (int(np.count_nonzero(magnitude > limit)), positive, negative, zeros, tiny - zeros), magnitude < limit
+
+
+def _classify_bytes(block: Array) -> tuple[tuple[int, ...], Array]:
+    """The counts, and the finite values, of one of the 8-bit floating formats."""
+    with np.errstate(invalid="ignore"):
+        values = block.astype(np.float64)
+    finite = values[np.isfinite(values)]
+    smallest = float(ml_dtypes.finfo(block.dtype).smallest_normal)
+    zeros = int(np.count_nonzero(finite == 0))
+    tiny = int(np.count_nonzero(np.abs(finite) < smallest)) - zeros
+    infinite = (int(np.count_nonzero(values == sign * np.inf)) for sign in (1, -1))
+    return (int(np.count_nonzero(np.isnan(values))), *infinite, zeros, tiny), finite

@@ -2,6 +2,7 @@
 // cache. The digests are defined in digests.py; the plain reference of all of this is reference.py.
 
 #include "bag.h"
+#include "decode.h"
 #include "summary.h"
 #include "text.h"
 
@@ -10,18 +11,35 @@ namespace {
 
 // ---- floating formats
 
-// Bits as a signed integer that sorts as the value does.
+// The four extremes of a block's bits as integers, which need no look at a sign: as unsigned numbers the negative
+// values come last and the largest magnitude of them is the greatest; as signed ones they come first.
 template <class F>
-TS_INLINE auto sort_key(typename F::Bits bits) {
-    using Signed = std::make_signed_t<typename F::Bits>;
-    const Signed fill = static_cast<Signed>(static_cast<Signed>(bits) >> (8 * sizeof(bits) - 1));
-    return static_cast<Signed>(bits ^ (static_cast<typename F::Bits>(fill) & kMagnitude<F>));
-}
+struct Extremes {
+    using Bits = typename F::Bits;
+    using Signed = std::make_signed_t<Bits>;
+    Bits low = std::numeric_limits<Bits>::max(), high = 0;
+    Signed signed_low = std::numeric_limits<Signed>::max(), signed_high = std::numeric_limits<Signed>::min();
 
-template <class F>
-TS_INLINE double from_key(std::make_signed_t<typename F::Bits> key) {  // sort_key is its own inverse
-    return F::value(static_cast<typename F::Bits>(sort_key<F>(static_cast<typename F::Bits>(key))));
-}
+    TS_INLINE void add(Bits bits) {
+        const Signed same = static_cast<Signed>(bits);
+        low = bits < low ? bits : low;
+        high = bits > high ? bits : high;
+        signed_low = same < signed_low ? same : signed_low;
+        signed_high = same > signed_high ? same : signed_high;
+    }
+
+    static Bits magnitude(Bits bits) { return bits & kMagnitude<F>; }
+    bool any_positive() const { return signed_high >= 0; }
+    bool any_negative() const { return high > kMagnitude<F>; }
+    double least() const { return F::value(any_negative() ? high : low); }
+    double most() const { return F::value(any_positive() ? static_cast<Bits>(signed_high) : low); }
+    bool any_tiny() const {
+        return magnitude(low) < F::kMinNormal || magnitude(static_cast<Bits>(signed_low)) < F::kMinNormal;
+    }
+    bool any_nonfinite() const {
+        return magnitude(high) >= F::kNonfinite || magnitude(static_cast<Bits>(signed_high)) >= F::kNonfinite;
+    }
+};
 
 // A block with non-finite values, or with squares that float32 cannot hold: everything masked, in double.
 template <class F>
@@ -51,44 +69,70 @@ TS_INLINE void careful_block(const uint8_t* bytes, int64_t n, Summary* out) {
 }
 
 template <class F>
-TS_INLINE void float_block(const uint8_t* bytes, int64_t n, Summary* out) {
+TS_INLINE void count_tiny(const uint8_t* bytes, int64_t n, Summary* out) {
     using Bits = typename F::Bits;
-    using Signed = std::make_signed_t<Bits>;
-    Bits nonfinite = 0, tiny = 0, zeros = 0;  // n <= kBlock fits 16 bits
-    Signed low = std::numeric_limits<Signed>::max(), high = std::numeric_limits<Signed>::min();
-    typename F::Value sum = 0, sumsq = 0;
+    Bits tiny = 0, zeros = 0;  // a block fits 16 bits
     for (int64_t i = 0; i < n; ++i) {
-        const Bits bits = load<Bits>(bytes, i), magnitude = bits & kMagnitude<F>;
-        const Signed key = sort_key<F>(bits);
-        const typename F::Value value = F::value(bits);
-        nonfinite = static_cast<Bits>(nonfinite + (magnitude >= F::kNonfinite));
+        const Bits magnitude = load<Bits>(bytes, i) & kMagnitude<F>;
         tiny = static_cast<Bits>(tiny + (magnitude < F::kMinNormal));
         zeros = static_cast<Bits>(zeros + (magnitude == 0));
-        low = key < low ? key : low;
-        high = key > high ? key : high;
-        sum += value;
-        sumsq += value * value;
     }
-    out->finite += n;
     out->zeros += zeros;
     out->subnormals += tiny - zeros;
-    const double least = from_key<F>(low), most = from_key<F>(high), absmax = most > -least ? most : -least;
-    const bool safe = sizeof(typename F::Value) == 8 || absmax == 0 || (absmax >= kSafeLow && absmax <= kSafeHigh);
-    if (nonfinite || !safe) return careful_block<F>(bytes, n, out);
-    out->sum += sum;
-    out->sumsq += sumsq;
+}
+
+template <class Value>
+struct Sums {
+    Value sum = 0, squares = 0;
+
+    TS_INLINE void add(Value value) { sum += value, squares += value * value; }
+};
+
+template <class F, bool kBag>
+TS_INLINE void float_block(const uint8_t* bytes, int64_t n, Summary* out) {
+    using Bits = typename F::Bits;
+    using Value = typename F::Value;
+    constexpr bool kPairs = sizeof(Bits) == 2;  // two values in one 32-bit word: cheaper than widening each
+    Extremes<F> extremes;
+    Sums<Value> sums, odd;
+    Mixed<Bits, kBag> mixed;
+    for (int64_t i = 0; i < n; ++i) {
+        const Bits bits = load<Bits>(bytes, i);
+        extremes.add(bits), mixed.set(i, bits);
+        if constexpr (!kPairs) sums.add(F::value(bits));
+    }
+    if constexpr (kPairs) {
+        for (int64_t i = 0; i < n / 2; ++i) {
+            const uint32_t two = load<uint32_t>(bytes, i);
+            sums.add(F::low_half(two)), odd.add(F::high_half(two));
+        }
+        if (n % 2) sums.add(F::value(load<Bits>(bytes, n - 1)));
+        sums.sum += odd.sum, sums.squares += odd.squares;
+    }
+    out->bag += mixed.total(n);
+    out->finite += n;
+    if (extremes.any_tiny()) count_tiny<F>(bytes, n, out);
+    const double least = extremes.least(), most = extremes.most(), absmax = most > -least ? most : -least;
+    const bool safe = sizeof(Value) == 8 || absmax == 0 || (absmax >= kSafeLow && absmax <= kSafeHigh);
+    if (extremes.any_nonfinite() || !safe) return careful_block<F>(bytes, n, out);
+    out->sum += sums.sum;
+    out->sumsq += sums.squares;
     out->extend(least, most);
 }
 
 // ---- integers
 
-template <class T>
+template <class Item, bool kBag>
 TS_INLINE void integer_block(const uint8_t* bytes, int64_t n, Summary* out) {
+    using T = typename Item::Bits;
+    using Bits = std::make_unsigned_t<T>;
+    Mixed<Bits, kBag> mixed;
     T low = std::numeric_limits<T>::max(), high = std::numeric_limits<T>::min();
     double sum = 0, sumsq = 0;
     int64_t zeros = 0;
     for (int64_t i = 0; i < n; ++i) {
         const T item = load<T>(bytes, i);
+        mixed.set(i, static_cast<Bits>(item));
         const double value = static_cast<double>(item);
         low = item < low ? item : low;
         high = item > high ? item : high;
@@ -96,6 +140,7 @@ TS_INLINE void integer_block(const uint8_t* bytes, int64_t n, Summary* out) {
         sum += value;
         sumsq += value * value;
     }
+    out->bag += mixed.total(n);
     out->finite += n;
     out->zeros += zeros;
     out->sum += sum;
@@ -110,34 +155,28 @@ struct Histogram {
 };
 
 double byte_value(int dtype, int code) {
-    switch (dtype) {
-        case kFloat8E4M3: return kE4M3.values[code];
-        case kFloat8E5M2: return kE5M2.values[code];
-        case kInt8: return static_cast<int8_t>(code);
-        case kBool: return code != 0;
-        default: return code;
-    }
+    if (const Table* table = table_of(dtype)) return table->values[code];
+    return dtype == kInt8 ? static_cast<int8_t>(code) : dtype == kBool ? code != 0 : code;
 }
 
 void digest_histogram(int dtype, const Histogram& histogram, Summary* out) {
-    const bool is_float = dtype == kFloat8E4M3 || dtype == kFloat8E5M2;
-    const int min_normal = dtype == kFloat8E4M3 ? 0x08 : 0x04, infinity = dtype == kFloat8E5M2 ? 0x7C : 0x80;
+    const Table* table = table_of(dtype);
     for (int code = 0; code < 256; ++code) {
         uint64_t total = 0;
         for (const auto& lane : histogram.counts) total += lane[code];
         const int64_t n = static_cast<int64_t>(total);
-        const int magnitude = code & 0x7F;
         if (!n) continue;
         out->bag += total * bag_of_byte(code);
-        if (is_float && magnitude == infinity) {
-            (code & 0x80 ? out->neginf : out->posinf) += n;
-        } else if (is_float && (magnitude == 0x7F || magnitude > infinity)) {
+        const double value = byte_value(dtype, code), times = static_cast<double>(n);
+        const uint64_t bits = bit_cast<uint64_t>(value), magnitude = bits & kMagnitude<Float64>;
+        if (magnitude > Float64::kNonfinite) {
             out->nan += n;
+        } else if (magnitude == Float64::kNonfinite) {
+            (bits == magnitude ? out->posinf : out->neginf) += n;
         } else {
-            const double value = byte_value(dtype, code), times = static_cast<double>(n);
             out->finite += n;
-            out->zeros += value == 0 ? n : 0;
-            out->subnormals += is_float && magnitude && magnitude < min_normal ? n : 0;
+            out->zeros += magnitude == 0 ? n : 0;
+            out->subnormals += table && magnitude && (code & 0x7F) < table->min_normal ? n : 0;
             out->sum += value * times;
             out->sumsq += value * value * times;
             out->extend(value, value);
@@ -160,44 +199,42 @@ void summarize_bytes(const uint8_t* bytes, int dtype, uint8_t* target, Summary* 
 
 using Block = void (*)(const uint8_t*, int64_t, Summary*);
 
-#define TS_BLOCK(name, body) \
-    TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body(bytes, n, out); }
-TS_BLOCK(float64_block, float_block<Float64>)
-TS_BLOCK(float32_block, float_block<Float32>)
-TS_BLOCK(float16_block, float_block<Float16>)
-TS_BLOCK(bfloat16_block, float_block<BFloat16>)
-TS_BLOCK(int64_block, integer_block<int64_t>)
-TS_BLOCK(int32_block, integer_block<int32_t>)
-TS_BLOCK(int16_block, integer_block<int16_t>)
-TS_BLOCK(uint64_block, integer_block<uint64_t>)
-TS_BLOCK(uint32_block, integer_block<uint32_t>)
-TS_BLOCK(uint16_block, integer_block<uint16_t>)
+struct Way {
+    int64_t width;          // bytes of an element
+    Block block, with_bag;  // null: one byte, by histogram, where the bag comes for nothing
+};
+
+#define TS_BLOCK(name, body, T)                                                                               \
+    TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body<T, false>(bytes, n, out); }     \
+    TS_CLONES void name##_bag(const uint8_t* bytes, int64_t n, Summary* out) { body<T, true>(bytes, n, out); } \
+    constexpr Way name##_way = {sizeof(T::Bits), name, name##_bag};
+TS_BLOCK(float64, float_block, Float64)
+TS_BLOCK(float32, float_block, Float32)
+TS_BLOCK(float16, float_block, Float16)
+TS_BLOCK(bfloat16, float_block, BFloat16)
+TS_BLOCK(int64, integer_block, Integer<int64_t>)
+TS_BLOCK(int32, integer_block, Integer<int32_t>)
+TS_BLOCK(int16, integer_block, Integer<int16_t>)
+TS_BLOCK(uint64, integer_block, Integer<uint64_t>)
+TS_BLOCK(uint32, integer_block, Integer<uint32_t>)
+TS_BLOCK(uint16, integer_block, Integer<uint16_t>)
 #undef TS_BLOCK
 
-struct Way {
-    int64_t width;  // bytes of an element
-    Block block;    // null: one byte, by histogram
-};
-
-uint64_t bag_of(const uint8_t* bytes, int64_t n, int64_t width) {
-    return width == 2 ? bag_block2(bytes, n) : width == 4 ? bag_block4(bytes, n) : bag_block8(bytes, n);
-}
-
-constexpr Way kByte = {1, nullptr};
+constexpr Way byte_way = {1, nullptr, nullptr};
 constexpr Way kWays[] = {
     // in the order of Dtype
-    {8, float64_block}, {4, float32_block}, {2, float16_block}, {2, bfloat16_block}, kByte, kByte,
-    {8, int64_block}, {4, int32_block}, {2, int16_block}, kByte,
-    {8, uint64_block}, {4, uint32_block}, {2, uint16_block}, kByte, kByte,
+    float64_way, float32_way, float16_way, bfloat16_way, byte_way, byte_way, byte_way, byte_way, byte_way,
+    int64_way, int32_way, int16_way, byte_way, uint64_way, uint32_way, uint16_way, byte_way, byte_way,
 };
 
-void summarize_wide(const uint8_t* bytes, Way way, uint8_t* target, Summary* out) {
-    for (int64_t done = 0; done < out->count; done += kBlock) {
-        const int64_t n = out->count - done < kBlock ? out->count - done : kBlock;
+void summarize_wide(const uint8_t* bytes, Way way, bool bag, uint8_t* target, Summary* out) {
+    const Block block = bag ? way.with_bag : way.block;
+    const int64_t most = block_of(way.width);
+    for (int64_t done = 0; done < out->count; done += most) {
+        const int64_t n = out->count - done < most ? out->count - done : most;
         const int64_t offset = done * way.width, nbytes = n * way.width;
         hash_bytes(bytes + offset, nbytes, offset, &out->hash);
-        way.block(bytes + offset, n, out);
-        out->bag += bag_of(bytes + offset, n, way.width);
+        block(bytes + offset, n, out);
         if (target) std::memcpy(target + offset, bytes + offset, static_cast<size_t>(nbytes));
     }
 }
@@ -221,14 +258,14 @@ void write_digest(const Hash& hash, uint8_t* out) {
 TS_EXPORT int ts_abi() { return TS_ABI; }
 
 // Fills the summary alone; `target` may be null.
-TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, void* target, ts::Summary* result) {
+TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, int bag, void* target, ts::Summary* result) {
     const ts::Way way = ts::kWays[dtype];
     const auto* bytes = static_cast<const uint8_t*>(data);
     auto* copy = static_cast<uint8_t*>(target);
     ts::Summary out;
     out.count = count;
     if (way.block) {
-        ts::summarize_wide(bytes, way, copy, &out);
+        ts::summarize_wide(bytes, way, bag != 0, copy, &out);
     } else {
         ts::summarize_bytes(bytes, dtype, copy, &out);
     }
@@ -237,10 +274,10 @@ TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, void* ta
 }
 
 // Returns the length of the text.
-TS_EXPORT int64_t ts_take(const void* data, int64_t count, int dtype, void* target, ts::Taken* result) {
-    ts_summarize(data, count, dtype, target, &result->summary);
+TS_EXPORT int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* target, ts::Taken* result) {
+    ts_summarize(data, count, dtype, bag, target, &result->summary);
     ts::write_digest(result->summary.hash, result->digest);
-    return ts::write_text(result->summary, result->text);
+    return ts::write_text(result->summary, bag != 0, result->text);
 }
 
 TS_EXPORT void ts_hash(const void* data, int64_t nbytes, uint8_t* digest) {

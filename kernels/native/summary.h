@@ -20,7 +20,7 @@ struct Summary {  // _LAYOUT in summary.py
 
     void finish(uint64_t nbytes) {
         min = unsigned_zero(min), max = unsigned_zero(max), sum = unsigned_zero(sum);
-        if (finite) absmax = max > -min ? max : -min;
+        if (finite) absmax = unsigned_zero(max > -min ? max : -min);
         hash.finish(nbytes);
     }
 

@@ -15,11 +15,24 @@ from tapscope.record import Stats
 
 Array = np.ndarray[Any, Any]
 
+BRIEF = 1 << 20
+"""Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2."""
+
 _LAYOUT = struct.Struct("=7q5d3Q")  # struct Summary in summary.h
 _DIGEST = slice(_LAYOUT.size, _LAYOUT.size + 16)
 _TEXT = _DIGEST.stop
 _ROOM = _TEXT + 448  # struct Taken in stats.cpp
-_CODES = {name: (code, 1) for name, code in library.CODES.items()} | {"complex64": (library.CODES["float32"], 2)}
+
+
+def _plans() -> dict[str, tuple[int, int, int]]:
+    plans = {name: (code, 1, BRIEF // dtypes.itemsize(name)) for name, code in library.CODES.items()}
+    for name, part in dtypes.COMPLEX.items():
+        plans[name] = (library.CODES[part], 2, BRIEF // dtypes.itemsize(name))
+    return plans
+
+
+_PLANS = _plans()
+"""Element type -> its code, the elements that one counts as, and how many are brief work."""
 
 
 class Taken(NamedTuple):
@@ -32,64 +45,75 @@ class Taken(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """One result buffer a thread, so that a call allocates nothing; and what :func:`last` needs."""
+    """One result buffer a thread, so that a call allocates nothing."""
 
     def __init__(self) -> None:
-        self.buffer: Any = ctypes.create_string_buffer(_ROOM)
-        self.address = ctypes.addressof(self.buffer)
-        self.summary: Summary | None = None
+        buffer: Any = ctypes.create_string_buffer(_ROOM)
+        self.room = buffer, ctypes.addressof(buffer)
+        digest: Any = ctypes.create_string_buffer(16)
+        self.digest = digest, ctypes.addressof(digest)
+        self.latest: Summary | bool = True
+        """What :func:`last` answers; until it is asked, whether the bag in the buffer means anything."""
 
 
 _scratch = _Scratch()
 
 
-def take(address: int, count: int, dtype: str, target: int = 0) -> Taken:
+def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True) -> Taken:
     """Summarise ``count`` neighbouring elements at ``address`` and, where ``target`` is not 0, copy them there.
 
     Neither address need be aligned, and the two must not overlap. ``dtype`` is a name of
-    :data:`tapscope.dtypes.NAMES`; a complex number is taken as two elements. The memory must stay alive and unchanged
-    during the call. Raises RunCorruptError for an unknown dtype.
+    :data:`tapscope.dtypes.NAMES`; a complex number is taken as two elements. Without ``bag`` none is worked out (which
+    saves a quarter of the time) and the text lacks it. The memory must stay alive and unchanged during the call.
+    The GIL is released for :data:`BRIEF` bytes and more. Raises RunCorruptError for an unknown dtype.
     """
     functions = library.functions()
-    if functions is None or dtype not in _CODES:
-        return _take_reference(address, count, dtype, target)
-    code, parts = _CODES[dtype]
+    if functions is None or dtype not in _PLANS:
+        return _take_reference(address, count, dtype, target, bag)
+    code, parts, brief = _PLANS[dtype]
     scratch = _scratch
-    size = functions.take(address, count * parts, code, target, scratch.address)
-    scratch.summary = None
-    buffer = scratch.buffer
+    buffer, room = scratch.room
+    call = functions.take_brief if count < brief else functions.take
+    size = call(address, count * parts, code, bag, target, room)
+    scratch.latest = bag
     return Taken(buffer[_TEXT : _TEXT + size], buffer[_DIGEST])
 
 
 def last() -> Summary:
     """What the latest :func:`take` or :func:`summarize` of this thread found; empty before the first."""
     scratch = _scratch
-    if scratch.summary is None:
-        scratch.summary = _unpack(scratch.buffer)
-    return scratch.summary
+    if isinstance(scratch.latest, bool):
+        scratch.latest = _unpack(scratch.room[0], scratch.latest)
+    return scratch.latest
 
 
 def digest_of(address: int, nbytes: int) -> bytes:
-    """The hash of ``nbytes`` bytes at ``address``: equal to ``take(...).digest`` where the bytes are equal."""
+    """The hash of ``nbytes`` bytes at ``address``: equal to ``take(...).digest`` where the bytes are equal.
+
+    The memory must stay alive and unchanged during the call; the GIL as in :func:`take`.
+    """
     functions = library.functions()
     if functions is None:
         words = to_words(_view(address, nbytes, "uint8"))
         return finish_hash(*partial_hash(words, 0), nbytes)
-    digest = ctypes.create_string_buffer(16)
-    functions.hash(address, nbytes, ctypes.addressof(digest))
-    return digest.raw
+    buffer, room = _scratch.digest
+    (functions.hash_brief if nbytes < BRIEF else functions.hash)(address, nbytes, room)
+    found: bytes = buffer.raw
+    return found
 
 
 def summarize(address: int, count: int, dtype: str) -> Summary:
     """The same without the text and without a copy; raises as :func:`take`."""
     functions = library.functions()
-    if functions is None or dtype not in _CODES:
-        return summarize_reference(_view(address, count, dtype))
-    code, parts = _CODES[dtype]
-    scratch = _scratch
-    functions.summarize(address, count * parts, code, 0, scratch.address)
-    scratch.summary = _unpack(scratch.buffer)
-    return scratch.summary
+    if functions is None or dtype not in _PLANS:
+        found = summarize_reference(_view(address, count, dtype))
+    else:
+        code, parts, _ = _PLANS[dtype]
+        buffer, room = _scratch.room
+        functions.summarize(address, count * parts, code, True, 0, room)
+        found = _unpack(buffer, True)
+    _scratch.latest = found
+    return found
 
 
 def summarize_array(array: Array) -> Summary:
@@ -99,20 +123,23 @@ def summarize_array(array: Array) -> Summary:
     return summarize(array.ctypes.data, array.size, array.dtype.name)
 
 
-def _unpack(buffer: Any) -> Summary:
+def _unpack(buffer: Any, with_bag: bool) -> Summary:
     values = _LAYOUT.unpack_from(buffer)
     total, nan, posinf, neginf, zeros, subnormals, finite, low, high, absmax, added, squares, h1, h2, bag = values
     if not finite:
         low = high = absmax = None
     stats = Stats(total, nan, posinf, neginf, zeros, subnormals, low, high, absmax, added, squares)
-    return Summary(stats, f"{h1:016x}{h2:016x}", f"{bag:016x}")
+    return Summary(stats, f"{h1:016x}{h2:016x}", f"{bag:016x}" if with_bag else None)
 
 
-def _take_reference(address: int, count: int, dtype: str, target: int) -> Taken:
+def _take_reference(address: int, count: int, dtype: str, target: int, bag: bool) -> Taken:
     array = _view(address, count, dtype)
-    found = _scratch.summary = summarize_reference(array)
+    found = summarize_reference(array)
+    if not bag:
+        found = found._replace(bag=None)
     if target:
         ctypes.memmove(target, address, array.nbytes)
+    _scratch.latest = found
     return Taken(text_of(found), bytes.fromhex(found.hash))
 
 

@@ -84,13 +84,15 @@ class Text {
 };
 
 // Returns the number of characters; kTextRoom is enough for any summary.
-inline int64_t write_text(const Summary& s, char* out) {
+inline int64_t write_text(const Summary& s, bool bag, char* out) {
     Text text(out);
     text.add("\"hash\":\"");
     text.add_hex(s.hash.h1);
     text.add_hex(s.hash.h2);
-    text.add("\",\"bag\":\"");
-    text.add_hex(s.bag);
+    if (bag) {
+        text.add("\",\"bag\":\"");
+        text.add_hex(s.bag);
+    }
     text.add("\",\"stats\":{\"count\":");
     text.add(s.count);
     const struct { const char* name; int64_t value; } counts[] = {

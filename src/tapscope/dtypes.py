@@ -1,5 +1,6 @@
 """Names, widths and numpy types of tensor elements, bf16 and fp8 included (through ml_dtypes)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,9 @@ _TABLE: dict[str, tuple[Any, str]] = {
     "bfloat16": (ml_dtypes.bfloat16, "BF16"),
     "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
     "float8_e5m2": (ml_dtypes.float8_e5m2, "F8_E5M2"),
+    "float8_e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, "F8_E4M3FNUZ"),
+    "float8_e5m2fnuz": (ml_dtypes.float8_e5m2fnuz, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (ml_dtypes.float8_e8m0fnu, "F8_E8M0"),
     "int64": (np.int64, "I64"),
     "int32": (np.int32, "I32"),
     "int16": (np.int16, "I16"),
@@ -25,10 +29,14 @@ _TABLE: dict[str, tuple[Any, str]] = {
     "uint8": (np.uint8, "U8"),
     "bool": (np.bool_, "BOOL"),
     "complex64": (np.complex64, "C64"),
+    "complex128": (np.complex128, "F64"),  # safetensors has no name for it: pairs, see safetensors_form
 }
 
 NAMES: tuple[str, ...] = tuple(_TABLE)
 """Every element type a record may have, as torch spells it."""
+
+COMPLEX = {"complex64": "float32", "complex128": "float64"}
+"""Complex element type -> the type of its two parts."""
 
 _NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, (kind, _) in _TABLE.items()}
 _SAFETENSORS = {name: st for name, (_, st) in _TABLE.items()}
@@ -40,16 +48,23 @@ _SHORT = {
     "bfloat16": "bf16",
     "float8_e4m3fn": "fp8e4",
     "float8_e5m2": "fp8e5",
+    "float8_e4m3fnuz": "fp8e4nuz",
+    "float8_e5m2fnuz": "fp8e5nuz",
+    "float8_e8m0fnu": "fp8e8",
 }
 
 _EPSILON = {
     "float64": 2.0**-52,
+    "complex128": 2.0**-52,
     "complex64": 2.0**-23,
     "float32": 2.0**-23,
     "float16": 2.0**-10,
     "bfloat16": 2.0**-7,
     "float8_e4m3fn": 2.0**-3,
     "float8_e5m2": 2.0**-2,
+    "float8_e4m3fnuz": 2.0**-3,
+    "float8_e5m2fnuz": 2.0**-2,
+    "float8_e8m0fnu": 1.0,
 }
 
 
@@ -67,9 +82,14 @@ def itemsize(name: str) -> int:
 
 
 def to_safetensors(name: str) -> str:
-    """The name safetensors files use, e.g. ``bfloat16`` -> ``BF16``."""
+    """The name safetensors files use, e.g. ``bfloat16`` -> ``BF16``; ``complex128`` is a pair of ``F64``."""
     numpy_dtype(name)
     return _SAFETENSORS[name]
+
+
+def safetensors_form(name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
+    """Type and shape as safetensors files write them: a complex128 has one more axis, of its two parts."""
+    return to_safetensors(name), [*shape, 2] if name == "complex128" else shape
 
 
 def short(name: str | None) -> str:

@@ -179,7 +179,7 @@ def _header(path: Path, records: list[Record], start: int, size: int, repair: Re
         orphans += _cover(pieces, at, begin, start)
         name = unused_name(rec.key.tensor_name, names)
         names[name] = None
-        pieces.append(describe(name, dtypes.to_safetensors(rec.dtype), rec.shape, begin - start, end - start))
+        pieces.append(describe(name, *dtypes.safetensors_form(rec.dtype, rec.shape), begin - start, end - start))
         at = end
     orphans += _cover(pieces, at, size, start)
     return ("{" + ",".join(pieces) + "}").encode(), orphans

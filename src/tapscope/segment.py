@@ -80,7 +80,7 @@ class SegmentWriter:
         pad = -self._end % ALIGNMENT
         begin = self._end + pad
         name = unused_name(name, self._names)
-        piece = describe(name, dtypes.to_safetensors(dtype), shape, begin, begin + nbytes)
+        piece = describe(name, *dtypes.safetensors_form(dtype, shape), begin, begin + nbytes)
         pieces = [describe(f"__pad{begin}", "U8", [pad], self._end, begin), piece] if pad else [piece]
         size = self._header_size + sum(map(len, pieces)) + len(pieces)
         if self._pieces and (begin + nbytes > self._limit or size > self.header_bytes - 8 - _SLACK):
