@@ -131,7 +131,7 @@ def test_statistics_of_shards_merge_into_those_of_the_whole(values: list[float],
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
-    raw = np.arange(48, dtype=np.uint8)
+    raw = np.arange(96, dtype=np.uint8)
     array = (
         raw.view(dtypes.numpy_dtype(name)).reshape(2, -1) if name != "bool" else (raw % 2).astype(bool).reshape(2, -1)
     )

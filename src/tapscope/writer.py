@@ -76,7 +76,8 @@ class RankWriter:
         self._num_segments = 0
         self._entries: dict[int, Entry] = {}
         self._sharing = -1
-        self._broken: OSError | None = None
+        self._broken: OSError | None = None  # why nothing more is written at all
+        self._unsealed: OSError | None = None  # why a full segment could not be sealed, until that is said
         self.bytes_written = 0
         self.lines_written = 0
         self._fd = self._disk.create(self._path, os.O_RDWR | os.O_APPEND)
@@ -120,6 +121,9 @@ class RankWriter:
         the payload never came. Raises OSError that names the
         file, or RecorderError for a payload that is not what it says; then nothing of the batch is in the run.
         """
+        if self._unsealed is not None:
+            error, self._unsealed = self._unsealed, None
+            raise error
         mark = self._mark()
         entries: dict[int, Entry] = {} if sharing != self._sharing else self._entries
         new: dict[int, Entry] = {}
@@ -143,7 +147,10 @@ class RankWriter:
         entries.update(new)
         self.lines_written += len(written)
         self.bytes_written += sum(entry.nbytes for entry in new.values())
-        self._seal_full()
+        try:
+            self._seal_full()
+        except OSError as error:  # this batch is written, and its lines lead to its bytes: the next one says it
+            self._unsealed = error
         return written
 
     def event(self, kind: str, **fields: Any) -> None:
