@@ -50,11 +50,11 @@ class Guard:
         if self.token is not None:
             self._check_token(headers.get("authorization", ""))
             return  # a web page does not know it
-        here = _hostname(headers.get("host", ""))
-        if self.loopback_only and here is not None and not is_loopback(here):
-            raise Refusal(403, f"this is for programs of this host; ask for 127.0.0.1, not for {here!r}")
+        asked = headers.get("host", "").lower()
+        if self.loopback_only and asked and not is_loopback(_hostname(asked)):
+            raise Refusal(403, f"this is for programs of this host; ask for 127.0.0.1, not for {asked!r}")
         origin = headers.get("origin")
-        if origin is not None and _hostname(urlsplit(origin).netloc) != here:
+        if origin is not None and (not asked or origin.lower().partition("://")[2] != asked):
             raise Refusal(403, f"a web page of {origin!r} may not steer this job; use a program such as curl")
 
     def _check_token(self, authorization: str) -> None:
@@ -109,8 +109,8 @@ def _is_printable(token: str) -> bool:
     return token.isprintable() and " " not in token
 
 
-def _hostname(netloc: str) -> str | None:
+def _hostname(netloc: str) -> str:
     try:
-        return urlsplit(f"//{netloc}").hostname
+        return urlsplit(f"//{netloc}").hostname or ""
     except ValueError:
         return netloc
