@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tapscope.dumper.ranges import Ranges
 from tapscope.dumper.rule import Keep, Rule, condition
 from tapscope.expression import Expression
 
@@ -125,8 +126,8 @@ def tests_of(rule: Rule, known: Mapping[str, Any]) -> tuple[Test, ...] | None:
 
 def _tests(rule: Rule) -> list[Test]:
     tests: list[Test] = []
-    if (steps := rule.steps) is not None:
-        tests.append(lambda moment: moment.step in steps)
+    if rule.steps is not None:
+        tests.append(_step_test(rule.steps))
     if (every := rule.every) is not None:
         tests.append(lambda moment: moment.step % every == 0)
     if (first := rule.first) is not None:
@@ -145,6 +146,13 @@ def _tests(rule: Rule) -> list[Test]:
         tests.append(lambda moment: not requests.isdisjoint(moment.requests))
     tests.extend(_tag_test(name, values) for name, values in rule.tags)
     return tests
+
+
+def _step_test(steps: Ranges) -> Test:
+    if len(steps.spans) > 1:
+        return lambda moment: moment.step in steps
+    ((first, last),) = steps.spans
+    return lambda moment: first <= moment.step <= last
 
 
 def _tag_test(name: str, values: tuple[Any, ...]) -> Test:

@@ -105,9 +105,12 @@ class DumperConfig:
             elif each.name.endswith("_bytes") and isinstance(value, str):
                 value = _size(each.name, value)
             elif not _fits(value, hints[each.name]):
-                raise ConfigError(f"{each.name}={value!r}: must be {_describe(hints[each.name])}")
+                shown = "..." if each.name in _SECRET else repr(value)
+                raise ConfigError(f"{each.name}={shown}: must be {_describe(hints[each.name])}")
             object.__setattr__(self, each.name, value)
         self._check_numbers()
+        if self.control_token is not None and not self.control_token.strip():
+            raise ConfigError("control_token: must not be blank; None asks for none")
         if self.filter is not None:
             try:
                 object.__setattr__(self, "filter", condition(self.filter).text)
@@ -156,8 +159,8 @@ class DumperConfig:
             for trigger in config.triggers:
                 if trigger.command is not None and trigger not in self.triggers:
                     raise ConfigError(
-                        f"triggers: '{trigger}' runs a command, which is never set from outside; give it where the dumper "
-                        "is made, by keyword or TAPSCOPE_TRIGGERS, or use keep or stop"
+                        f"triggers: '{trigger}' runs a command, which is never set from outside; give it where the "
+                        "dumper is made, by keyword or TAPSCOPE_TRIGGERS, or use keep or stop"
                     )
         return config
 

@@ -20,12 +20,12 @@ _log = logging.getLogger("tapscope")
 
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NULL = ("", "none", "null")
-_HINTS = {name: hint for name, hint in typing.get_type_hints(DumperConfig).items()}
+_HINTS = typing.get_type_hints(DumperConfig)
 _FIELDS = tuple(each.name for each in fields(DumperConfig))
 
 
 def parse_words(words: Iterable[str]) -> dict[str, Any]:
-    """``["enabled=true", "keep=full"]`` -> changes. Rules are joined by ``;``, or by ``,`` where all are GLOB=KEEP alone.
+    """``["enabled=true", "keep=full"]`` -> changes; rules are joined by ``;``, or by ``,`` if all are bare GLOB=KEEP.
 
     Names that are no setting keep their text, or the JSON that it is. Raises ConfigError.
     """
@@ -41,8 +41,8 @@ def parse_words(words: Iterable[str]) -> dict[str, Any]:
 def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> dict[str, Any]:
     """What the variables set. With ``sglang``, SGLang's ``DUMPER_*`` count where ours are unset.
 
-    Raises ConfigError naming the variable; a variable that looks like a setting and is none, and one of SGLang's that has no
-    counterpart here, is said in the log.
+    Raises ConfigError naming the variable. A variable that looks like a setting and is none, and one of SGLang's
+    that has no counterpart here, is said in the log.
     """
     changes = _from_sglang(environ) if sglang else {}
     for variable, text in environ.items():

@@ -6,14 +6,19 @@ As text, options separated by blanks, ``when=`` last because it takes the rest::
 
     layers.3.*:out=full steps=0-99 every=10 phase=decode rank=0 when=search("attn", name) and numel > 4096
 
-Which sites: ``layers=0-3,7``, ``port=`` (``in out tap param buffer``, ``grad`` for every gradient, or ``out.grad`` and so
-on), ``rank=0-1`` and mesh coordinates ``tp= pp= dp= cp= ep=`` (an axis that the mesh lacks has coordinate 0). Which
-moments: ``steps=0-99`` or ``steps=100-``, ``every=N`` (``step % N == 0``), ``first=N`` (the first N steps of this
-configuration), ``phase=``, ``pass=`` (``forward recompute backward``), ``dtype=``, ``min_bytes=``, ``max_bytes=`` (of the
-tensor, both included), ``tag.NAME=``, ``request=`` (only the rows of these requests are kept; where none of them is in the
-step the next rule decides), ``when=``. What of it: ``rows=A:B[:S]`` of the token rows, ``cap=1MiB`` (a larger tensor is kept as
-statistics). A value with blanks, commas or quotes is written as a JSON text: ``tag.user="a b"``. As JSON a rule is an
-object of the same names: ``{"site": "layers.3.*:out", "keep": "full", "steps": "0-99"}``.
+Which sites
+    ``layers=0-3,7``, ``port=`` (``in out tap param buffer``, ``grad`` for every gradient, or ``out.grad`` and so on),
+    ``rank=0-1`` and mesh coordinates ``tp= pp= dp= cp= ep=`` (an axis that the mesh lacks has coordinate 0).
+Which moments
+    ``steps=0-99`` or ``steps=100-``, ``every=N`` (``step % N == 0``), ``first=N`` (the first N steps of this
+    configuration), ``phase=``, ``pass=`` (``forward recompute backward``), ``dtype=``, ``min_bytes=`` and
+    ``max_bytes=`` (of the tensor, both included), ``tag.NAME=``, ``request=`` (only the rows of these requests are
+    kept; where none of them is in the step the next rule decides), ``when=``.
+What of it
+    ``rows=A:B[:S]`` of the token rows, ``cap=1MiB`` (a larger tensor is kept as statistics).
+
+A value with blanks, commas or quotes is written as a JSON text: ``tag.user="a b"``. As JSON a rule is an object of the
+same names: ``{"site": "layers.3.*:out", "keep": "full", "steps": "0-99"}``.
 """
 
 import json
@@ -112,7 +117,8 @@ def parse_rule(value: Any) -> Rule:
 def _from_text(text: str) -> Rule:
     head, words = option.split(text)
     if head is None:
-        raise RuleError(f"rule {option.short(text)} has no '='; write GLOB=KEEP, e.g. 'layers.3.*:out=full'")
+        wrong = "does not begin with GLOB=KEEP" if "=" in text else "has no '='"
+        raise RuleError(f"rule {option.short(text)} {wrong}; write GLOB=KEEP, e.g. 'layers.3.*:out=full'")
     fields: dict[str, Any] = {}
     for name, value in words:
         _set(fields, name, value, text)

@@ -1,11 +1,11 @@
 """Selection: the rules of one configuration, applied to sites; what is settled by the site is settled once.
 
-What costs is kept only where it is named. A gradient needs a hook of its own in the backward pass, parameters and buffers are
-as large as the model: so ``*=full`` is about inputs, outputs and explicit values alone. A rule reaches a gradient when its
-glob ends in ``.grad`` or it says ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer when the port of its glob
-begins with ``param`` or ``buffer`` or it says ``port=param`` or ``port=buffer``; or when the switches ``grads``, ``params``
-and ``buffers`` of the configuration make them ordinary sites (gradients of parameters: ``grads`` and ``params`` both).
-A rule that says ``off`` is about everything that its glob matches.
+What costs is kept only where it is named. A gradient needs a hook of its own in the backward pass, parameters and
+buffers are as large as the model: so ``*=full`` is about inputs, outputs and explicit values alone. A rule reaches a
+gradient when its glob ends in ``.grad`` or it says ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer when
+the port of its glob begins with ``param`` or ``buffer`` or it says ``port=param`` or ``port=buffer``; or when the
+switches ``grads``, ``params`` and ``buffers`` of the configuration make them ordinary sites (gradients of parameters:
+``grads`` and ``params`` both). A rule that says ``off`` is about everything that its glob matches.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

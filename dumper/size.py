@@ -6,7 +6,7 @@ from typing import Any
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BY_TEXT = {unit.lower(): number for unit, number in _UNITS.items()}
-_SIZE = re.compile(r"\s*(\d{1,18})(\.\d{1,9})?\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,19})(\.\d{1,9})?\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: Any) -> int:

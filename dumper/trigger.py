@@ -6,8 +6,8 @@ As text, ``GLOB: CONDITION -> ACTION``::
     *: absmax > 1e4 -> stop
     lm_head:out: inf or nan -> run 'notify.sh {site} {step}'
 
-Counts (``nan``, ``inf``, ...) hold when they are more than 0. ``min``, ``max``, ``absmax``, ``mean``, ``rms`` and ``std`` are
-over finite values, and None, which is neither less nor more than any number, where nothing is finite.
+Counts (``nan``, ``inf``, ...) hold when they are more than 0. ``min max absmax mean rms std sum`` are over finite
+values, and None, which is neither less nor more than any number, where nothing is finite.
 """
 
 import json

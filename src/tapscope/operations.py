@@ -13,12 +13,28 @@ ALLOWED = (
 )
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAX_ITEMS = 65536
+_MAX_NESTED = 6
+
+_NUMBERS = frozenset({bool, int, float})
 
 _Values = Mapping[str, Any]
-_Node = Callable[[_Values], Any]
+Node = Callable[[_Values], Any]
 
 
-def name(text: str) -> _Node:
+class Constant:
+    """A part that is the same whatever the values are."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, values: _Values) -> Any:
+        """The value, as any node gives its own."""
+        return self.value
+
+
+def name(text: str) -> Node:
     """The value of a name, None where there is none."""
 
     def get(values: _Values) -> Any:
@@ -43,18 +59,21 @@ def plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is no number, text or list of them")
 
 
-def call(function: Callable[..., Any], parts: Sequence[_Node]) -> _Node:
+def call(function: Callable[..., Any], parts: Sequence[Node]) -> Node:
     """``function`` on the values of ``parts``."""
     if len(parts) == 1:
         (only,) = parts
         return lambda values: function(only(values))
     if len(parts) == 2:
         left, right = parts
+        if isinstance(right, Constant):
+            value = right.value
+            return lambda values: function(left(values), value)
         return lambda values: function(left(values), right(values))
     return lambda values: function(*[part(values) for part in parts])
 
 
-def chain(parts: Sequence[_Node], stops: bool) -> _Node:
+def chain(parts: Sequence[Node], stops: bool) -> Node:
     """``and`` (``stops`` False) or ``or``: the first value whose truth is ``stops``, else the last one."""
     if len(parts) == 1:
         return parts[0]
@@ -63,6 +82,8 @@ def chain(parts: Sequence[_Node], stops: bool) -> _Node:
         if stops:
             return lambda values: first(values) or second(values)
         return lambda values: first(values) and second(values)
+    if len(parts) <= _MAX_NESTED:
+        return chain([parts[0], chain(parts[1:], stops)], stops)
 
     def evaluate(values: _Values) -> Any:
         value = None
@@ -85,16 +106,14 @@ def _is_in(a: Any, b: Any) -> bool:
     return a in b
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
 def _arithmetic(symbol: str, compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def apply(a: Any, b: Any) -> Any:
+        if a.__class__ in _NUMBERS and b.__class__ in _NUMBERS:
+            return compute(a, b)
         if a is None or b is None:
             return None
-        if (_number(a) and _number(b)) or (symbol == "+" and isinstance(a, str) and isinstance(b, str)):
-            return compute(a, b)
+        if symbol == "+" and isinstance(a, str) and isinstance(b, str):
+            return a + b
         raise TypeError(f"{symbol} is for numbers, not {type(a).__name__} and {type(b).__name__}")
 
     return apply
@@ -104,7 +123,7 @@ def _signed(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def apply(value: Any) -> Any:
         if value is None:
             return None
-        if not _number(value):
+        if value.__class__ not in _NUMBERS:
             raise TypeError(f"a sign is for numbers, not {type(value).__name__}")
         return compute(value)
 

@@ -93,7 +93,7 @@ class Glob:
     ``model.layers.3.*`` both match ``model.layers.3.mlp:out``.
     """
 
-    __slots__ = ("_regex", "text")
+    __slots__ = ("_literal", "_regex", "text")
 
     def __init__(self, text: str) -> None:
         if not text:
@@ -104,6 +104,7 @@ class Glob:
         # A pattern that names the root (":out") is anchored: otherwise it would match every module's port.
         if (not colon or path) and not text.startswith("*"):
             bodies += [f"*.{body}" for body in bodies]
+        self._literal = max(re.split(r"[*?]", text), key=len)  # looked for first: most sites lack it
         self._regex = re.compile("|".join(_translate(body) for body in bodies))
 
     def __repr__(self) -> str:
@@ -117,7 +118,8 @@ class Glob:
 
     def matches(self, site: Site | str) -> bool:
         """Whether the site matches."""
-        return self._regex.fullmatch(str(site)) is not None
+        text = str(site)
+        return self._literal in text and self._regex.fullmatch(text) is not None
 
 
 def _translate(glob: str) -> str:
