@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 
 from tapscope.dumper.batch import LINE_COST, Batch, Pending
 from tapscope.dumper.pool import BufferPool
@@ -29,7 +30,8 @@ class Backlog:
         self._block_timeout_s = block_timeout_s
         self.ring = ring
         self._ring_address = ring.address if ring else 0
-        self._changed = threading.Condition()
+        self.lock = threading.Condition()
+        """Guards all of this; notified when anything changes. What lends slots may share it."""
         self._queue: deque[Item] = deque()
         self._waiting_records = 0
         self._waiting_bytes = 0
@@ -43,7 +45,7 @@ class Backlog:
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Memory for a payload; None when it had to be given up."""
-        with self._changed:
+        with self.lock:
             if not self._admits(nbytes):
                 return None
             self.in_flight_bytes += nbytes
@@ -55,13 +57,13 @@ class Backlog:
 
     def cancel(self, slot: Slot) -> None:
         """The payload is not needed after all."""
-        with self._changed:
+        with self.lock:
             self._release(slot)
 
     def put(self, pending: Pending) -> bool:
         """Queue a record; False when it had to be dropped (its slot is then free again)."""
         slot = pending.slot
-        with self._changed:
+        with self.lock:
             if not self._admits(LINE_COST):
                 if slot is not None:
                     self._release(slot)
@@ -71,28 +73,51 @@ class Backlog:
             if slot is not None:
                 self._waiting_bytes += slot.nbytes
             self._queue.append(pending)
+            pending.stamp.step.tally.sent += 1
             if self._waiting_records >= BATCH_RECORDS or self._waiting_bytes >= BATCH_BYTES:
-                self._changed.notify_all()
+                self.lock.notify_all()
         return True
+
+    def hand_over(self, items: Iterable[Pending | bytes]) -> None:
+        """Queue what was held elsewhere, whatever the bound: its slots count for their lender until acknowledged."""
+        with self.lock:
+            for item in items:
+                if not isinstance(item, Pending):
+                    self.append(item)
+                elif not self.dead:
+                    self.in_flight_bytes += LINE_COST
+                    self._waiting_records += 1
+                    self._waiting_bytes += item.nbytes
+                    self._queue.append(item)
+                elif item.slot is not None:
+                    self._release(item.slot)
+            self.flush()
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for the recorder as a full backlog does; the lock must be held. False when it did not come true."""
+        if self._block_timeout_s is None:
+            return condition()
+        self.flush()
+        return self.lock.wait_for(lambda: self.dead is not None or condition(), self._block_timeout_s)
 
     def append(self, item: bytes | Message) -> None:
         """Queue a line that is no record, or a message; small, so never refused while the recorder lives."""
-        with self._changed:
+        with self.lock:
             if not self.dead:
                 self._queue.append(item)
 
     def flush(self) -> None:
         """Let go what there is, full batch or not."""
-        with self._changed:
+        with self.lock:
             self._flush = True
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def drained(self, timeout_s: float) -> bool:
         """Flush and wait until everything is acknowledged; False when that did not happen in time."""
-        with self._changed:
+        with self.lock:
             self._flush = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.dead is not None or self.is_empty, timeout_s)
+            self.lock.notify_all()
+            self.lock.wait_for(lambda: self.dead is not None or self.is_empty, timeout_s)
             return self.dead is None and self.is_empty
 
     @property
@@ -111,8 +136,8 @@ class Backlog:
         if self._block_timeout_s is None or self._stalled:
             return False
         self._flush = True
-        self._changed.notify_all()
-        self._changed.wait_for(lambda: self.dead is not None or self._has_room(nbytes), self._block_timeout_s)
+        self.lock.notify_all()
+        self.lock.wait_for(lambda: self.dead is not None or self._has_room(nbytes), self._block_timeout_s)
         # Who has waited in vain waits no more until the recorder moves: one stall costs one timeout, not one a value.
         self._stalled = not self._has_room(nbytes)
         return self.dead is None and not self._stalled
@@ -124,9 +149,9 @@ class Backlog:
 
     def take(self, idle_s: float) -> list[Item]:
         """Wait at most ``idle_s`` for enough to send, then take at most one batch; it counts as sent from now on."""
-        with self._changed:
+        with self.lock:
             if not self._ready():
-                self._changed.wait_for(self._ready, idle_s)
+                self.lock.wait_for(self._ready, idle_s)
             if not self._ready():
                 return []
             items: list[Item] = []
@@ -144,29 +169,29 @@ class Backlog:
 
     def sent(self, num_batches: int) -> None:
         """What :meth:`take` gave became this many batches, each of which is acknowledged on its own."""
-        with self._changed:
+        with self.lock:
             self._num_sent += num_batches - 1
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def acknowledged(self, batch: Batch) -> None:
         """The recorder has it: its memory is free again."""
-        with self._changed:
+        with self.lock:
             for slot in batch.slots:
                 self._release(slot)
             self.in_flight_bytes -= batch.num_records * LINE_COST
             self._num_sent -= 1
             self._stalled = False
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def abandon(self, reason: str) -> bool:
         """Nothing more can be sent; False when that was known already."""
-        with self._changed:
+        with self.lock:
             if self.dead:
                 return False
             self.dead = reason
             self._queue.clear()
             self._waiting_records = self._waiting_bytes = self._num_sent = 0
-            self._changed.notify_all()
+            self.lock.notify_all()
             return True
 
     def _ready(self) -> bool:
@@ -176,6 +201,9 @@ class Backlog:
         return enough or (self._flush and bool(self._queue))
 
     def _release(self, slot: Slot) -> None:
+        if slot.lender is not None:
+            slot.lender.free(slot)
+            return
         self.in_flight_bytes -= slot.nbytes
         if slot.buffer is not None:
             self.pool.give_back(slot.buffer)

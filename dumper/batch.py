@@ -4,29 +4,55 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tapscope.dumper.port import Layout, Port
 from tapscope.dumper.slot import Slot
+from tapscope.dumper.stamp import Stamp, record_line
+from tapscope.ledger import encode_line, event_line
 from tapscope.wire import Message
 
 LINE_COST = 512
 """Bytes that a line is charged for while it is on its way, roughly."""
 
 
-@dataclass(slots=True)
 class Pending:
-    """A record on its way."""
+    """A record on its way. Its line is written in the pipeline's thread: the forward thread has no time for text."""
 
-    line: bytes
-    """Without its entry."""
-    generation: int
-    """Payloads are shared within one."""
-    payload: int | None = None
-    """Number of the payload that holds the record's bytes: the slot's, or that of an equal one."""
-    slot: Slot | None = None
-    """The bytes to send; None when there are none or they have been sent."""
-    head: tuple[str, str, list[int]] = ("", "", [])
-    """Tensor name, dtype and shape of the payload."""
-    finish: "Callable[[Pending], None] | None" = None
-    """Called in the pipeline's thread before the record is sent: fills in what only the device knew."""
+    __slots__ = ("content", "finish", "generation", "layout", "payload", "port", "seq", "slot", "stamp")
+
+    def __init__(
+        self,
+        port: Port,
+        stamp: Stamp,
+        seq: int,
+        layout: Layout,
+        content: bytes,
+        generation: int,
+        payload: int | None = None,
+        slot: Slot | None = None,
+    ) -> None:
+        self.port = port
+        self.stamp = stamp
+        self.seq = seq
+        self.layout = layout
+        self.content = content
+        """The line's members from ``value`` to ``stats``."""
+        self.generation = generation
+        """Payloads are shared within one."""
+        self.payload = payload
+        """Number of the payload that holds the record's bytes: the slot's, or that of an equal one."""
+        self.slot = slot
+        """The bytes to send; None when there are none or they have been sent."""
+        self.finish: Callable[[Pending], None] | None = None
+        """Called in the pipeline's thread before the record is sent: fills in what only the device knew."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payload that travels with it."""
+        return self.slot.nbytes if self.slot is not None else 0
+
+    def line(self) -> bytes:
+        """The ``record`` line without its entry."""
+        return record_line(self.seq, self.port, self.stamp, self.layout.text, self.content)
 
 
 @dataclass(slots=True)
@@ -43,12 +69,23 @@ class Batch:
 
     def add(self, item: Pending) -> None:
         """Take a record in."""
+        if item.finish is not None:
+            item.finish(item)
         line = len(self.lines)
-        self.lines.append(item.line)
         self.num_records += 1
-        slot = item.slot
+        try:
+            self.lines.append(item.line())
+        except Exception as error:  # noqa: BLE001 - one value that cannot be encoded must not end the capture
+            fields = {"where": item.port.site, "reason": f"{type(error).__name__}: {error}"}
+            event = event_line("failed", late=True, step=item.stamp.step.info.step, **fields)
+            self.lines.append(encode_line(event))
+            if item.slot is not None:
+                self.slots.append(item.slot)
+            return
+        slot, layout = item.slot, item.layout
         if slot is not None:
-            self.payloads.append([line, item.payload, *item.head, slot.offset, slot.nbytes])
+            name = item.stamp.key(item.port).tensor_name
+            self.payloads.append([line, item.payload, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
             self.slots.append(slot)
         elif item.payload is not None:
             self.shared.append([line, item.payload])

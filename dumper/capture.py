@@ -1,17 +1,20 @@
 """Capture: a tensor as bytes of our own, so that a later in-place change does not show."""
 
 import ctypes
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from tapscope import dtypes
-from tapscope.dumper.memo import Known, Memo
+from tapscope.dumper.memo import SMALL, Memo
 from tapscope.dumper.slot import Sink, Slot
 from tapscope.kernels.native import summary
 
+if TYPE_CHECKING:
+    from tapscope.dumper.port import Layout
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_functional = torch._C._functorch.is_functorch_wrapped_tensor
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
 
@@ -19,14 +22,9 @@ class Unsupported(Exception):
     """This tensor cannot be captured; the text says why. Never leaves the dumper."""
 
 
-class Taken(NamedTuple):
-    """What was captured of a tensor."""
-
-    text: bytes
-    """Hash, bag and statistics, as members of the record's line."""
-    known: Known
-    slot: Slot | None
-    """Its bytes, copied; None when they were not asked for or are known already."""
+Taken = tuple[bytes, bytes, int | None, Slot | None]
+"""What was captured of a tensor: hash, bag and statistics as members of the record's line; the hash as 16 bytes; the
+number of the payload that holds its bytes, if any; and the slot with a copy of them, if they are new to this step."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,13 +39,18 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise Unsupported("a meta tensor has no values")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise Unsupported(f"a {type(tensor).__name__} is no plain memory")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functional(tensor):
         raise Unsupported("a tensor inside torch.func has no memory of its own")
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor
+
+
+def has_name(dtype: torch.dtype) -> bool:
+    """Whether records can name this element type."""
+    return dtype in _NAMES
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -62,74 +65,72 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.dtype in _NAMES
-        and not (tensor.is_conj() or tensor.is_neg() or _is_wrapped(tensor))
+        and not (tensor.is_conj() or tensor.is_neg() or is_functional(tensor))
     )
 
 
-def take(tensor: torch.Tensor, memo: Memo, sink: Sink | None) -> Taken | None:
-    """Statistics, hash and bag of a :func:`local_tensor`, and with a ``sink`` its bytes, if they are new to this step.
+def measure(tensor: torch.Tensor, layout: "Layout", memo: Memo) -> Taken:
+    """Statistics, hash and bag of a :func:`local_tensor`; of one on a device by a synchronous copy."""
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    if not dense.is_cpu:
+        dense = dense.cpu()
+    address, nbytes, dtype = _address(dense), layout.nbytes, layout.dtype
+    if nbytes < SMALL:
+        return *summary.take(address, layout.count, dtype), None, None
+    known = memo.recall(address, nbytes, dtype)
+    if known is None:
+        known = summary.take(address, layout.count, dtype)
+        memo.note(address, nbytes, dtype, *known)
+    return *known, None, None
 
-    One pass over bytes that were just computed and are in the cache. None when the sink had no room. From a device the
-    copy is synchronous.
+
+def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
+    """As :func:`measure`, and the bytes in a slot of ``sink``, if they are new to this step; None when it has no room.
+
+    One pass over bytes that were just computed and are in the cache.
     """
-    if sink is None:
-        return _measure(tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous(), memo)
-    if tensor.is_cpu and tensor.is_contiguous():
-        return _take_dense(tensor, memo, sink)
-    return _take_strided(tensor, memo, sink)
-
-
-def _measure(dense: torch.Tensor, memo: Memo) -> Taken:
-    address, count, dtype = _address(dense), dense.numel(), _NAMES[dense.dtype]
-    nbytes = count * dense.element_size()
-    digest, text = memo.recall(address, nbytes, dtype) or (b"", b"")
-    if not digest:
-        text, digest = summary.take(address, count, dtype)
-        memo.note(address, nbytes, dtype, digest, text)
-    return Taken(text, Known(digest, nbytes, None), None)
-
-
-def _take_dense(tensor: torch.Tensor, memo: Memo, sink: Sink) -> Taken | None:
-    address, count, dtype = _address(tensor), tensor.numel(), _NAMES[tensor.dtype]
-    nbytes = count * tensor.element_size()
-    seen = memo.recall(address, nbytes, dtype)
-    if seen is not None and (payload := memo.payload(seen[0], nbytes)) is not None:
-        return Taken(seen[1], Known(seen[0], nbytes, payload), None)
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        return _take_elsewhere(tensor, layout, memo, sink)
+    address, nbytes, dtype = _address(tensor), layout.nbytes, layout.dtype
+    if nbytes >= SMALL and (known := memo.recall(address, nbytes, dtype)) is not None:
+        payload = memo.payload(known[1], nbytes)
+        if payload is not None:
+            return *known, payload, None
     slot = sink.reserve(nbytes)
     if slot is None:
         return None
     try:
-        text, digest = summary.take(address, count, dtype, slot.address)
+        known = summary.take(address, layout.count, dtype, slot.address)
     except BaseException:
         sink.cancel(slot)
         raise
-    memo.note(address, nbytes, dtype, digest, text)
-    return _unless_known(slot, text, digest, memo, sink)
+    if nbytes >= SMALL:
+        memo.note(address, nbytes, dtype, *known)
+    return _unless_known(*known, slot, memo, sink)
 
 
-def _take_strided(tensor: torch.Tensor, memo: Memo, sink: Sink) -> Taken | None:
-    dtype, count = _NAMES[tensor.dtype], tensor.numel()
-    slot = sink.reserve(count * tensor.element_size())
+def _take_elsewhere(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
+    """A strided tensor, or one on a device: torch copies it, then it is read where it was copied to."""
+    slot = sink.reserve(layout.nbytes)
     if slot is None:
         return None
     try:
-        if count:
-            memory = _memory(slot)
-            memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        text, digest = summary.take(slot.address, count, dtype)
+        if layout.count:
+            _memory(slot).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        known = summary.take(slot.address, layout.count, layout.dtype)
     except BaseException:
         sink.cancel(slot)
         raise
-    return _unless_known(slot, text, digest, memo, sink)
+    return _unless_known(*known, slot, memo, sink)
 
 
-def _unless_known(slot: Slot, text: bytes, digest: bytes, memo: Memo, sink: Sink) -> Taken:
+def _unless_known(text: bytes, digest: bytes, slot: Slot, memo: Memo, sink: Sink) -> Taken:
     """Give the copy up if this step has sent the same bytes already."""
     payload = memo.payload(digest, slot.nbytes)
-    if payload is not None:
-        sink.cancel(slot)
-        return Taken(text, Known(digest, slot.nbytes, payload), None)
-    return Taken(text, Known(digest, slot.nbytes, memo.number()), slot)
+    if payload is None:
+        return text, digest, memo.number(), slot
+    sink.cancel(slot)
+    return text, digest, payload, None
 
 
 def _memory(slot: Slot) -> torch.Tensor:

@@ -14,19 +14,31 @@ from tapscope import ledger
 from tapscope.dumper import capture
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
+from tapscope.dumper.cut import Part
 from tapscope.dumper.flatten import flatten, plain_value
-from tapscope.dumper.rules import Moment, Selection, Taking
 from tapscope.dumper.memo import Memo
+from tapscope.dumper.port import NO_LAYOUT, Layout, Port
+from tapscope.dumper.rules import Moment, Selection, Taking
 from tapscope.dumper.slot import Sink
-from tapscope.dumper.stamp import Stamp, record_line
+from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.steps import OpenStep
-from tapscope.dumper.taps import Port, Tap
+from tapscope.dumper.taps import Tap
 from tapscope.ledger import StepCounts, encode_line, event_line
 from tapscope.observe import StepInfo
 from tapscope.record import FORWARD
 
 _log = logging.getLogger("tapscope")
 _MAX_COMPLAINTS = 20
+_OUT = ("out", "")
+_num_forks = 0
+
+
+def _after_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Collector:
@@ -43,7 +55,7 @@ class Collector:
         self.num_dropped = 0
         self.num_failed = 0
         """Of all steps."""
-        self._pid = os.getpid()
+        self._num_forks = _num_forks  # in a forked child there is no pipeline, and the rank is its parent's
         self._lock = threading.Lock()  # several threads may call the model at once
         self._announced_sites: set[str] = set()
         self._memo = Memo()
@@ -110,6 +122,7 @@ class Collector:
 
     def _account(self, step: OpenStep, counts: StepCounts) -> None:
         """Say at once when values begin to be lost, and in the run how many each step lost."""
+        counts.seen = counts.sent + counts.dropped + counts.failed
         if counts.dropped:
             if not self.num_dropped:
                 text = "tapscope drops values from step %d on: the pipeline is full or the recorder gone"
@@ -134,84 +147,98 @@ class Collector:
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
         """A tap fired with ``(args, kwargs)`` (kind ``in``) or an output (kind ``out``)."""
-        if os.getpid() != self._pid:
-            return  # a forked child: its pipeline has no thread, and the rank is its parent's
         step = self.step
-        if step is None:
-            self.num_outside += 1
-            return
-        if step.skipped:
+        if step is None or step.skipped or self._num_forks != _num_forks:
+            if step is None and self._num_forks == _num_forks:
+                self.num_outside += 1
             return
         try:
-            self._announce(step)
+            if not step.announced:
+                self._announce(step)
             tap.fired = True
             with self._lock:
-                stamp = Stamp(step, tap.occurrence(step.serial, kind, step.micro, FORWARD), step.micro)
+                stamp = Stamp(step, tap.occurrence(step.serial, kind, step.micro), step.micro)
+            if type(value) is torch.Tensor:
+                port = tap.ports.get(_OUT) or tap.port("out", "", self.selection)
+                if port.may_keep:
+                    self.take(port, value, stamp)
+                return
             for path, leaf in flatten(tap.named_inputs(*value) if kind == "in" else value):
                 port = tap.ports.get((kind, path)) or tap.port(kind, path, self.selection)
                 if port.may_keep:
                     self.take(port, leaf, stamp)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._fail(step, tap.path, error, seen=False)
+            self._fail(step, tap.path, error)
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """Record one value at ``port``, if the rules keep it; never raises.
 
         Its step may have ended (a gradient): the value is then counted as late.
         """
-        step, seen = stamp.step, False
         try:
-            taking = port.choice.static or self._decide(port, leaf, stamp)
-            if taking.keep == "off":
+            if stamp.step.ended:
+                self._note_late(stamp.step)
+            if port.keep is None or not isinstance(leaf, torch.Tensor):
+                self._take_carefully(port, leaf, stamp)
                 return
-            self._count_seen(step)
-            seen = True
             if not port.announced:
                 self._announce_site(port)
-            self._record(port, leaf, stamp, taking)
+            tensor = leaf if capture.is_plain(leaf) else capture.local_tensor(leaf)
+            layout = port.layouts.get((tensor.dtype, tensor.shape)) or port.layout(Part(tensor), None, self.complain)
+            self._record(port, stamp, tensor, layout, port.keep == "full")
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._fail(step, port.site, error, seen=seen)
+            self._fail(stamp.step, port.site, error)
 
-    def _record(self, port: Port, leaf: Any, stamp: Stamp, taking: Taking) -> None:
-        if not isinstance(leaf, torch.Tensor):
-            text = b'"value":' + encode_line(plain_value(leaf))
-            self._put(Pending(record_line(next(self._seq), port, stamp, "", text), self._memo.generation), stamp.step)
+    def _take_carefully(self, port: Port, leaf: Any, stamp: Stamp) -> None:
+        """A value that is no tensor, or whose rule has conditions, or of which a part is kept."""
+        taking = port.choice.static or self._decide(port, leaf, stamp)
+        if taking.keep == "off":
             return
+        if not port.announced:
+            self._announce_site(port)
+        if isinstance(leaf, torch.Tensor):
+            self._record_part(port, stamp, leaf, taking)
+        else:
+            text = b'"value":' + encode_line(plain_value(leaf))
+            self._put(Pending(port, stamp, next(self._seq), NO_LAYOUT, text, self._memo.generation))
+
+    def _record_part(self, port: Port, stamp: Stamp, leaf: torch.Tensor, taking: Taking) -> None:
         tensor = leaf if capture.is_plain(leaf) else capture.local_tensor(leaf)
         part = port.part(tensor, stamp.step, taking)
         nbytes = part.tensor.numel() * part.tensor.element_size()
         full = taking.keep == "full" and (taking.cap is None or nbytes <= taking.cap)
-        taken = capture.take(part.tensor, self._memo, self.sink if full else None)
-        if taken is None:
-            stamp.step.tally.dropped += 1
-            return
-        layout = port.layout(part, taking.cap if taking.keep == "full" and not full else None, self.complain)
-        line = record_line(next(self._seq), port, stamp, layout.text, taken.text)
-        pending = Pending(line, self._memo.generation, taken.known.payload, taken.slot)
-        if taken.slot is not None:
-            pending.head = (stamp.key(port).tensor_name, layout.dtype, layout.shape)
-        if self._put(pending, stamp.step) and taken.slot is not None:
-            self._memo.sent(taken.known)
+        cap = taking.cap if taking.keep == "full" and not full else None
+        self._record(port, stamp, part.tensor, port.layout(part, cap, self.complain), full)
 
-    def _put(self, pending: Pending, step: OpenStep) -> bool:
+    def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, full: bool) -> None:
+        memo = self._memo
+        taken = capture.take(tensor, layout, memo, self.sink) if full else capture.measure(tensor, layout, memo)
+        if taken is None:
+            self._count(stamp.step, dropped=1)
+            return
+        text, digest, payload, slot = taken
+        pending = Pending(port, stamp, next(self._seq), layout, text, memo.generation, payload, slot)
+        if self._put(pending) and slot is not None:
+            memo.sent(digest, slot.nbytes, payload)
+
+    def _put(self, pending: Pending) -> bool:
         accepted = self.sink.put(pending)
-        if accepted:
-            step.tally.sent += 1
-        else:
-            step.tally.dropped += 1
+        if not accepted:
+            self._count(pending.stamp.step, dropped=1)
         return accepted
 
-    def _count_seen(self, step: OpenStep) -> None:
+    def _note_late(self, step: OpenStep) -> None:
         with self._lock:
-            tally = step.tally
-            if tally is step.late and not tally.seen:
+            if step not in self._late:
                 self._late.append(step)
-            tally.seen += 1
 
-    def _fail(self, step: OpenStep, where: str, error: Exception, *, seen: bool) -> None:
-        if not seen:
-            self._count_seen(step)
-        step.tally.failed += 1
+    def _count(self, step: OpenStep, *, dropped: int = 0, failed: int = 0) -> None:
+        with self._lock:
+            step.tally.dropped += dropped
+            step.tally.failed += failed
+
+    def _fail(self, step: OpenStep, where: str, error: Exception) -> None:
+        self._count(step, failed=1)
         self.complain(where, str(error) or type(error).__name__)
 
     def _announce_site(self, port: Port) -> None:

@@ -15,9 +15,9 @@ class Part(NamedTuple):
     """What is left of a tensor."""
 
     tensor: torch.Tensor
-    rows: Ranges | None
+    rows: Ranges | None = None
     """Slots of the step's grid that its first axis holds; None for all of them, or when unknown."""
-    slice: Slice | None
+    slice: Slice | None = None
 
 
 def slots_as_ranges(slots: Sequence[int]) -> Ranges:
@@ -40,15 +40,17 @@ def cut(
 ) -> Part:
     """The rows of ``requests`` (all of them if None), and of those the ones that ``rows`` names.
 
-    ``row_set`` are the slots that the first axis holds, where it is not the whole grid. Raises ValueError when rows of a
-    request are asked for and nobody knows which rows the tensor has.
+    ``row_set`` are the slots that the first axis holds, where it is not the whole grid. Raises ValueError when rows of
+    a request are asked for and nobody knows which rows the tensor has.
     """
     shape = tuple(tensor.shape)
     slots = _slots(shape, info, row_set)
     depth = len(info.grid) if slots is not None and row_set is None else 1
     if requests is not None:
         if slots is None:
-            raise ValueError(f"rows of requests {', '.join(sorted(requests))} asked for, and the step's grid is unknown")
+            raise ValueError(
+                f"rows of requests {', '.join(sorted(requests))} asked for, and the step's grid is unknown"
+            )
         wanted = {run.slot + i for run in info.rows if run.request in requests for i in range(run.count)}
         chosen = [index for index, slot in enumerate(slots) if slot in wanted]
     else:

@@ -1,27 +1,18 @@
 """Memo: what the open step has met already."""
 
 import itertools
-from typing import NamedTuple
 
 from tapscope.kernels.native.summary import digest_of
 
-_SMALL = 16 * 1024
-
-
-class Known(NamedTuple):
-    """Bytes that this step has met."""
-
-    digest: bytes
-    nbytes: int
-    payload: int | None
-    """Number of the payload that holds them; None when only their statistics were kept."""
+SMALL = 16 * 1024
+"""Reading so few bytes again is no dearer than asking whether they were seen."""
 
 
 class Memo:
     """What the open step has met already, so that equal bytes are stored once and the same tensor is read fast.
 
-    Only a hash of the bytes says that they are the same, never an address: what lies at an address seen before is hashed
-    again, which is half of the work, and only then taken for the same.
+    Only a hash of the bytes says that they are the same, never an address: what lies at an address seen before is
+    hashed again, which is a part of the work, and only then taken for the same.
     """
 
     def __init__(self) -> None:
@@ -38,16 +29,13 @@ class Memo:
         self._payloads.clear()
 
     def recall(self, address: int, nbytes: int, dtype: str) -> tuple[bytes, bytes] | None:
-        """(digest, text) of the bytes there, if they were seen there in this step and are still the same."""
-        if nbytes < _SMALL:
-            return None  # reading it again is no dearer than asking
+        """(text, digest) of at least SMALL bytes, if they were seen there in this step and are still the same."""
         seen = self._places.get((address, nbytes, dtype))
-        return seen if seen is not None and digest_of(address, nbytes) == seen[0] else None
+        return seen if seen is not None and digest_of(address, nbytes) == seen[1] else None
 
-    def note(self, address: int, nbytes: int, dtype: str, digest: bytes, text: bytes) -> None:
+    def note(self, address: int, nbytes: int, dtype: str, text: bytes, digest: bytes) -> None:
         """These bytes lie there now."""
-        if nbytes >= _SMALL:
-            self._places[address, nbytes, dtype] = digest, text
+        self._places[address, nbytes, dtype] = text, digest
 
     def payload(self, digest: bytes, nbytes: int) -> int | None:
         """Number of the payload that holds these bytes."""
@@ -57,7 +45,6 @@ class Memo:
         """For a new payload."""
         return next(self._numbers)
 
-    def sent(self, known: Known) -> None:
-        """Its payload is on its way: equal bytes need not be sent again in this step."""
-        if known.payload is not None:
-            self._payloads[known.digest, known.nbytes] = known.payload
+    def sent(self, digest: bytes, nbytes: int, payload: int) -> None:
+        """The payload is on its way: equal bytes need not be sent again in this step."""
+        self._payloads[digest, nbytes] = payload

@@ -14,7 +14,7 @@ from tapscope.dumper.batch import Batch
 from tapscope.dumper.network import Endpoint
 from tapscope.dumper.process import is_alive
 from tapscope.errors import RecorderError, TapscopeError, UnreachableError
-from tapscope.ledger import encode_line, event_line
+from tapscope.ledger import encode_line
 from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
@@ -153,8 +153,6 @@ class Pipeline:
                 if item.generation != self._generation:
                     batch = self._send_batch(batch)
                     self._generation = item.generation
-                if item.finish is not None:
-                    item.finish(item)
                 batch.add(item)
         self._send_batch(batch)
         return self._num_batches - before

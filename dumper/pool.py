@@ -12,8 +12,8 @@ Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 class BufferPool:
     """Buffers that come back: fresh memory costs a page fault every 4 KiB, more than the copy itself.
 
-    Buffers lent and idle together are bounded: idle ones go, the sizes that were not asked for the longest first, before
-    more is allocated. What is lent is bounded by who asks.
+    Buffers lent and idle together are bounded: idle ones go, the sizes that were not asked for the longest first,
+    before more is allocated. What is lent is bounded by who asks.
     """
 
     def __init__(self, limit: int) -> None:
@@ -22,6 +22,12 @@ class BufferPool:
         self._lent_bytes = 0
         self._idle: OrderedDict[int, list[Buffer]] = OrderedDict()
         self._lock = threading.Lock()
+
+    def resize(self, limit: int) -> None:
+        """Another bound, from now on."""
+        with self._lock:
+            self._limit = limit
+            self._trim()
 
     def take(self, nbytes: int) -> Buffer:
         """A buffer of exactly ``nbytes``."""

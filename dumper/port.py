@@ -23,6 +23,13 @@ class Layout(NamedTuple):
     text: str
     dtype: str
     shape: list[int]
+    count: int
+    """Elements."""
+    nbytes: int
+
+
+NO_LAYOUT = Layout("", "", [], 0, 0)
+"""Of a value that is no tensor."""
 
 
 class Port:
@@ -34,13 +41,16 @@ class Port:
         "choice",
         "complained",
         "dims",
+        "grad",
+        "inner",
+        "keep",
+        "layouts",
         "may_keep",
         "model",
         "model_text",
         "row_set",
         "site",
         "site_text",
-        "_layouts",
     )
 
     def __init__(
@@ -65,11 +75,28 @@ class Port:
         self.announced = False
         """Whether its ``site`` line was sent."""
         self.complained = False
-        self._layouts: dict[tuple[torch.dtype, torch.Size, Any], Layout] = {}
+        self.keep = _plain_keep(choice.static) if row_set is None else None
+        """What is kept of every tensor here, where nothing else need be asked; else None."""
+        self.grad: Port | None = None
+        """The port of its gradient, where that may be kept."""
+        self.inner: dict[str, Port] = {}
+        """Parts of a tensor that is not one piece of memory."""
+        self.layouts: dict[tuple[Any, ...], Layout] = {}
+        """(dtype, shape) of a whole tensor, or with more of a part -> layout."""
 
     def line(self) -> dict[str, Any]:
         """Its ``site`` line."""
         return {"type": "site", "site": self.site, **self.about} | ({"dims": self.dims} if self.dims else {})
+
+    def part_of(self, name: str) -> "Port":
+        """The port of a part: ``out`` and ``values`` make ``out[values]``; the rules of the whole hold for it."""
+        found = self.inner.get(name)
+        if found is None:
+            value = self.site.removesuffix(".grad")
+            grad = self.site[len(value) :]
+            site = f"{value[:-1]}.{name}]" if value.endswith("]") else f"{value}[{name}]"
+            found = self.inner[name] = Port(site + grad, self.choice, self.about, model=self.model)
+        return found
 
     def part(self, tensor: torch.Tensor, step: OpenStep, taking: Taking) -> Part:
         """What ``taking`` keeps of the tensor; raises ValueError, see :func:`cut`."""
@@ -78,14 +105,18 @@ class Port:
         row_set = step.info.row_sets.get(self.row_set) if self.row_set else None
         return cut(tensor, step.info, row_set, taking.rows, taking.requests)
 
-    def layout(self, part: Part, cap: int | None, complain: Callable[[str, str], None]) -> Layout:
+    def layout(
+        self, part: Part, cap: int | None, complain: Callable[[str, str], None], placed: Placed | None = None
+    ) -> Layout:
         """The layout of a part; dims that do not fit its shape are complained of and left out."""
-        key = (part.tensor.dtype, part.tensor.shape, (part.rows, part.slice, cap))
-        found = self._layouts.get(key)
+        tensor = part.tensor
+        about = (part.rows, part.slice, cap, placed)
+        key = (tensor.dtype, tensor.shape) if about == (None,) * 4 else (tensor.dtype, tensor.shape, about)
+        found = self.layouts.get(key)
         if found is None:
-            if len(self._layouts) >= _MAX_LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[key] = self._make(part, cap, complain)
+            if len(self.layouts) >= _MAX_LAYOUTS:
+                self.layouts.clear()
+            found = self.layouts[key] = self._make(part, cap, complain, placed)
         return found
 
     def _make(self, part: Part, cap: int | None, complain: Callable[[str, str], None]) -> Layout:
@@ -103,4 +134,11 @@ class Port:
             members["slice"] = part.slice._asdict()
         if cap is not None:
             members["cap"] = cap
-        return Layout("," + _encode(members)[1:-1], dtype, shape)
+        count = part.tensor.numel()
+        return Layout("," + quoted(members)[1:-1], dtype, shape, count, count * part.tensor.element_size())
+
+
+def _plain_keep(taking: Taking | None) -> str | None:
+    if taking is None or taking.keep == "off" or taking != Taking(taking.keep):
+        return None
+    return taking.keep

@@ -1,8 +1,8 @@
 """Ring: shared memory through which payloads reach the recorder of the same host without another copy.
 
 The producer makes a file of mode 0600 in shared memory, with every page allocated beforehand (a full file system is
-an error then, never a SIGBUS later) and mapped in. The recorder maps it too and unlinks it at once, so nothing stays behind
-however either side ends. This module needs no torch: the recorder uses :class:`RingView`.
+an error then, never a SIGBUS later) and mapped in. The recorder maps it too and unlinks it at once, so nothing stays
+behind however either side ends. This module needs no torch: the recorder uses :class:`RingView`.
 """
 
 import mmap

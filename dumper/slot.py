@@ -8,6 +8,14 @@ if TYPE_CHECKING:
     from tapscope.dumper.batch import Pending
 
 
+class Lender(Protocol):
+    """Whose memory a slot is, where it is not the backlog's."""
+
+    def free(self, slot: "Slot") -> None:
+        """The recorder has the bytes."""
+        ...
+
+
 class Slot(NamedTuple):
     """A place for one payload."""
 
@@ -17,6 +25,8 @@ class Slot(NamedTuple):
     """Place in the ring, or -1."""
     buffer: np.ndarray[Any, np.dtype[np.uint8]] | None
     """From the pool, where the ring has no room; None for a place in the ring."""
+    lender: Lender | None = None
+    """None for the backlog's own."""
 
 
 class Sink(Protocol):
@@ -31,7 +41,7 @@ class Sink(Protocol):
         ...
 
     def put(self, pending: "Pending") -> bool:
-        """Queue a record; False when it had to be dropped (its slot is then free again)."""
+        """Queue a record and count it as sent in its step; False when it had to be dropped, its slot too."""
         ...
 
     def append(self, line: bytes) -> None:
