@@ -88,7 +88,9 @@ class Endpoint:
             return False
         finally:
             if self.keys is not None:
+                events = socket.get_monitor_socket(_FAILED)
                 socket.disable_monitor()
+                events.close(linger=0)
 
     def _check_refusal(self, socket: "zmq.Socket[bytes]") -> None:
         if self.keys is None:
