@@ -25,6 +25,7 @@ class Taking(NamedTuple):
 
 OFF = Taking("off")
 _NO_TAGS: Mapping[str, Any] = {}
+_OF_VALUE = frozenset({"dtype", "shape", "ndim", "numel", "nbytes"})
 
 
 class Moment(NamedTuple):
@@ -51,12 +52,14 @@ class Case(NamedTuple):
 
     tests: tuple[Test, ...]
     taking: Taking
+    needs_value: bool = False
+    """Whether the value itself is asked about: its type, shape or size."""
 
 
 class Choice:
     """What is kept at one site."""
 
-    __slots__ = ("_cases", "_default", "_filter", "num_problems", "problem", "static")
+    __slots__ = ("_cases", "_default", "_filter", "needs_value", "num_problems", "problem", "static")
 
     def __init__(self, cases: Sequence[Case] = (), default: Taking = OFF, filters: Sequence[Expression] = ()) -> None:
         """``cases`` in order, then ``default``; what any of ``filters`` denies is off."""
@@ -66,6 +69,8 @@ class Choice:
         self._cases = tuple(kept)
         self._default = default
         self._filter = tuple(_value_of(each) for each in filters)
+        self.needs_value = any(case.needs_value for case in kept) or any(each.names & _OF_VALUE for each in filters)
+        """Whether the value itself must be at hand to decide."""
         self.problem: str | None = None
         """The first condition that could not be decided, which counts as one that does not hold."""
         self.num_problems = 0
@@ -104,6 +109,12 @@ class Choice:
                 self.problem = str(error) or type(error).__name__
             return False
         return True
+
+
+def needs_value(rule: Rule) -> bool:
+    """Whether its conditions ask about the type, shape or size of the value."""
+    asked = bool(rule.dtypes) or rule.min_bytes is not None or rule.max_bytes is not None
+    return asked or (rule.when is not None and bool(condition(rule.when).names & _OF_VALUE))
 
 
 def taking_of(rule: Rule) -> Taking:

@@ -11,7 +11,7 @@ switches ``grads``, ``params`` and ``buffers`` of the configuration make them or
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tapscope.dumper.choice import OFF, Case, Choice, Moment, Taking, taking_of, tests_of
+from tapscope.dumper.choice import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
 from tapscope.dumper.rule import Keep, Rule, condition
 from tapscope.errors import RuleError
 from tapscope.site import Glob, layer_of
@@ -163,7 +163,7 @@ class Selection:
                 default = taking_of(each.rule)
                 break
             if tests is not None:
-                cases.append(Case(tests, taking_of(each.rule)))
+                cases.append(Case(tests, taking_of(each.rule), needs_value(each.rule)))
         return Choice(cases, default, [each for each in filters if not each.is_constant])
 
     def _is_open(self, path: str, kind: str) -> bool:
