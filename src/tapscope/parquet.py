@@ -39,7 +39,8 @@ def write_table(records: Iterable[tuple[Record, dict[str, Any]]], path: Path) ->
     import polars as pl
 
     types = schema()
-    columns = zip(*(_row(record, line) for record, line in records), strict=True)
+    rows = [_row(record, line) for record, line in records]
+    columns = zip(*rows, strict=True) if rows else [()] * len(types)
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
     pl.DataFrame(series).write_parquet(path, compression="zstd")
 
