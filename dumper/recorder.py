@@ -273,9 +273,9 @@ class Recorder:
         peer.gone = why
         self.changed = time.monotonic()
         try:
-            if why != "closed":  # a rank that closes has sent its own close line
-                peer.writer.event("lost", reason=reason)
-            peer.writer.close()
+            with contextlib.closing(peer.writer):  # sealed as far as it goes, also where the line does not fit any more
+                if why != "closed":  # a rank that closes has sent its own close line
+                    peer.writer.event("lost", reason=reason)
         except OSError as error:
             self._log(f"rank {peer.rank}: sealing failed: {error}")
         self.steering.changes.rank_left(peer)
