@@ -18,14 +18,19 @@ from tapscope.dumper.cut import Part
 from tapscope.dumper.flatten import flatten, plain_value
 from tapscope.dumper.memo import Memo
 from tapscope.dumper.port import NO_LAYOUT, Layout, Port
-from tapscope.dumper.rules import Moment, Selection, Taking
+from tapscope.dumper.gradients import Gradients
+from tapscope.dumper.moment import moment_of
+from tapscope.dumper.passes import Origin, Origins, current_node, graph_task, next_node
+from tapscope.dumper.placement import Placed
+from tapscope.dumper.rules import Selection, Taking
 from tapscope.dumper.slot import Sink
 from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.steps import OpenStep
 from tapscope.dumper.taps import Tap
+from tapscope.dumper.unwrap import Local, unwrap
 from tapscope.ledger import StepCounts, encode_line, event_line
 from tapscope.observe import StepInfo
-from tapscope.record import FORWARD
+from tapscope.record import RECOMPUTE
 
 _log = logging.getLogger("tapscope")
 _MAX_COMPLAINTS = 20
@@ -50,6 +55,10 @@ class Collector:
         self.selection = Selection.of_nothing()
         self.step: OpenStep | None = None
         """The open step."""
+        self.last: OpenStep | None = None
+        """The last step of this run that has ended."""
+        self.origins = Origins()
+        self.gradients = Gradients(self)
         self.num_outside = 0
         """Firings outside any step, not kept."""
         self.num_dropped = 0
@@ -61,6 +70,7 @@ class Collector:
         self._memo = Memo()
         self._late: list[OpenStep] = []
         self._serial = itertools.count()
+        self._run_began = 0
         self._selected_at = 0
         self._seq = itertools.count()
         self._num_complaints = 0
@@ -81,12 +91,14 @@ class Collector:
         skipped = info.kind is not None and self.selection.config.skip_dummy
         self.step = OpenStep(info, serial, epoch, serial - self._selected_at, skipped)
         self._memo.forget()
+        self.origins.note(self.step, 0)
 
     def end(self, metrics: Mapping[str, float], aborted: str | None) -> None:
         """Close the open step: metrics and counts go out; ``aborted`` names the exception that ended it."""
         step, self.step = self.step, None
         if step is None:
             return
+        self.last = step
         self._announce(step)
         with self._lock:
             step.ended = True
@@ -112,8 +124,11 @@ class Collector:
         self._put_line({"type": "metric", "step": step, "name": name, "value": number})
 
     def restart(self) -> None:
-        """A new run begins: records are numbered from 0 and sites announced again."""
+        """A new run begins: records are numbered from 0 and sites announced again; the past is not part of it."""
         self.settle()
+        self.gradients.forget()
+        self.last = None
+        self._run_began = next(self._serial)
         self._seq = itertools.count()
         self._announced_sites.clear()
 
@@ -136,11 +151,12 @@ class Collector:
             step.announced = True
             self._put_line(ledger.begin_line(step.info, step.epoch, skipped=step.skipped))
 
-    def complain(self, where: str, reason: str) -> None:
+    def complain(self, where: str, reason: str, step: OpenStep | None = None) -> None:
         """Say in the run that something could not be captured; the first ones only, all are counted."""
+        step = step or self.step
         self._num_complaints += 1
         if self._num_complaints <= _MAX_COMPLAINTS:
-            number = self.step.info.step if self.step else None
+            number = step.info.step if step else None
             self._put_line(event_line("failed", where=where, reason=reason, step=number))
 
     # ---- in the model's forward
@@ -148,9 +164,9 @@ class Collector:
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
         """A tap fired with ``(args, kwargs)`` (kind ``in``) or an output (kind ``out``)."""
         step = self.step
-        if step is None or step.skipped or self._num_forks != _num_forks:
-            if step is None and self._num_forks == _num_forks:
-                self.num_outside += 1
+        if step is None or step.skipped or graph_task() != -1 or self._num_forks != _num_forks:
+            if self._num_forks == _num_forks:
+                self._fire_apart(tap, kind, value)
             return
         try:
             if not step.announced:
@@ -158,17 +174,64 @@ class Collector:
             tap.fired = True
             with self._lock:
                 stamp = Stamp(step, tap.occurrence(step.serial, kind, step.micro), step.micro)
+            if tap.has_grads:
+                step.nodes.setdefault((tap, kind, step.micro), []).append(next_node())
             if type(value) is torch.Tensor:
                 port = tap.ports.get(_OUT) or tap.port("out", "", self.selection)
                 if port.may_keep:
                     self.take(port, value, stamp)
+                if port.grad is not None:
+                    self.gradients.watch(port.grad, value, stamp)
                 return
             for path, leaf in flatten(tap.named_inputs(*value) if kind == "in" else value):
                 port = tap.ports.get((kind, path)) or tap.port(kind, path, self.selection)
                 if port.may_keep:
                     self.take(port, leaf, stamp)
+                if port.grad is not None and isinstance(leaf, torch.Tensor):
+                    self.gradients.watch(port.grad, leaf, stamp)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._fail(step, tap.path, error)
+            self.fail(step, tap.path, error)
+
+    def _fire_apart(self, tap: Tap, kind: str, value: Any) -> None:
+        """A firing outside a step, or in one that is skipped, or while the autograd engine runs: a recomputation."""
+        open_step = self.step
+        if graph_task() == -1:
+            self.num_outside += open_step is None
+            return
+        origin = self.origins.find()
+        if origin is None and (step := open_step or self.last) is not None:
+            origin = Origin(step, step.micro)
+        if origin is None or origin.step.serial < self._run_began:
+            self.num_outside += 1
+        elif not origin.step.skipped and (origin.step.announced or origin.step is open_step):
+            self._fire_again(tap, kind, value, origin)
+
+    def _fire_again(self, tap: Tap, kind: str, value: Any, origin: Origin) -> None:
+        """A recomputation of ``origin``, which may have ended. Its gradients belong to the forward that it repeats."""
+        step, micro = origin
+        try:
+            self.origins.renew(origin)
+            self._announce(step)
+            tap.fired = True
+            with self._lock:
+                stamp = Stamp(step, step.claim((tap, kind, micro, RECOMPUTE)), micro, RECOMPUTE)
+                repeated = step.repeats((tap, kind, micro), current_node()) if tap.has_grads else None
+            forward = Stamp(step, stamp.occurrence if repeated is None else repeated, micro)
+            for path, leaf in flatten(tap.named_inputs(*value) if kind == "in" else value):
+                port = tap.ports.get((kind, path)) or tap.port(kind, path, self.selection)
+                if port.may_keep:
+                    self.take(port, leaf, stamp)
+                if port.grad is not None and isinstance(leaf, torch.Tensor):
+                    self.gradients.watch(port.grad, leaf, forward, claim=False)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self.fail(step, tap.path, error)
+
+    def put_value(self, port: Port, leaf: Any, stamp: Stamp) -> None:
+        """As :meth:`take`, for a value that no tap brought: its step may not have been announced yet."""
+        step = stamp.step
+        if port.may_keep and (step.announced or step is self.step) and not step.skipped:
+            self._announce(step)
+            self.take(port, leaf, stamp)
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """Record one value at ``port``, if the rules keep it; never raises.
@@ -178,37 +241,51 @@ class Collector:
         try:
             if stamp.step.ended:
                 self._note_late(stamp.step)
-            if port.keep is None or not isinstance(leaf, torch.Tensor):
+            if port.keep is None or not isinstance(leaf, torch.Tensor) or not capture.is_plain(leaf):
                 self._take_carefully(port, leaf, stamp)
                 return
             if not port.announced:
                 self._announce_site(port)
-            tensor = leaf if capture.is_plain(leaf) else capture.local_tensor(leaf)
-            layout = port.layouts.get((tensor.dtype, tensor.shape)) or port.layout(Part(tensor), None, self.complain)
-            self._record(port, stamp, tensor, layout, port.keep == "full")
+            layout = port.layouts.get((leaf.dtype, leaf.shape)) or port.layout(Part(leaf), None, self.complain)
+            self._record(port, stamp, leaf, layout, port.keep == "full")
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._fail(stamp.step, port.site, error)
+            self.fail(stamp.step, port.site, error)
 
     def _take_carefully(self, port: Port, leaf: Any, stamp: Stamp) -> None:
-        """A value that is no tensor, or whose rule has conditions, or of which a part is kept."""
+        """A value that is no ordinary tensor, or whose rule has conditions, or of which a part is kept."""
         taking = port.choice.static or self._decide(port, leaf, stamp)
-        if taking.keep == "off":
-            return
-        if not port.announced:
-            self._announce_site(port)
+        if taking.keep != "off":
+            self._take_as(port, leaf, stamp, taking)
+
+    def _take_as(self, port: Port, leaf: Any, stamp: Stamp, taking: Taking) -> None:
+        """A value of which this is kept: as one record, or as the parts of an unusual tensor, which fail apart."""
         if isinstance(leaf, torch.Tensor):
-            self._record_part(port, stamp, leaf, taking)
+            found = Local(leaf) if capture.is_plain(leaf) else unwrap(leaf)
+            if isinstance(found, Local):
+                self._record_part(port, stamp, found.tensor, taking, found.placed)
+                return
+            for name, part in found:
+                inner = port.part_of(name)
+                try:
+                    self._take_as(inner, part, stamp, Taking(taking.keep, cap=taking.cap))
+                except Exception as error:  # noqa: BLE001 - the other parts must go on
+                    self.fail(stamp.step, inner.site, error)
         else:
+            if not port.announced:
+                self._announce_site(port)
             text = b'"value":' + encode_line(plain_value(leaf))
             self._put(Pending(port, stamp, next(self._seq), NO_LAYOUT, text, self._memo.generation))
 
-    def _record_part(self, port: Port, stamp: Stamp, leaf: torch.Tensor, taking: Taking) -> None:
-        tensor = leaf if capture.is_plain(leaf) else capture.local_tensor(leaf)
+    def _record_part(
+        self, port: Port, stamp: Stamp, tensor: torch.Tensor, taking: Taking, placed: Placed | None
+    ) -> None:
+        if not port.announced:
+            self._announce_site(port)
         part = port.part(tensor, stamp.step, taking)
         nbytes = part.tensor.numel() * part.tensor.element_size()
         full = taking.keep == "full" and (taking.cap is None or nbytes <= taking.cap)
         cap = taking.cap if taking.keep == "full" and not full else None
-        self._record(port, stamp, part.tensor, port.layout(part, cap, self.complain), full)
+        self._record(port, stamp, part.tensor, port.layout(part, cap, self.complain, placed), full)
 
     def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, full: bool) -> None:
         memo = self._memo
@@ -237,9 +314,12 @@ class Collector:
             step.tally.dropped += dropped
             step.tally.failed += failed
 
-    def _fail(self, step: OpenStep, where: str, error: Exception) -> None:
+    def fail(self, step: OpenStep, where: str, error: Exception) -> None:
+        """A value of the step could not be captured: count it and say why."""
+        if step.ended:
+            self._note_late(step)
         self._count(step, failed=1)
-        self.complain(where, str(error) or type(error).__name__)
+        self.complain(where, str(error) or type(error).__name__, step)
 
     def _announce_site(self, port: Port) -> None:
         port.announced = True
@@ -248,26 +328,8 @@ class Collector:
             self._backlog.append(encode_line(port.line()))
 
     def _decide(self, port: Port, leaf: Any, stamp: Stamp) -> Taking:
-        taking = port.choice.decide(_moment(leaf, stamp))
+        taking = port.choice.decide(moment_of(leaf, stamp))
         if port.choice.problem is not None and not port.complained:
             port.complained = True
             self.complain(port.site, port.choice.problem)
         return taking
-
-
-def _moment(leaf: Any, stamp: Stamp) -> Moment:
-    step = stamp.step
-    is_tensor = isinstance(leaf, torch.Tensor)
-    return Moment(
-        step=step.info.step,
-        phase=step.info.phase,
-        micro=stamp.micro,
-        pass_=stamp.pass_,
-        occurrence=stamp.occurrence,
-        age=step.age,
-        dtype=str(leaf.dtype).removeprefix("torch.") if is_tensor else None,
-        shape=tuple(leaf.shape) if is_tensor else (),
-        nbytes=leaf.numel() * leaf.element_size() if is_tensor else 0,
-        tags=stamp.tags or {},
-        requests=step.requests,
-    )

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tapscope import dims
 from tapscope.dumper.capture import dtype_name
 from tapscope.dumper.cut import Part, cut
+from tapscope.dumper.placement import Placed, dims_of
 from tapscope.dumper.rules import Choice, Taking
 from tapscope.dumper.stamp import quoted
 from tapscope.dumper.steps import OpenStep
@@ -68,14 +68,14 @@ class Port:
         self.model = model
         self.model_text = f',"model":{quoted(model)}' if model else ""
         self.choice = choice
-        self.may_keep = choice.static is None or choice.static.keep != "off"
+        self.may_keep = choice.static is None or choice.may_keep
         self.about = about
         self.dims = annotation
         self.row_set = row_set
         self.announced = False
         """Whether its ``site`` line was sent."""
         self.complained = False
-        self.keep = _plain_keep(choice.static) if row_set is None else None
+        self.keep = _plain_keep(choice.static) if row_set is None and choice.sentinel is None else None
         """What is kept of every tensor here, where nothing else need be asked; else None."""
         self.grad: Port | None = None
         """The port of its gradient, where that may be kept."""
@@ -119,13 +119,12 @@ class Port:
             found = self.layouts[key] = self._make(part, cap, complain, placed)
         return found
 
-    def _make(self, part: Part, cap: int | None, complain: Callable[[str, str], None]) -> Layout:
+    def _make(self, part: Part, cap: int | None, complain: Callable[[str, str], None], placed: Placed | None) -> Layout:
         dtype, shape = dtype_name(part.tensor), list(part.tensor.shape)
         members: dict[str, Any] = {"dtype": dtype, "shape": shape}
-        if self.dims is not None:
+        if self.dims is not None or placed:
             try:
-                dims.parse(self.dims).check(tuple(shape))
-                members["dims"] = self.dims
+                members["dims"] = dims_of(self.dims, tuple(shape), placed or (), flattened=part.rows is not None)
             except DimsError as error:
                 complain(self.site, str(error))
         if part.rows is not None:

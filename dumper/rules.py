@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tapscope.dumper.choice import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
 from tapscope.dumper.rule import Keep, Rule, condition
+from tapscope.dumper.sentinel import Sentinel
+from tapscope.dumper.trigger import Trigger
 from tapscope.errors import RuleError
 from tapscope.site import Glob, layer_of
 
@@ -64,6 +66,10 @@ class Selection:
         here = {axis: (coords or {}).get(axis, 0) for axis in _AXES}
         self._known: dict[str, Any] = {"rank": rank, "model": model, **here}
         self._here = [each for each in self._rules if _is_here(each.rule, self._known)]
+        self.heads: frozenset[str] = frozenset()
+        """Paths of modules that compute logits: their outputs are open with the mode ``core`` as well as the root."""
+        # A trigger reaches the sites that a rule with its glob would.
+        self._watched = [(_Compiled(Rule(each.site, "stats"), Glob(each.site)), each) for each in config.triggers]
         self._choices: dict[str, Choice] = {}
 
     @classmethod
@@ -84,7 +90,9 @@ class Selection:
         """What the rules say of ``site``."""
         found = self._choices.get(site)
         if found is None:
-            found = self._choices[site] = self._choose(_Place.of(site))
+            place = _Place.of(site)
+            found = self._choices[site] = self._choose(place)
+            found.sentinel = self._sentinel(place)
         return found
 
     def keep(self, site: str) -> Keep:
@@ -110,13 +118,13 @@ class Selection:
             and _has_kind(each.rule, kind)
             and _has_layer(each.rule, path)
             and _may_name(each.rule.glob, path, kind, unnamed)
-            for each in self._here
+            for each in (*self._here, *(rule for rule, _ in self._watched))
         )
 
     def unmatched(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str] = (), *, taps: bool = False
-    ) -> list[Rule]:
-        """The rules that can match no site of this rank's model, whatever rank or moment they ask for.
+    ) -> list[Rule | Trigger]:
+        """The rules and triggers that can match no site of this rank's model, whatever rank or moment they ask for.
 
         ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named;
         with ``taps`` explicit values may come under any name. A job refuses a rule only when no rank matches it.
@@ -137,7 +145,8 @@ class Selection:
                 for kind in kinds
             )
 
-        return [each.rule for each in self._rules if not may_match(each)]
+        rules = [each.rule for each in self._rules if not may_match(each)]
+        return [*rules, *(trigger for each, trigger in self._watched if not may_match(each))]
 
     def check_matches(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str, *, taps: bool = False
@@ -166,10 +175,19 @@ class Selection:
                 cases.append(Case(tests, taking_of(each.rule), needs_value(each.rule)))
         return Choice(cases, default, [each for each in filters if not each.is_constant])
 
+    def _sentinel(self, place: _Place) -> Sentinel | None:
+        if not self._watched or not self._is_open(place.path, place.kind):
+            return None
+        found = [trigger for each, trigger in self._watched if self._counts(each.rule, place.kind) and each.names(place)]
+        return Sentinel(found, self._known | _about(place)) if found else None
+
     def _is_open(self, path: str, kind: str) -> bool:
         """Whether ``enabled`` and ``mode`` leave the site open; explicit values always pass the mode."""
-        mode = self.config.mode
-        return self.config.enabled and (mode == "all" or kind.startswith("tap") or (mode == "core" and path == ""))
+        if not self.config.enabled or self.config.mode == "off":
+            return self.config.enabled and kind.startswith("tap")
+        if self.config.mode == "all" or kind.startswith("tap"):
+            return True
+        return path == "" or (path in self.heads and kind.startswith("out"))
 
     def _is_ordinary(self, kind: str) -> bool:
         """Whether rules for everything reach this kind of port."""

@@ -21,6 +21,10 @@ class OpenStep:
     """Steps since the configuration came into force."""
     skipped: bool = False
     """Nothing of it is captured: the host marked it as a warm-up or dummy."""
+    in_full: bool = False
+    """A trigger fired: everything that comes from here on is kept in full."""
+    halted: bool = False
+    """A budget is reached: what the rules would keep from here on is left out and counted."""
     micro: int = 0
     counts: StepCounts = field(default_factory=StepCounts)
     """Of what came before it ended."""
@@ -31,9 +35,15 @@ class OpenStep:
     """Whether the rows were read off the model's arguments."""
     num_callers: int = 0
     """Calls of the model inside, where the first of them opened it; 0 when the host did."""
+    by_host: bool = True
+    """Whether the host opened it; else a call of the model did, and the step is over before its backward."""
     ended: bool = False
     began: float = field(default_factory=time.perf_counter)
     row_ranges: dict[str, Ranges] = field(default_factory=dict)
+    firings: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)
+    """(what, micro, pass) -> occurrences that are taken, in passes other than forward."""
+    nodes: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    """(what, micro) -> for each of its forward firings the number of the graph's next node; -1 once it was repeated."""
 
     def __post_init__(self) -> None:
         self.row_ranges = {name: slots_as_ranges(slots) for name, slots in self.info.row_sets.items()}
@@ -47,6 +57,23 @@ class OpenStep:
     def requests(self) -> frozenset[str]:
         """Ids of the requests whose rows it computes."""
         return frozenset(run.request for run in self.info.rows)
+
+    def claim(self, what: tuple[Any, ...], wanted: int | None = None) -> int:
+        """An occurrence for a firing: the one wanted where it is free, else the next; the n-th where none is wanted."""
+        taken = self.firings.setdefault(what, set())
+        number = len(taken) if wanted is None else wanted
+        if number in taken:
+            number = max(taken) + 1
+        taken.add(number)
+        return number
+
+    def repeats(self, what: tuple[Any, ...], node: int | None) -> int | None:
+        """The forward firing that a checkpoint made at ``node`` repeats: the first one after it; None when unknown."""
+        for number, place in enumerate(self.nodes.get(what, ())):
+            if node is not None and place > node:
+                self.nodes[what][number] = -1
+                return number
+        return None
 
     def may_describe(self) -> bool:
         """Whether nobody has told its rows and they may still be told."""

@@ -1,15 +1,19 @@
-"""Taps: the hooks that stand at a model's sites, and the ports they read."""
+"""Taps: the modules of a model that are worth a hook, and the ports they have."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from tapscope.dumper.port import Port
-from tapscope.dumper.rules import Selection
+from tapscope.dumper.rules import Choice, Selection
+from tapscope.site import layer_of
+
+_HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
+_CORE_OUTPUTS = frozenset({"", "0", "logits"})
+_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,39 +29,56 @@ class Tap:
     is_open: bool
     """Whether forward takes arguments that its signature does not name (``*args``, ``**kwargs``)."""
     params: dict[str, list[int]]
+    """Its own parameters and their local shapes."""
     tap_dims: dict[str, str]
     tap_rows: dict[str, str]
     kinds: tuple[str, ...] = ("in", "out")
-    """Kinds of port that the module says are worth a tap."""
+    """Kinds of port that the module says are worth a tap; none for one that only holds parameters."""
+    buffers: tuple[str, ...] = ()
+    """Its own buffers."""
+    aliases: tuple[str, ...] = ()
+    """Other paths of the same module: it is one tap, under the first."""
+    parent: str | None = None
+    """Class of the module that holds it."""
+    model: str = ""
+    """Name of its model, where there are several."""
     ports: dict[tuple[str, str], Port] = field(default_factory=dict)
     fired: bool = False
+    has_grads: bool = False
+    """Whether gradients of its ports may be kept."""
     serial: int = -1
     """Step the counters below belong to."""
-    firings: dict[tuple[str, int, str], int] = field(default_factory=dict)
-    """(kind, micro, pass) -> how often it has fired."""
+    firings: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(kind, micro) -> how often it has fired in the forward pass."""
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
-        ports = {"in": [f"in[{name}]" for name in (*self.names, *self.keywords)], "out": ["out"]}
-        return [port for kind in self.kinds if not kinds or kind in kinds for port in ports[kind]]
+        ports = {
+            "in": [f"in[{name}]" for name in (*self.names, *self.keywords)],
+            "out": ["out"],
+            "param": [f"param[{name}]" for name in self.params],
+            "buffer": [f"buffer[{name}]" for name in self.buffers],
+        }
+        return [port for kind in (*self.kinds, "param", "buffer") if not kinds or kind in kinds for port in ports[kind]]
 
-    def occurrence(self, serial: int, kind: str, micro: int, pass_: str) -> int:
-        """Number this firing within the step, micro and pass."""
+    def occurrence(self, serial: int, kind: str, micro: int) -> int:
+        """Number this firing of the forward pass within the step and micro-batch."""
         if serial != self.serial:
             self.serial = serial
             self.firings.clear()
-        number = self.firings.get((kind, micro, pass_), 0)
-        self.firings[kind, micro, pass_] = number + 1
+        number = self.firings.get((kind, micro), 0)
+        self.firings[kind, micro] = number + 1
         return number
 
     def port(self, kind: str, path: str, selection: Selection) -> Port:
-        """The port for a leaf; what is kept there is decided once."""
+        """The port for a leaf; what is kept there, and of its gradient, is decided once."""
         found = self.ports.get((kind, path))
         if found is None:
             name = f"{kind}[{path}]" if path else kind
-            site = f"{self.path}:{name}"
-            about = {"class": self.module_class, "params": self.params}
-            found = Port(site, selection.choice(site), about, self.tap_dims.get(name), self.tap_rows.get(name))
+            found = self._make(name, self._choice(kind, path, f"{self.path}:{name}", selection))
+            choice = self._choice(kind, path, f"{self.path}:{name}.grad", selection)
+            if choice.may_keep:
+                found.grad = self._make(f"{name}.grad", choice)
             self.ports[kind, path] = found
         return found
 
@@ -71,22 +92,53 @@ class Tap:
         """A new configuration or run: decide and announce again."""
         self.ports.clear()
 
+    def _choice(self, kind: str, path: str, site: str, selection: Selection) -> Choice:
+        if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:
+            return Choice()
+        return selection.choice(site)
 
-def find_taps(model: nn.Module) -> list[Tap]:
-    """One tap a module that has a forward of its own, in the order of named_modules."""
-    return [_tap(path, module) for path, module in _callable_modules(model)]
+    def _make(self, name: str, choice: Choice) -> Port:
+        """A gradient has the dims and rows of its value, unless it is given its own."""
+        about: dict[str, Any] = {"class": self.module_class, "params": self.params}
+        if self.parent is not None:
+            about["parent"] = self.parent
+        if self.aliases:
+            about["aliases"] = list(self.aliases)
+        value = name.removesuffix(".grad")
+        dims = self.tap_dims.get(name, self.tap_dims.get(value))
+        rows = self.tap_rows.get(name, self.tap_rows.get(value))
+        return Port(f"{self.path}:{name}", choice, about, dims, rows, self.model)
 
 
-def _callable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
+    """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's, if any."""
+    aliases: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(path)
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    return [_tap(path, module, aliases[id(module)], classes, name) for path, module in _worth_a_tap(model)]
+
+
+def heads(taps: Sequence[Tap]) -> frozenset[str]:
+    """Paths of the modules that compute a language model's logits, by their usual names."""
+    found = (tap.path for tap in taps if tap.path.rpartition(".")[2] in _HEADS)
+    return frozenset(path for path in found if layer_of(path) is None)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own: a container is never called."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _worth_a_tap(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
-        if path == "" or getattr(type(module), "forward", None) is not nn.Module.forward:
+        if path == "" or is_called(module) or module._parameters or module._buffers:
             yield path, module
 
 
-def _tap(path: str, module: nn.Module) -> Tap:
-    lazy = (nn.UninitializedParameter, nn.UninitializedBuffer)
-    own = module.named_parameters(recurse=False)
-    params = {name: list(param.shape) for name, param in own if not isinstance(param, lazy)}
+def _tap(path: str, module: nn.Module, paths: list[str], classes: dict[str, str], model: str) -> Tap:
+    params = {name: list(p.shape) for name, p in module.named_parameters(recurse=False) if not isinstance(p, _LAZY)}
+    is_tapped = path == "" or is_called(module)
     return Tap(
         path,
         type(module).__name__,
@@ -94,7 +146,11 @@ def _tap(path: str, module: nn.Module) -> Tap:
         params,
         dict(getattr(module, "tap_dims", None) or {}),
         dict(getattr(module, "tap_rows", None) or {}),
-        tuple(getattr(module, "tap_ports", None) or ("in", "out")),
+        tuple(getattr(module, "tap_ports", None) or ("in", "out")) if is_tapped else (),
+        tuple(name for name, _ in module.named_buffers(recurse=False)),
+        tuple(each for each in paths if each != path),
+        classes.get(path.rpartition(".")[0]) if path else None,
+        model,
     )
 
 
@@ -108,76 +164,3 @@ def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bo
     positional = tuple(p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD))
     keywords = tuple(p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY)
     return positional, keywords, any(p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD) for p in parameters)
-
-
-class Hooks:
-    """Installs and removes hooks below the root; calls ``fire(tap, kind, value)``, which must not raise."""
-
-    def __init__(self, model: nn.Module, taps: list[Tap], fire: Callable[[Tap, str, Any], None]) -> None:
-        self._modules = dict(model.named_modules())
-        self._taps = taps
-        self._fire = fire
-        self._handles: list[RemovableHandle] = []
-        self.armed: list[Tap] = []
-        """Taps in place now, the root's included."""
-
-    def install(self, selection: Selection) -> None:
-        """Put hooks where ``selection`` may keep something, and nowhere else."""
-        self.remove()
-        for tap in self._taps:
-            tap.forget()
-            wants_in, wants_out = (
-                kind in tap.kinds
-                and selection.may_keep(tap.path, kind, tap.known_ports(kind), unnamed=kind == "in" and tap.is_open)
-                for kind in ("in", "out")
-            )
-            if wants_in or wants_out:
-                self.armed.append(tap)
-            if tap.path:  # the root is wrapped instead, see RootWrapper
-                self._hook(self._modules[tap.path], tap, wants_in=wants_in, wants_out=wants_out)
-
-    def remove(self) -> None:
-        """Take every hook away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.armed.clear()
-
-    def _hook(self, module: nn.Module, tap: Tap, *, wants_in: bool, wants_out: bool) -> None:
-        if wants_in:
-            before = _Before(tap, self._fire)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        if wants_out:
-            self._handles.append(module.register_forward_hook(_After(tap, self._fire)))
-
-
-class _Hook:
-    """A hook that stays behind: in a deep copy or a pickle of the module it does nothing."""
-
-    def __init__(self, tap: Tap, fire: Callable[[Tap, str, Any], None]) -> None:
-        self._tap = tap
-        self._fire = fire
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
-
-
-class _Before(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._fire(self._tap, "in", (args, kwargs))
-
-
-class _After(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._fire(self._tap, "out", output)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copy of the model."""
-
-
-def _get_nothing() -> Callable[..., None]:
-    return _nothing

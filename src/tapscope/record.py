@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 from tapscope.stats import Stats as Stats
 
 FORWARD = "forward"
-"""The pass of an ordinary forward; others are ``recompute`` and ``backward``."""
+"""The pass of an ordinary forward."""
+RECOMPUTE = "recompute"
+"""The pass of a forward that is run again for its backward (activation checkpointing)."""
+BACKWARD = "backward"
+"""The pass of gradients."""
 
 
 class Key(NamedTuple):
