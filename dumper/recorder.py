@@ -222,13 +222,17 @@ class Recorder:
             return None
 
     def _open_writer(self, rank: int, opening: dict[str, Any]) -> RankWriter:
-        writer = RankWriter(self.steering.changes.run_path, rank, segment_bytes=int(self.options["segment_bytes"]))
+        writer = self._writer(self.steering.changes.run_path, rank)
         try:
             writer.event("open", **opening)
         except OSError:
             writer.close()
             raise
         return writer
+
+    def _writer(self, path: Path, rank: int) -> RankWriter:
+        fsync = self.options.get("fsync", "never")
+        return RankWriter(path, rank, segment_bytes=int(self.options["segment_bytes"]), fsync=fsync)
 
     def _refuses(self, rank: int) -> Message | None:
         """Why a rank cannot come in now; ``retry`` when it soon can."""
@@ -266,7 +270,7 @@ class Recorder:
         path = Path(message["run"])
         peer.writer.event("close", reason="reset", never_fired=message.fields.get("never_fired", []))
         peer.writer.close()
-        peer.writer = RankWriter(path, peer.rank, segment_bytes=int(self.options["segment_bytes"]))
+        peer.writer = self._writer(path, peer.rank)
         peer.writer.event("open", **peer.opening)
 
     def _leave(self, peer: Peer, why: str, reason: str = "") -> None:

@@ -66,11 +66,11 @@ def connect(
 def recorder_options(config: DumperConfig) -> dict[str, Any]:
     """What a recorder is told when it starts; the token may come from the environment instead."""
     options = {"control": config.control, "control_token": token_of(config.control_token), "network": config.network}
-    return options | {"segment_bytes": config.segment_bytes}
+    return options | {"segment_bytes": config.segment_bytes, "fsync": config.fsync}
 
 
 def make_ring(config: DumperConfig) -> Ring | None:
-    """The ring that the configuration asks for; where shared memory has no room a smaller one, or none, and that is said."""
+    """The ring that the configuration asks for; a smaller one or none where there is no room, and that is said."""
     nbytes = min(config.ring_bytes, config.queue_bytes // 2)
     while nbytes >= MIN_BYTES:
         try:
