@@ -15,8 +15,17 @@
 #endif
 
 // One build serves every x86-64: the loader picks the clone through an ifunc, which needs gcc and glibc.
-#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__)
+// TS_PORTABLE leaves it at what every compiler and processor has; the tests compare the two.
+#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__) && \
+    !defined(TS_PORTABLE)
 #define TS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define TS_WIDE __attribute__((target("arch=x86-64-v4")))  // for what is written in 64-byte vectors; see kWide
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc's own header reads a variable whose value does not matter
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#pragma GCC diagnostic ignored "-Wpsabi"  // such vectors are passed between inlined functions alone
 #else
 #define TS_CLONES
 #endif
@@ -47,6 +56,14 @@ TS_INLINE T load(const uint8_t* bytes, int64_t index) {  // any alignment
     std::memcpy(&value, bytes + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
     return value;
 }
+
+#ifdef TS_WIDE
+inline const bool kWide = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v4"));
+
+using Words = uint64_t __attribute__((vector_size(64)));
+
+TS_WIDE TS_INLINE Words load_words(const uint8_t* bytes) { return reinterpret_cast<Words>(_mm512_loadu_si512(bytes)); }
+#endif
 
 template <class To, class From>
 TS_INLINE To bit_cast(From from) {

@@ -3,90 +3,14 @@
 
 #include "bag.h"
 #include "decode.h"
-#include "summary.h"
+#include "floats.h"
 #include "text.h"
+#include "wide.h"
 
 namespace ts {
 namespace {
 
 // ---- floating formats
-
-// The four extremes of a block's bits as integers, which need no look at a sign: as unsigned numbers the negative
-// values come last and the largest magnitude of them is the greatest; as signed ones they come first.
-template <class F>
-struct Extremes {
-    using Bits = typename F::Bits;
-    using Signed = std::make_signed_t<Bits>;
-    Bits low = std::numeric_limits<Bits>::max(), high = 0;
-    Signed signed_low = std::numeric_limits<Signed>::max(), signed_high = std::numeric_limits<Signed>::min();
-
-    TS_INLINE void add(Bits bits) {
-        const Signed same = static_cast<Signed>(bits);
-        low = bits < low ? bits : low;
-        high = bits > high ? bits : high;
-        signed_low = same < signed_low ? same : signed_low;
-        signed_high = same > signed_high ? same : signed_high;
-    }
-
-    static Bits magnitude(Bits bits) { return bits & kMagnitude<F>; }
-    bool any_positive() const { return signed_high >= 0; }
-    bool any_negative() const { return high > kMagnitude<F>; }
-    double least() const { return F::value(any_negative() ? high : low); }
-    double most() const { return F::value(any_positive() ? static_cast<Bits>(signed_high) : low); }
-    bool any_tiny() const {
-        return magnitude(low) < F::kMinNormal || magnitude(static_cast<Bits>(signed_low)) < F::kMinNormal;
-    }
-    bool any_nonfinite() const {
-        return magnitude(high) >= F::kNonfinite || magnitude(static_cast<Bits>(signed_high)) >= F::kNonfinite;
-    }
-};
-
-// A block with non-finite values, or with squares that float32 cannot hold: everything masked, in double.
-template <class F>
-TS_INLINE void careful_block(const uint8_t* bytes, int64_t n, Summary* out) {
-    using Bits = typename F::Bits;
-    double sum = 0, sumsq = 0, low = out->min, high = out->max;
-    int64_t nan = 0, infinite = 0, negative = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        const Bits bits = load<Bits>(bytes, i), magnitude = bits & kMagnitude<F>;
-        const bool finite = magnitude < F::kNonfinite;
-        const double value = F::value(finite ? bits : Bits(0));
-        nan += magnitude > F::kNonfinite;
-        infinite += magnitude == F::kNonfinite;
-        negative += bits == static_cast<Bits>(F::kNonfinite | ~kMagnitude<F>);
-        sum += value;
-        sumsq += value * value;
-        low = finite && value < low ? value : low;
-        high = finite && value > high ? value : high;
-    }
-    out->nan += nan;
-    out->posinf += infinite - negative;
-    out->neginf += negative;
-    out->finite -= nan + infinite;
-    out->sum += sum;
-    out->sumsq += sumsq;
-    out->extend(low, high);
-}
-
-template <class F>
-TS_INLINE void count_tiny(const uint8_t* bytes, int64_t n, Summary* out) {
-    using Bits = typename F::Bits;
-    Bits tiny = 0, zeros = 0;  // a block fits 16 bits
-    for (int64_t i = 0; i < n; ++i) {
-        const Bits magnitude = load<Bits>(bytes, i) & kMagnitude<F>;
-        tiny = static_cast<Bits>(tiny + (magnitude < F::kMinNormal));
-        zeros = static_cast<Bits>(zeros + (magnitude == 0));
-    }
-    out->zeros += zeros;
-    out->subnormals += tiny - zeros;
-}
-
-template <class Value>
-struct Sums {
-    Value sum = 0, squares = 0;
-
-    TS_INLINE void add(Value value) { sum += value, squares += value * value; }
-};
 
 template <class F, bool kBag>
 TS_INLINE void float_block(const uint8_t* bytes, int64_t n, Summary* out) {
@@ -110,14 +34,7 @@ TS_INLINE void float_block(const uint8_t* bytes, int64_t n, Summary* out) {
         sums.sum += odd.sum, sums.squares += odd.squares;
     }
     out->bag += mixed.total(n);
-    out->finite += n;
-    if (extremes.any_tiny()) count_tiny<F>(bytes, n, out);
-    const double least = extremes.least(), most = extremes.most(), absmax = most > -least ? most : -least;
-    const bool safe = sizeof(Value) == 8 || absmax == 0 || (absmax >= kSafeLow && absmax <= kSafeHigh);
-    if (extremes.any_nonfinite() || !safe) return careful_block<F>(bytes, n, out);
-    out->sum += sums.sum;
-    out->sumsq += sums.squares;
-    out->extend(least, most);
+    conclude<F>(extremes, sums, bytes, n, out);
 }
 
 // ---- integers
@@ -197,17 +114,25 @@ void summarize_bytes(const uint8_t* bytes, int dtype, uint8_t* target, Summary* 
 
 // ---- dispatch
 
-using Block = void (*)(const uint8_t*, int64_t, Summary*);
+// A block that starts at byte `offset` of its tensor: its statistics, hash and perhaps its bag.
+using Block = void (*)(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out);
 
 struct Way {
     int64_t width;          // bytes of an element
     Block block, with_bag;  // null: one byte, by histogram, where the bag comes for nothing
 };
 
-#define TS_BLOCK(name, body, T)                                                                               \
-    TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body<T, false>(bytes, n, out); }     \
-    TS_CLONES void name##_bag(const uint8_t* bytes, int64_t n, Summary* out) { body<T, true>(bytes, n, out); } \
-    constexpr Way name##_way = {sizeof(T::Bits), name, name##_bag};
+#define TS_BLOCK(name, body, T)                                                                                   \
+    TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body<T, false>(bytes, n, out); }         \
+    TS_CLONES void name##_bag(const uint8_t* bytes, int64_t n, Summary* out) { body<T, true>(bytes, n, out); }    \
+    constexpr Way name##_way = {sizeof(T::Bits), hashed<sizeof(T::Bits), name>, hashed<sizeof(T::Bits), name##_bag>};
+
+template <int64_t kWidth, void (*body)(const uint8_t*, int64_t, Summary*)>
+void hashed(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out) {
+    hash_bytes(bytes, n * kWidth, offset, &out->hash);
+    body(bytes, n, out);
+}
+
 TS_BLOCK(float64, float_block, Float64)
 TS_BLOCK(float32, float_block, Float32)
 TS_BLOCK(float16, float_block, Float16)
@@ -227,14 +152,27 @@ constexpr Way kWays[] = {
     int64_way, int32_way, int16_way, byte_way, uint64_way, uint32_way, uint16_way, byte_way, byte_way,
 };
 
-void summarize_wide(const uint8_t* bytes, Way way, bool bag, uint8_t* target, Summary* out) {
+#ifdef TS_WIDE
+template <class F>
+constexpr Way wide_way = {sizeof(typename F::Bits), wide_block<F, false>, wide_block<F, true>};
+#endif
+
+Way way_of(int dtype) {
+#ifdef TS_WIDE
+    if (kWide && dtype == kFloat32) return wide_way<Float32>;
+    if (kWide && dtype == kFloat16) return wide_way<Float16>;
+    if (kWide && dtype == kBFloat16) return wide_way<BFloat16>;
+#endif
+    return kWays[dtype];
+}
+
+void summarize_blocks(const uint8_t* bytes, Way way, bool bag, uint8_t* target, Summary* out) {
     const Block block = bag ? way.with_bag : way.block;
     const int64_t most = block_of(way.width);
     for (int64_t done = 0; done < out->count; done += most) {
         const int64_t n = out->count - done < most ? out->count - done : most;
         const int64_t offset = done * way.width, nbytes = n * way.width;
-        hash_bytes(bytes + offset, nbytes, offset, &out->hash);
-        block(bytes + offset, n, out);
+        block(bytes + offset, n, offset, out);
         if (target) std::memcpy(target + offset, bytes + offset, static_cast<size_t>(nbytes));
     }
 }
@@ -259,13 +197,13 @@ TS_EXPORT int ts_abi() { return TS_ABI; }
 
 // Fills the summary alone; `target` may be null.
 TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, int bag, void* target, ts::Summary* result) {
-    const ts::Way way = ts::kWays[dtype];
+    const ts::Way way = ts::way_of(dtype);
     const auto* bytes = static_cast<const uint8_t*>(data);
     auto* copy = static_cast<uint8_t*>(target);
     ts::Summary out;
     out.count = count;
     if (way.block) {
-        ts::summarize_wide(bytes, way, bag != 0, copy, &out);
+        ts::summarize_blocks(bytes, way, bag != 0, copy, &out);
     } else {
         ts::summarize_bytes(bytes, dtype, copy, &out);
     }
