@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tapscope.dumper.ranges import Ranges
 from tapscope.dumper.rule import Keep, Rule, condition
 from tapscope.expression import Expression
+
+if TYPE_CHECKING:
+    from tapscope.dumper.sentinel import Sentinel
 
 Test = Callable[["Moment"], Any]
 
@@ -59,7 +62,7 @@ class Case(NamedTuple):
 class Choice:
     """What is kept at one site."""
 
-    __slots__ = ("_cases", "_default", "_filter", "needs_value", "num_problems", "problem", "static")
+    __slots__ = ("_cases", "_default", "_filter", "needs_value", "num_problems", "problem", "sentinel", "static")
 
     def __init__(self, cases: Sequence[Case] = (), default: Taking = OFF, filters: Sequence[Expression] = ()) -> None:
         """``cases`` in order, then ``default``; what any of ``filters`` denies is off."""
@@ -74,6 +77,8 @@ class Choice:
         self.problem: str | None = None
         """The first condition that could not be decided, which counts as one that does not hold."""
         self.num_problems = 0
+        self.sentinel: Sentinel | None = None
+        """The triggers of the site; None when there are none."""
         self.static: Taking | None = None
         """What is kept whatever the moment; None when the moment decides."""
         if not kept and (not self._filter or default.keep == "off"):
@@ -82,7 +87,7 @@ class Choice:
     @property
     def may_keep(self) -> bool:
         """Whether anything can be kept here."""
-        return self._default.keep != "off" or any(case.taking.keep != "off" for case in self._cases)
+        return self.sentinel is not None or self._default.keep != "off" or any(case.taking.keep != "off" for case in self._cases)
 
     def decide(self, moment: Moment) -> Taking:
         """What is kept at this moment; never raises."""

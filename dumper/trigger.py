@@ -82,6 +82,16 @@ class Trigger:
         command = f" {json.dumps(self.command)}" if self.command is not None else ""
         return f"{glob_text(self.site)}: {self.condition} -> {self.action}{command}"
 
+    @property
+    def glob(self) -> str:
+        """What a rule calls so."""
+        return self.site
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What the condition asks for."""
+        return frozenset(self._expression.names)
+
     def matches(self, site: str) -> bool:
         """Whether the trigger is about ``site``."""
         return self._glob.matches(site)

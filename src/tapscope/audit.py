@@ -43,6 +43,7 @@ def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> N
             account.seen += counts.seen
             account.dropped += counts.dropped
             account.failed += counts.failed
+            account.left_out += counts.left_out
             account.recorded += on_disk
             # Step by step, so that what one has too many never hides what another lacks.
             account.lost += max(counts.seen - counts.dropped - counts.failed - on_disk - late[rank, step], 0)

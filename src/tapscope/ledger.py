@@ -23,6 +23,8 @@ class StepCounts:
     """Could not be captured; an ``event`` line says why."""
     aborted: str | None = None
     """Name of the exception that ended the step, or None."""
+    left_out: int = 0
+    """Selected values that a budget, reached within the step, left out; they do not count as seen."""
 
     def add(self, other: "StepCounts") -> None:
         """Count what ``other`` counted as well."""
@@ -30,6 +32,7 @@ class StepCounts:
         self.sent += other.sent
         self.dropped += other.dropped
         self.failed += other.failed
+        self.left_out += other.left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ def _counts_line(at: str, step: int, counts: StepCounts) -> dict[str, Any]:
         "sent": counts.sent,
         "dropped": counts.dropped,
         "failed": counts.failed,
+        **({"left_out": counts.left_out} if counts.left_out else {}),
     }
 
 
@@ -129,7 +133,8 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
 
 
 def _counts(line: dict[str, Any]) -> StepCounts:
-    return StepCounts(line["seen"], line["sent"], line["dropped"], line["failed"], line.get("aborted"))
+    aborted, left_out = line.get("aborted"), line.get("left_out", 0)
+    return StepCounts(line["seen"], line["sent"], line["dropped"], line["failed"], aborted, left_out)
 
 
 @dataclass(slots=True)
@@ -141,6 +146,8 @@ class Ledger:
     """Record lines found on disk in steps that ended."""
     dropped: int = 0
     failed: int = 0
+    left_out: int = 0
+    """Values that a budget left out of the step it was reached in."""
     lost: int = 0
     """Values that were seen and are neither on disk nor accounted for as dropped or failed."""
     steps: int = 0
@@ -189,6 +196,7 @@ class Ledger:
             (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
             (len(self.budgets), f"a budget ended the capture: {_some(self.budgets)}"),
+            (self.left_out, f"{self.left_out:,} values left out of the step in which a budget was reached"),
             (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {_some(self.skipped_steps)}"),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {_some(self.never_fired)}"),
         ]

@@ -1,0 +1,255 @@
+"""FlightRecorder: the last steps, in memory, that reach disk only when somebody asks."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.batch import Pending
+from tapscope.dumper.pool import BufferPool
+from tapscope.dumper.slot import Slot
+from tapscope.ledger import encode_line, event_line
+
+_RECORD_COST = 512
+"""Bytes that a held record is charged for beside its payload and text, roughly."""
+_LINE_COST = 64
+
+
+@dataclass(slots=True)
+class HeldStep:
+    """What came from the beginning of one step to that of the next."""
+
+    number: int
+    items: list[Pending | bytes] = field(default_factory=list)
+    cost: int = 0
+    """Bytes it is charged for: payloads, lines and what they weigh as objects."""
+    num_values: int = 0
+    nbytes: int = 0
+    """Of payloads."""
+    num_dropped: int = 0
+    """Values there was no room for."""
+    flows: bool = False
+    """Whether it was released: what still comes goes on at once."""
+
+
+class Released(NamedTuple):
+    """What a release has sent on its way."""
+
+    steps: list[int]
+    num_values: int = 0
+    nbytes: int = 0
+    num_dropped: int = 0
+    """Values of these steps that there had been no room for."""
+
+
+class FlightRecorder:
+    """A sink that holds the last ``num_steps`` steps, the open one among them, in at most ``limit`` bytes.
+
+    The oldest whole steps go first; a step that is larger than ``limit`` alone loses what comes when it is full. A release
+    hands steps over to the backlog with the memory they lie in, so that it neither copies nor waits; that memory counts here until
+    the recorder process has acknowledged it. What shares the bytes of a record is held and released with it, because a step is
+    released whole and in order. Any thread may release: the lock is the backlog's own.
+    """
+
+    def __init__(self, backlog: Backlog, num_steps: int, limit: int) -> None:
+        self._backlog = backlog
+        self._lock = backlog.lock
+        self._pool = BufferPool(limit)
+        self._steps: deque[HeldStep] = deque()  # the last is the current one
+        self._flow_until = -1
+        self._stalled = False
+        self.num_steps = num_steps
+        self.limit = limit
+        self.used = 0
+        """Bytes held, and bytes released that are not yet acknowledged; at most ``limit``."""
+        self._lent = 0  # of these, released ones
+        self.forgotten = HeldStep(0)
+        """Sums over the steps that nobody asked for; ``number`` is how many."""
+
+    # ---- the sink
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Memory for a payload; None when it had to be given up."""
+        with self._lock:
+            admitted = not self.holds or self._admits(nbytes)
+            if not self.holds:  # admitting may have waited, and somebody released
+                return self._backlog.reserve(nbytes)
+            if not admitted:
+                self._steps[-1].num_dropped += 1
+                return None
+            self.used += nbytes
+            buffer = self._pool.take(nbytes)
+        return Slot(buffer.ctypes.data, nbytes, -1, buffer, self)
+
+    def cancel(self, slot: Slot) -> None:
+        """The payload is not needed after all."""
+        if slot.lender is None:
+            self._backlog.cancel(slot)
+        else:
+            self._take_back(slot)
+
+    def put(self, pending: Pending) -> bool:
+        """Hold a record; False when it had to be dropped (its slot is then free again)."""
+        with self._lock:
+            slot, cost = pending.slot, _RECORD_COST + len(pending.content)
+            if slot is not None and slot.lender is None:  # reserved while the step before flowed
+                return self._backlog.put(pending)
+            admitted = not self.holds or self._admits(cost)
+            if not self.holds:
+                return self._pass_on(pending)
+            step = self._steps[-1]
+            if not admitted:
+                step.num_dropped += 1
+                if slot is not None:
+                    self._take_back(slot)
+                return False
+            self.used += cost
+            step.cost += cost + pending.nbytes
+            step.num_values += 1
+            step.nbytes += pending.nbytes
+            step.items.append(pending)
+            pending.stamp.step.tally.sent += 1
+        return True
+
+    def _pass_on(self, pending: Pending) -> bool:
+        if pending.slot is None:
+            return self._backlog.put(pending)
+        pending.stamp.step.tally.sent += 1
+        self._lent += pending.nbytes
+        self._backlog.hand_over([pending])
+        return True
+
+    def append(self, line: bytes) -> None:
+        """Hold a line that is no record with its step; there are few of them, so it is never refused."""
+        with self._lock:
+            if not self.holds:
+                self._backlog.append(line)
+                return
+            step = self._steps[-1]
+            cost = _LINE_COST + len(line)
+            self._make_room(cost)
+            self.used += cost
+            step.cost += cost
+            step.items.append(line)
+
+    def flush(self) -> None:
+        """A step ended: let go what was released."""
+        self._backlog.flush()
+
+    # ---- steps
+
+    @property
+    def holds(self) -> bool:
+        """Whether what comes now is held."""
+        return bool(self._steps) and not self._steps[-1].flows
+
+    def begin(self, number: int) -> None:
+        """A step begins: what comes from here on is its, and the oldest step may go."""
+        with self._lock:
+            if self._steps and self._steps[-1].flows:
+                self._steps.pop()
+            self._steps.append(HeldStep(number, flows=number <= self._flow_until))
+            self._trim()
+
+    def resize(self, num_steps: int, limit: int) -> None:
+        """Other bounds, from now on."""
+        with self._lock:
+            self.num_steps, self.limit = num_steps, limit
+            self._pool.resize(limit)
+            self._trim()
+
+    def forget(self) -> HeldStep:
+        """Give up all that is held, and say what was given up since the last time."""
+        with self._lock:
+            while self._steps:
+                self._drop_oldest()
+            forgotten, self.forgotten = self.forgotten, HeldStep(0)
+            self._flow_until = -1
+            return forgotten
+
+    # ---- releases
+
+    def window(self, past: int) -> tuple[int, int]:
+        """First and last of the newest ``past`` steps, the current one among them."""
+        with self._lock:
+            newest = [step.number for step in self._steps][-past:]
+            return (newest[0], newest[-1]) if newest else (0, -1)
+
+    def release(self, first: int, last: int, reason: str) -> Released:
+        """Send the steps ``first`` to ``last`` on their way, oldest first, each at most once.
+
+        One that is still open, or not yet begun, goes on as it comes until the next one begins.
+        """
+        with self._lock:
+            chosen = [step for step in self._steps if first <= step.number <= last and not step.flows]
+            self._flow_until = max(self._flow_until, last)
+            found = Released(
+                [step.number for step in chosen],
+                sum(step.num_values for step in chosen),
+                sum(step.nbytes for step in chosen),
+                sum(step.num_dropped for step in chosen),
+            )
+            if chosen:
+                fields = {"steps": found.steps, "num_values": found.num_values, "nbytes": found.nbytes}
+                self._backlog.append(encode_line(event_line("released", **fields, reason=reason)))
+            for step in chosen:
+                self._hand_over(step)
+            return found
+
+    def _hand_over(self, step: HeldStep) -> None:
+        self.used -= step.cost - step.nbytes
+        self._lent += step.nbytes
+        self._backlog.hand_over(step.items)
+        if step is self._steps[-1]:
+            step.items, step.cost, step.num_values, step.nbytes, step.num_dropped, step.flows = [], 0, 0, 0, 0, True
+        else:
+            self._steps.remove(step)
+
+    def free(self, slot: Slot) -> None:
+        """The recorder process has the bytes of a slot that was released."""
+        with self._lock:
+            self._lent -= slot.nbytes
+            self._stalled = False
+            self._take_back(slot)
+
+    def _take_back(self, slot: Slot) -> None:
+        assert slot.buffer is not None
+        with self._lock:
+            self.used -= slot.nbytes
+            self._pool.give_back(slot.buffer)
+
+    # ---- room
+
+    def _admits(self, nbytes: int) -> bool:
+        if self._backlog.dead:
+            return False
+        if self._make_room(nbytes):
+            return True
+        # Whole steps on their way to disk fill the memory: wait for them as a full backlog does, once a stall.
+        if not self._lent or self._stalled:
+            return False
+        self._stalled = not self._backlog.wait_until(lambda: self._make_room(nbytes) or not self._lent)
+        return self._make_room(nbytes)
+
+    def _make_room(self, nbytes: int) -> bool:
+        while self.used + nbytes > self.limit and len(self._steps) > 1:
+            self._drop_oldest()
+        return self.used + nbytes <= self.limit
+
+    def _trim(self) -> None:
+        while len(self._steps) > self.num_steps:
+            self._drop_oldest()
+        self._make_room(0)
+
+    def _drop_oldest(self) -> None:
+        step, gone = self._steps.popleft(), self.forgotten
+        if step.flows:
+            return
+        self.used -= step.cost - step.nbytes
+        for item in step.items:
+            if isinstance(item, Pending) and item.slot is not None:
+                self._take_back(item.slot)
+        gone.number += 1
+        gone.num_values += step.num_values
+        gone.nbytes += step.nbytes
+        gone.num_dropped += step.num_dropped

@@ -1,0 +1,256 @@
+"""Keeper: what decides beside the rules what reaches the disk: flight recorder, triggers and budgets of one rank."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tapscope.dumper.alarms import Alarms
+from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.batch import Pending
+from tapscope.dumper.budget import Budget
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.flight import FlightRecorder, Released
+from tapscope.dumper.slot import Sink
+from tapscope.dumper.steps import OpenStep
+from tapscope.errors import ConfigError
+from tapscope.ledger import encode_line, event_line
+from tapscope.text import size
+from tapscope.wire import Message
+
+_log = logging.getLogger("tapscope")
+
+
+class Stop(NamedTuple):
+    """Why capture is off until it is configured again."""
+
+    limit: str
+    """The setting that was reached, or ``triggers``."""
+    text: str
+
+
+class Keeper:
+    """Holds or passes on what was taken, and ends the capture when it must.
+
+    Threads: the forward's, the pipeline's (requests of other processes), and whoever ends the process.
+    """
+
+    def __init__(self, backlog: Backlog, *, rank: int = 0, run: Path = Path()) -> None:
+        self._backlog = backlog
+        self.sink: Sink = backlog
+        """Where records and the lines of steps go."""
+        self.alarms = Alarms(self._put_event, rank=rank, run=run)
+        self.stopped: Stop | None = None
+        """Why nothing is captured from the next step on, until :meth:`resume`."""
+        self.is_limited = False
+        """Whether :meth:`charge` must be called for every record that is on its way to disk."""
+        self.num_dropped = 0
+        """Values of released steps that the flight recorder had no room for."""
+        self._flight: FlightRecorder | None = None
+        self._budget = Budget()
+        self._step: OpenStep | None = None  # the last that began
+        self._in_full = (0, -1)  # steps to keep in full: another rank's trigger fired there
+        self._told = (-1, False, False)  # what the other ranks know of our triggers
+        self._asked: str | None = None
+        self._lock = threading.RLock()
+
+    # ---- configuration
+
+    def configure(self, config: DumperConfig) -> None:
+        """A configuration is in force."""
+        self._budget.limit(config)
+        self.is_limited = self._budget.is_limited
+        self._check_budget(halt=False)
+        if config.past_steps and self._flight is not None:
+            self._flight.resize(config.past_steps, config.past_bytes)
+        elif config.past_steps:
+            self.sink = self._flight = FlightRecorder(self._backlog, config.past_steps, config.past_bytes)
+        elif self._flight is not None:
+            self._put_forgotten()
+            self.sink, self._flight = self._backlog, None
+
+    def resume(self) -> None:
+        """Somebody configured the capture anew: what stopped it is over, unless a budget is still reached."""
+        if self.stopped is not None:
+            self.stopped = None
+            self._tell_stop()
+
+    def restart(self, run: Path) -> None:
+        """A new run: budgets begin again, and what was held of the old one is given up."""
+        if self._flight is not None and (gone := self._flight.forget()).number:
+            _log.info("tapscope: %d steps that nobody asked for end with the run before %s", gone.number, run)
+        self._budget.restart()
+        self.resume()
+        self.alarms = Alarms(self._put_event, rank=self.alarms.rank, run=run)
+
+    # ---- steps, in the forward's thread
+
+    def begin(self, step: OpenStep) -> None:
+        """A step begins."""
+        number = step.info.step
+        step.in_full = self._in_full[0] <= number <= self._in_full[1]
+        self._step = step
+        if self._flight is not None:
+            self._flight.begin(number)
+
+    def end(self, step: OpenStep) -> None:
+        """A step has ended and its lines are put; one that was aborted is released with its past."""
+        if self._flight is not None and step.counts.aborted:
+            self._try_release(None, f"step {step.info.step} was ended by {step.counts.aborted}")
+        if self.is_limited and step.counts.sent and not self.is_holding:
+            self._budget.charge(num_steps=1)
+            self._check_budget(halt=False)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether what comes now stays in memory."""
+        return self._flight is not None and self._flight.holds
+
+    def charge(self, pending: Pending) -> None:
+        """A record is on its way; the budget counts it where it goes to disk."""
+        if not self.is_holding:
+            self._budget.charge(num_records=1, nbytes=pending.nbytes)
+            self._check_budget(halt=True)
+
+    def sound(self, fired: list[Any], site: str, step: OpenStep) -> bool:
+        """Triggers fired at a value of ``step``; whether that step is kept in full from here on."""
+        orders = self.alarms.sound(fired, site, step)
+        number = step.info.step
+        first = number
+        if orders.keep:
+            step.in_full = True
+            if self._flight is not None:
+                first = min(self._flight.window(self._flight.num_steps)[0], number)
+                self._try_release((first, number), orders.reason)
+        if orders.stop:
+            self._stop(Stop("triggers", orders.reason), halt=False)
+        tell = (number, orders.keep, orders.stop)
+        if (orders.keep or orders.stop) and tell != self._told:
+            self._told = tell
+            fields = {"keep": orders.keep, "stop": orders.stop, "reason": orders.reason}
+            self._backlog.append(Message("alarm", {"first": first, "last": number, **fields}))
+            self._backlog.flush()
+        return orders.keep
+
+    # ---- requests, from any thread
+
+    def release(self, past: int | None, reason: str) -> Released:
+        """Let the newest ``past`` steps (None: all that are held) go to disk, and the open one as it comes.
+
+        Raises ConfigError when no flight recorder is on, or a budget stands against it.
+        """
+        if self._flight is None:
+            raise ConfigError("no flight recorder is on; configure past_steps first")
+        if self.stopped is not None and self.stopped.limit != "triggers":
+            raise ConfigError(f"nothing is released: {self.stopped.text}")
+        return self._release(self._flight, self._flight.window(past or self._flight.num_steps), reason)
+
+    def request(self, reason: str) -> None:
+        """Ask for a release without doing anything yet: for a signal, which may come while any lock is held."""
+        self._asked = reason
+
+    def tick(self) -> None:
+        """Do what was asked for by :meth:`request`; called often by the pipeline's thread."""
+        if self._asked is not None:
+            reason, self._asked = self._asked, None
+            self._try_release(None, reason)
+
+    def hear(self, message: Message) -> bool:
+        """What the recorder process passes on (``alarm``) or orders (``halt``); False for any other message."""
+        if message.kind == "alarm":
+            first, last = int(message["first"]), int(message["last"])
+            if message["keep"]:
+                self._in_full = (first, last)
+                if (step := self._open_step()) is not None and first <= step.info.step <= last:
+                    step.in_full = True
+                self._try_release((first, last), str(message["reason"]))
+            if message["stop"]:
+                self._stop(Stop("triggers", str(message["reason"])), halt=False)
+            return True
+        if message.kind == "halt":
+            value = int(message["value"])
+            text = f"{size(int(message['free']))} are free on the disk of the run, min_free_bytes is {size(value)}"
+            self._stop(Stop("min_free_bytes", text), halt=True, value=value)
+            return True
+        return False
+
+    def close(self) -> None:
+        """The run ends: say what was only counted, and what was held and never asked for."""
+        self.tick()
+        self.alarms.settle()
+        self._put_forgotten()
+
+    # ---- inside
+
+    def _try_release(self, window: tuple[int, int] | None, reason: str) -> None:
+        flight = self._flight
+        if flight is None or (self.stopped is not None and self.stopped.limit != "triggers"):
+            return
+        self._release(flight, window or flight.window(flight.num_steps), reason)
+
+    def _release(self, flight: FlightRecorder, window: tuple[int, int], reason: str) -> Released:
+        released = flight.release(*window, reason)
+        self.num_dropped += released.num_dropped
+        if released.steps:
+            _log.warning("tapscope: steps %s go to disk: %s", _span(released.steps), reason)
+        if self.is_limited:
+            step = self._open_step()
+            num_steps = len(released.steps) - (step is not None and step.info.step in released.steps)
+            self._budget.charge(num_records=released.num_values, nbytes=released.nbytes, num_steps=num_steps)
+            self._check_budget(halt=True)
+        return released
+
+    def _check_budget(self, *, halt: bool) -> None:
+        if self.stopped is None and (reached := self._budget.reached()) is not None:
+            name, value = reached
+            shown = size(value) if name == "max_bytes" else value
+            self._stop(Stop(name, f"{name}={shown} is reached"), halt=halt, value=value)
+
+    def _stop(self, stop: Stop, *, halt: bool, value: int | None = None) -> None:
+        """``halt``: from here on, else from the next step on."""
+        with self._lock:
+            if self.stopped is not None:
+                return
+            self.stopped, step = stop, self._step
+        number = step.info.step if step is not None else -1
+        if halt and (step := self._open_step()) is not None:
+            step.halted = True
+        if value is not None:
+            self._put_event("budget", limit=stop.limit, value=value, step=number, reason=stop.text)
+        else:
+            self._put_event("stop", reason=stop.text, step=number)
+        self._tell_stop()
+        text = "tapscope stops capturing at step %d: %s; configure it again to go on"
+        _log.warning(text, number, stop.text)
+
+    def _open_step(self) -> OpenStep | None:
+        step = self._step
+        return step if step is not None and not step.ended else None
+
+    def _tell_stop(self) -> None:
+        self._backlog.append(Message("stopped", {"reason": self.stopped.text if self.stopped is not None else None}))
+        self._backlog.flush()
+
+    def _put_forgotten(self) -> None:
+        if self._flight is not None and (gone := self._flight.forget()).number:
+            fields = {"num_steps": gone.number, "num_values": gone.num_values, "nbytes": gone.nbytes}
+            self._put_event("unreleased", **fields)
+
+    def _put_event(self, kind: str, **fields: Any) -> None:
+        self._backlog.append(encode_line(event_line(kind, **_plain(fields))))
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no infinities: a statistic that overflowed is null."""
+    return {name: _finite(value) for name, value in fields.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def _span(steps: list[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
