@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from tapscope import ledger
 from tapscope.dumper import capture
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
+from tapscope.dumper.capture import Taken
 from tapscope.dumper.cut import Part
 from tapscope.dumper.flatten import flatten, plain_value
-from tapscope.dumper.memo import Memo
-from tapscope.dumper.port import NO_LAYOUT, Layout, Port
 from tapscope.dumper.gradients import Gradients
+from tapscope.dumper.keeper import Keeper
+from tapscope.dumper.memo import Memo
 from tapscope.dumper.moment import moment_of
 from tapscope.dumper.passes import Origin, Origins, current_node, graph_task, next_node
 from tapscope.dumper.placement import Placed
+from tapscope.dumper.port import NO_LAYOUT, Layout, Port
 from tapscope.dumper.rules import Selection, Taking
 from tapscope.dumper.slot import Sink
 from tapscope.dumper.stamp import Stamp
@@ -35,6 +38,7 @@ from tapscope.record import RECOMPUTE
 _log = logging.getLogger("tapscope")
 _MAX_COMPLAINTS = 20
 _OUT = ("out", "")
+_FULL = Taking("full")
 _num_forks = 0
 
 
@@ -49,9 +53,10 @@ os.register_at_fork(after_in_child=_after_fork)
 class Collector:
     """The open step of one rank and what was counted in it."""
 
-    def __init__(self, backlog: Backlog) -> None:
+    def __init__(self, backlog: Backlog, *, rank: int = 0, run: Path = Path()) -> None:
         self._backlog = backlog
         self.sink: Sink = backlog
+        self.keeper = Keeper(backlog, rank=rank, run=run)
         self.selection = Selection.of_nothing()
         self.step: OpenStep | None = None
         """The open step."""
@@ -59,9 +64,10 @@ class Collector:
         """The last step of this run that has ended."""
         self.origins = Origins()
         self.gradients = Gradients(self)
+        self.has_dropped = False
+        """Whether it was said that values are dropped."""
         self.num_outside = 0
         """Firings outside any step, not kept."""
-        self.num_dropped = 0
         self.num_failed = 0
         """Of all steps."""
         self._num_forks = _num_forks  # in a forked child there is no pipeline, and the rank is its parent's
@@ -74,13 +80,22 @@ class Collector:
         self._selected_at = 0
         self._seq = itertools.count()
         self._num_complaints = 0
+        self._num_dropped = 0
 
     # ---- steps
+
+    @property
+    def num_dropped(self) -> int:
+        """Values of all steps that were given up; of held steps, once they are released."""
+        return self._num_dropped + self.keeper.num_dropped
 
     def select(self, selection: Selection) -> None:
         """A new configuration is in force, from the next step on."""
         self.selection = selection
         self._selected_at = -1
+        if self.keeper.stopped is None:
+            self.keeper.configure(selection.config)
+            self.sink = self.keeper.sink
 
     def begin(self, info: StepInfo, epoch: int) -> None:
         """Open a step."""
@@ -91,6 +106,7 @@ class Collector:
         skipped = info.kind is not None and self.selection.config.skip_dummy
         self.step = OpenStep(info, serial, epoch, serial - self._selected_at, skipped)
         self._memo.forget()
+        self.keeper.begin(self.step)
         self.origins.note(self.step, 0)
 
     def end(self, metrics: Mapping[str, float], aborted: str | None) -> None:
@@ -108,6 +124,7 @@ class Collector:
             self.metric(step.info.step, name, value)
         self._put_line(ledger.end_line(step.info.step, step.counts))
         self._backlog.flush()
+        self.keeper.end(step)
 
     def settle(self) -> None:
         """Account for values that came after their step had ended."""
@@ -123,9 +140,10 @@ class Collector:
         number = float(value) if math.isfinite(value) else None
         self._put_line({"type": "metric", "step": step, "name": name, "value": number})
 
-    def restart(self) -> None:
+    def restart(self, run: Path = Path()) -> None:
         """A new run begins: records are numbered from 0 and sites announced again; the past is not part of it."""
         self.settle()
+        self.keeper.restart(run)
         self.gradients.forget()
         self.last = None
         self._run_began = next(self._serial)
@@ -139,11 +157,12 @@ class Collector:
         """Say at once when values begin to be lost, and in the run how many each step lost."""
         counts.seen = counts.sent + counts.dropped + counts.failed
         if counts.dropped:
-            if not self.num_dropped:
-                text = "tapscope drops values from step %d on: the pipeline is full or the recorder gone"
-                _log.warning(text, step.info.step)
+            if not self.has_dropped:
+                self.has_dropped = True
+                _log.warning("tapscope drops values from step %d on: %s", step.info.step, self.keeper.no_room)
             self._put_line(event_line("dropped", step=step.info.step, num_values=counts.dropped))
-        self.num_dropped += counts.dropped
+        if not self.keeper.is_holding:
+            self._num_dropped += counts.dropped
         self.num_failed += counts.failed
 
     def _announce(self, step: OpenStep) -> None:
@@ -178,14 +197,14 @@ class Collector:
                 step.nodes.setdefault((tap, kind, step.micro), []).append(next_node())
             if type(value) is torch.Tensor:
                 port = tap.ports.get(_OUT) or tap.port("out", "", self.selection)
-                if port.may_keep:
+                if port.may_keep or step.in_full:
                     self.take(port, value, stamp)
                 if port.grad is not None:
                     self.gradients.watch(port.grad, value, stamp)
                 return
             for path, leaf in flatten(tap.named_inputs(*value) if kind == "in" else value):
                 port = tap.ports.get((kind, path)) or tap.port(kind, path, self.selection)
-                if port.may_keep:
+                if port.may_keep or step.in_full:
                     self.take(port, leaf, stamp)
                 if port.grad is not None and isinstance(leaf, torch.Tensor):
                     self.gradients.watch(port.grad, leaf, stamp)
@@ -241,7 +260,8 @@ class Collector:
         try:
             if stamp.step.ended:
                 self._note_late(stamp.step)
-            if port.keep is None or not isinstance(leaf, torch.Tensor) or not capture.is_plain(leaf):
+            unusual = stamp.step.in_full or stamp.step.halted or port.keep is None
+            if unusual or not isinstance(leaf, torch.Tensor) or not capture.is_plain(leaf):
                 self._take_carefully(port, leaf, stamp)
                 return
             if not port.announced:
@@ -253,9 +273,29 @@ class Collector:
 
     def _take_carefully(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """A value that is no ordinary tensor, or whose rule has conditions, or of which a part is kept."""
-        taking = port.choice.static or self._decide(port, leaf, stamp)
-        if taking.keep != "off":
+        taking = _FULL if stamp.step.in_full else port.choice.static or self._decide(port, leaf, stamp)
+        if stamp.step.halted:
+            self._count(stamp.step, left_out=taking.keep != "off")
+        elif taking.keep != "off":
             self._take_as(port, leaf, stamp, taking)
+        elif port.choice.sentinel is not None and isinstance(leaf, torch.Tensor):
+            self._look(port, leaf, stamp)
+
+    def _look(self, port: Port, leaf: torch.Tensor, stamp: Stamp) -> None:
+        """The rules keep nothing here, but a trigger asks: measured, and kept in full if that makes it fire."""
+        try:
+            found = Local(leaf) if capture.is_plain(leaf) else unwrap(leaf)
+        except Exception as error:  # noqa: BLE001 - nothing is lost that was asked for
+            self.complain(port.site, f"no trigger can see it: {error}", stamp.step)
+            return
+        if not isinstance(found, Local):
+            return
+        layout = port.layout(Part(found.tensor), None, self.complain, found.placed)
+        measured = capture.measure(found.tensor, layout, self._memo)
+        if self._alarmed(port, stamp, found.tensor, layout, measured):
+            if not port.announced:
+                self._announce_site(port)
+            self._send(port, stamp, layout, capture.take(found.tensor, layout, self._memo, self.sink))
 
     def _take_as(self, port: Port, leaf: Any, stamp: Stamp, taking: Taking) -> None:
         """A value of which this is kept: as one record, or as the parts of an unusual tensor, which fail apart."""
@@ -290,9 +330,27 @@ class Collector:
     def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, full: bool) -> None:
         memo = self._memo
         taken = capture.take(tensor, layout, memo, self.sink) if full else capture.measure(tensor, layout, memo)
+        if port.choice.sentinel is not None and self._alarmed(port, stamp, tensor, layout, taken) and not full:
+            taken = capture.take(tensor, layout, memo, self.sink)
+        self._send(port, stamp, layout, taken)
+
+    def _alarmed(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, taken: Taken | None) -> bool:
+        """Ask the triggers of the site; whether the step, and what was only measured here, is to be kept in full."""
+        sentinel = port.choice.sentinel
+        assert sentinel is not None
+        text = (taken or capture.measure(tensor, layout, self._memo))[0]
+        fired = sentinel.fired(text, lambda: moment_of(tensor, stamp))
+        if sentinel.problem is not None and not port.complained:
+            port.complained = True
+            self.complain(port.site, sentinel.problem, stamp.step)
+        capped = '"cap":' in layout.text
+        return bool(fired) and self.keeper.sound(fired, port.site, stamp.step) and not capped
+
+    def _send(self, port: Port, stamp: Stamp, layout: Layout, taken: Taken | None) -> None:
         if taken is None:
             self._count(stamp.step, dropped=1)
             return
+        memo = self._memo
         text, digest, payload, slot = taken
         pending = Pending(port, stamp, next(self._seq), layout, text, memo.generation, payload, slot)
         if self._put(pending) and slot is not None:
@@ -302,6 +360,8 @@ class Collector:
         accepted = self.sink.put(pending)
         if not accepted:
             self._count(pending.stamp.step, dropped=1)
+        elif self.keeper.is_limited:
+            self.keeper.charge(pending)
         return accepted
 
     def _note_late(self, step: OpenStep) -> None:
@@ -309,8 +369,9 @@ class Collector:
             if step not in self._late:
                 self._late.append(step)
 
-    def _count(self, step: OpenStep, *, dropped: int = 0, failed: int = 0) -> None:
+    def _count(self, step: OpenStep, *, dropped: int = 0, failed: int = 0, left_out: int = 0) -> None:
         with self._lock:
+            step.tally.left_out += left_out
             step.tally.dropped += dropped
             step.tally.failed += failed
 

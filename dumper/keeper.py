@@ -107,6 +107,13 @@ class Keeper:
         """Whether what comes now stays in memory."""
         return self._flight is not None and self._flight.holds
 
+    @property
+    def no_room(self) -> str:
+        """Why a value could not be taken in."""
+        if self.is_holding and self._flight is not None:
+            return f"a step is larger than past_bytes={self._flight.limit}"
+        return "the pipeline is full or the recorder gone"
+
     def charge(self, pending: Pending) -> None:
         """A record is on its way; the budget counts it where it goes to disk."""
         if not self.is_holding:
