@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tapscope.dumper.pipeline import Pipeline
 
 _log = logging.getLogger("tapscope")
+_LITTLE_ROOM = 64 * 1024
+_PATIENCE_S = 3.0  # with a disk that has no room
 START_TIMEOUT_S = 30.0
 """How long a recorder may take to start."""
 
@@ -90,9 +92,9 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
     _make_directory(run)
     if first and _announced(run) is None:
         check_free(run, force=force)  # before a lock file is put into a directory that is none of ours
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        lock = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    started = time.monotonic()
+    while (waited_s := time.monotonic() - started) < START_TIMEOUT_S:
+        lock = _open_lock(run)
         try:
             if first and _try_lock(lock):
                 clear_run(run, force=force)
@@ -103,8 +105,19 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
         found = _announced(run)
         if found is not None and (not is_local(found) or is_alive(found["pid"])):
             return found
+        if waited_s > _PATIENCE_S and _no_room(run):
+            break
         time.sleep(0.05)
-    raise RecorderError(f"no recorder came up for {run} within {START_TIMEOUT_S:g} s; is rank 0 running?")
+    text = f"no recorder came up for {run} within {waited_s:.0f} s; is rank 0 running?"
+    raise RecorderError(text + _no_room(run))
+
+
+def _open_lock(run: Path) -> int:
+    try:
+        return os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        text = f"the run {run} cannot be created: {error.strerror}; make room there or choose another directory"
+        raise ConfigError(text) from None
 
 
 def _make_directory(run: Path) -> None:
@@ -175,17 +188,25 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
 
 def _failure(run: Path) -> TapscopeError:
     log = run / RECORDER_LOG
-    text = log.read_text(errors="replace").strip()
+    text = log.read_text(errors="replace").strip() if log.is_file() else ""
     last = text.splitlines()[-1] if text else "it said nothing"
     try:
         said = json.loads(last)
         kind = getattr(errors, said["error"])
     except (ValueError, KeyError, AttributeError, TypeError):
-        return RecorderError(f"the recorder did not start: {last} (see {log})")
+        return RecorderError(f"the recorder did not start: {last}{f' (see {log})' if text else ''}{_no_room(run)}")
     log.unlink(missing_ok=True)
     if [entry.name for entry in run.iterdir()] == [".lock"]:
         shutil.rmtree(run)
     return kind(said["message"])  # type: ignore[no-any-return]
+
+
+def _no_room(run: Path) -> str:
+    """A remark about a disk so full that a recorder could not even say so."""
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(run).free) < _LITTLE_ROOM:
+            return f"; its disk has {free} bytes left: No space left on device; make room there or choose another run"
+    return ""
 
 
 def _announced(run: Path) -> dict[str, Any] | None:
