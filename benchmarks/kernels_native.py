@@ -1,6 +1,6 @@
 """How fast one thread summarises and compares, as GB/s and as a share of merely reading the same bytes.
 
-    python benchmarks/kernels_native.py [--mebibytes 128] [--width 4096]
+    python benchmarks/kernels_native.py [--mebibytes 128] [--width 4096] [--only-take]
 
 Predicted before the first run: summaries at 6 GB/s or more (three 64-bit products per word for the hash), comparison
 at 60 % of the read ceiling for fp32 and bf16, less for fp16, whose subnormal numbers cost a branchless selection.
@@ -8,6 +8,7 @@ The ceiling is ``np.sum`` over the bytes as int64; every figure is the best of s
 """
 
 import argparse
+import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tapscope import dtypes
-from tapscope.kernels.native import backend, compare_rows, summarize, summarize_array
+from tapscope.kernels.native import backend, compare_rows, digest_of, summarize, summarize_array, take
 
 Array = np.ndarray[Any, Any]
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64")
@@ -77,17 +78,68 @@ def microseconds_per_call(calls: int = 20000) -> tuple[float, float]:
     return both["summarize"] / calls * 1e6, both["compare"] / (calls // 4) * 1e6
 
 
+SIZES = (2 << 10, 256 << 10, 4 << 20)
+
+
+def measure_take(dtype: str, nbytes: int, rounds: int) -> str:
+    """One line of the table of takes: the same tensor again and again, as the hook of a layer finds it in the cache."""
+    values = (
+        np.random.default_rng(0).standard_normal(nbytes // dtypes.itemsize(dtype)).astype(dtypes.numpy_dtype(dtype))
+    )
+    room = np.zeros_like(values)
+    words, source, target, count = values.view(np.int64), values.ctypes.data, room.ctypes.data, values.size
+    calls = max(2, (1 << 20) // nbytes)
+    ways: dict[str, Callable[[], object]] = {
+        "read": lambda: words.sum(),
+        "memcpy": lambda: ctypes.memmove(target, source, nbytes),
+        "take": lambda: take(source, count, dtype),
+        "no bag": lambda: take(source, count, dtype, bag=False),
+        "take, copy": lambda: take(source, count, dtype, target),
+        "no bag, copy": lambda: take(source, count, dtype, target, bag=False),
+        "digest_of": lambda: digest_of(source, nbytes),
+    }
+    seconds = best_seconds({name: repeated(way, calls) for name, way in ways.items()}, rounds)
+    each = {name: value / calls for name, value in seconds.items()}
+    limits = {name: each["memcpy" if "copy" in name else "read"] for name in ways}
+    cells = (
+        f"{nbytes / each[n] / 1e9:6.1f} ({limits[n] / each[n]:4.0%}){each[n] * 1e6:8.2f} us" for n in list(ways)[2:]
+    )
+    return f"{dtype:14}{nbytes >> 10:6} KiB " + " ".join(cells)
+
+
+def repeated(way: Callable[[], object], calls: int) -> Callable[[], object]:
+    """``calls`` calls as one."""
+
+    def run() -> None:
+        for _ in range(calls):
+            way()
+
+    return run
+
+
+def print_takes(rounds: int) -> None:
+    """What the dumper pays at a hook."""
+    print("take: GB/s (share of reading; of memcpy where it copies) and microseconds a call, Python included")
+    names = ("take", "without the bag", "with a copy", "copy, no bag", "digest_of")
+    print(f"{'':25}" + " ".join(f"{name:>24}" for name in names))
+    for dtype in ("float32", "bfloat16", "float16", "int64", "float8_e4m3fn"):
+        for nbytes in SIZES:
+            print(measure_take(dtype, nbytes, rounds), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=128, help="size of each matrix; keep it well above the cache")
     parser.add_argument("--width", type=int, default=4096, help="elements of a row")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only-take", action="store_true", help="leave the comparison out")
     options = parser.parse_args()
     print("backend:", *backend())
+    print_takes(options.rounds)
+    if options.only_take:
+        return
     print(f"GB/s (share of reading), {options.mebibytes} MiB a side, rows of {options.width}")
-    print(
-        f"{'dtype':14}{'read':>8} {'summary+hash':>14} {'compare rows':>14} {'with tolerance':>14} {'one long row':>14}"
-    )
+    print(f"{'dtype':14}{'read':>8} {'summary':>14} {'compare rows':>14} {'with tolerance':>14} {'one long row':>14}")
     for dtype in DTYPES:
         print(measure_dtype(dtype, options.mebibytes << 20, options.width, options.rounds), flush=True)
     one, two = microseconds_per_call()

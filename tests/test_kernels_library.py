@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import tapscope
 from tapscope.kernels.native import backend, use_backend
 
+ROOT = Path(__file__).parents[1]
 needs_library = pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1])
 
 
@@ -35,9 +37,12 @@ def test_loading_the_library_leaves_subnormal_numbers_alone():
     program = """
 import ctypes
 import numpy as np
-from tapscope.kernels.native import backend, compare_rows, summarize_array
+from tapscope.kernels.native import backend, compare_rows, digest_of, summarize_array, take
 tiny = np.full((2, 4096), 2.0**-149, np.float32)
-summarize_array(tiny), compare_rows(tiny, tiny * 3)
+summarize_array(tiny), compare_rows(tiny, tiny * 3), digest_of(tiny.ctypes.data, tiny.nbytes)
+copy = np.empty_like(tiny)
+take(tiny.ctypes.data, tiny.size, "float32", copy.ctypes.data)
+take(tiny.ctypes.data, tiny.size, "float16")
 half = np.float32(2.0**-126) * np.float32(0.5)
 print(backend()[0], half > 0, float(tiny[0, 0]) + 0.0 == 2.0**-149, 2.2250738585072014e-308 / 2 > 0)
 print(summarize_array(tiny).stats.sum == 8192 * 2.0**-149, compare_rows(tiny, tiny * 3).total().max_abs == 2.0**-148)
@@ -122,3 +127,35 @@ def test_the_library_lies_beside_its_sources():
     kind, path = backend()
     assert kind == "c++"
     assert "_tapscope" in os.path.basename(path)
+
+
+SUMMARIES = """
+import numpy as np
+from tapscope import dtypes
+from tapscope.kernels.native import backend, compare_rows, last, take
+print(backend()[0])
+for name in dtypes.NAMES:
+    kind = dtypes.numpy_dtype(name)
+    for length in (0, 1, 7, 33, 1000, 5001):
+        rng = np.random.default_rng(length)
+        raw = rng.integers(0, 256, length * kind.itemsize, dtype=np.uint8)
+        array = (raw & 1 if name == "bool" else raw).view(kind)
+        digest = take(array.ctypes.data, length, name).digest
+        stats, _, bag = last()
+        print(name, length, digest.hex(), bag, *(getattr(stats, field) for field in stats.__slots__[:9]))
+"""
+
+
+@needs_library
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
+def test_the_portable_build_finds_what_the_tuned_one_finds(copied):
+    """What serves on other compilers and processors; sums alone may differ, so they are left out."""
+    module = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
+    flags = [flag for flag in module["extra-compile-args"] if not flag.startswith("-O")]
+    sources = [str(ROOT / source) for source in module["sources"]]
+    target = copied / "tapscope" / "kernels" / "native" / f"_tapscope{EXTENSION_SUFFIXES[0]}"
+    command = ["g++", *flags, "-O1", "-DTS_PORTABLE", "-fPIC", "-shared", *sources, "-o", str(target)]
+    subprocess.run(command, check=True, timeout=120)
+    portable, tuned = fresh(SUMMARIES, copied), fresh(SUMMARIES)
+    assert portable[0] == tuned[0] == "c++"
+    assert portable == tuned

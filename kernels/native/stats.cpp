@@ -67,8 +67,35 @@ TS_INLINE void integer_block(const uint8_t* bytes, int64_t n, Summary* out) {
 
 // ---- one byte per element: counting the 256 codes says everything, exactly
 
+struct Ones {
+    int64_t count;
+    bool all;  // whether every byte is 0 or 1
+};
+
+TS_CLONES Ones count_ones(const uint8_t* bytes, int64_t n) {  // at most a block
+    uint8_t high = 0;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) high = bytes[i] > high ? bytes[i] : high;
+    for (int64_t i = 0; i < n; ++i) sum += bytes[i];
+    return {sum, high <= 1};
+}
+
 struct Histogram {
     uint64_t counts[4][256] = {};  // four, so that neighbours of equal value do not wait for each other
+
+    void add(const uint8_t* bytes, int64_t n) {
+        const Ones ones = count_ones(bytes, n);
+        if (ones.all) {  // masks, whose neighbours are nearly always equal
+            counts[0][0] += static_cast<uint64_t>(n - ones.count), counts[0][1] += static_cast<uint64_t>(ones.count);
+            return;
+        }
+        int64_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            const uint64_t eight = load<uint64_t>(bytes + i, 0);
+            for (int part = 0; part < 8; ++part) ++counts[part & 3][(eight >> (8 * part)) & 0xFF];
+        }
+        for (; i < n; ++i) ++counts[0][bytes[i]];
+    }
 };
 
 double byte_value(int dtype, int code) {
@@ -106,7 +133,7 @@ void summarize_bytes(const uint8_t* bytes, int dtype, uint8_t* target, Summary* 
     for (int64_t done = 0; done < out->count; done += kBlock) {
         const int64_t end = done + kBlock < out->count ? done + kBlock : out->count;
         hash_bytes(bytes + done, end - done, done, &out->hash);
-        for (int64_t i = done; i < end; ++i) ++histogram.counts[i & 3][bytes[i]];
+        histogram.add(bytes + done, end - done);
         if (target) std::memcpy(target + done, bytes + done, static_cast<size_t>(end - done));
     }
     digest_histogram(dtype, histogram, out);
