@@ -27,8 +27,8 @@ class Orders(NamedTuple):
 class Alarms:
     """The firings of one rank's triggers in one run.
 
-    A NaN reaches every site behind it: the run gets an event for the first firings of a trigger at a site, the log one line
-    a trigger and step, and the rest is counted.
+    A NaN reaches every site behind it: the run gets an event for the first firings of a trigger at a site, the log one
+    line a trigger and step, and the rest is counted.
     """
 
     def __init__(self, put_event: Callable[..., None], *, rank: int = 0, run: Path = Path()) -> None:

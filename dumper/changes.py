@@ -41,6 +41,7 @@ class Changes:
     def from_rank(self, peer: "Peer", message: Message) -> None:
         """``accept`` answers a prepare, ``applied`` says from which step, ``released`` answers a release.
 
+        ``alarm`` is passed on to the other ranks, ``stopped`` says why one captures no more.
         ``called`` (``method``, ``count``) counts what a process calls on its own and all ranks should.
         """
         if message.kind == "accept" and self._change and message["epoch"] == self._change.epoch:
@@ -52,6 +53,12 @@ class Changes:
             if message.fields.get("problem") is None:
                 self._release.released[peer.rank] = {name: int(message[name]) for name in ("steps", "bytes")}
             self._release.answer(peer.rank, message.fields.get("problem"))
+        elif message.kind == "stopped":
+            peer.stopped = message.fields.get("reason")
+        elif message.kind == "alarm":  # what one rank met concerns all
+            for other in self._recorder.present():
+                if other is not peer:
+                    self._recorder.send(other.identity, message)
         elif message.kind == "called":
             peer.calls[str(message["method"])] = int(message["count"])
         self.advance()

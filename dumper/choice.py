@@ -87,7 +87,8 @@ class Choice:
     @property
     def may_keep(self) -> bool:
         """Whether anything can be kept here."""
-        return self.sentinel is not None or self._default.keep != "off" or any(case.taking.keep != "off" for case in self._cases)
+        keeps = (self._default.keep, *(case.taking.keep for case in self._cases))
+        return self.sentinel is not None or any(keep != "off" for keep in keeps)
 
     def decide(self, moment: Moment) -> Taking:
         """What is kept at this moment; never raises."""

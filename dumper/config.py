@@ -1,6 +1,7 @@
 """DumperConfig: one frozen, validated value, whether it comes from keywords, JSON or `k=v` words."""
 
 import math
+import signal
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,7 @@ _FROM_ONE = (
     "max_records",
     "max_steps",
 )
+_SIGNALS = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
 _LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger}
 
 
@@ -86,6 +88,8 @@ class DumperConfig:
     """Flight recorder: keep this many steps in memory and write them only when asked; 0 writes at once."""
     past_bytes: int = 256 * _MiB
     """Most bytes of the flight recorder; the oldest steps go first."""
+    past_signal: str | None = "SIGUSR2"
+    """Signal at which the flight recorder writes what it holds; None for none. Only in a process's main thread."""
     triggers: tuple[Trigger, ...] = ()
     """What happens when a site's statistics meet a condition."""
 
@@ -109,6 +113,8 @@ class DumperConfig:
                 raise ConfigError(f"{each.name}={shown}: must be {_describe(hints[each.name])}")
             object.__setattr__(self, each.name, value)
         self._check_numbers()
+        if self.past_signal is not None and self.past_signal not in _SIGNALS:
+            raise ConfigError(f"past_signal={self.past_signal!r}: must be a signal that can be caught, e.g. SIGUSR2")
         if self.control_token is not None and not self.control_token.strip():
             raise ConfigError("control_token: must not be blank; None asks for none")
         if self.filter is not None:

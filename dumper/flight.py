@@ -45,10 +45,10 @@ class Released(NamedTuple):
 class FlightRecorder:
     """A sink that holds the last ``num_steps`` steps, the open one among them, in at most ``limit`` bytes.
 
-    The oldest whole steps go first; a step that is larger than ``limit`` alone loses what comes when it is full. A release
-    hands steps over to the backlog with the memory they lie in, so that it neither copies nor waits; that memory counts here until
-    the recorder process has acknowledged it. What shares the bytes of a record is held and released with it, because a step is
-    released whole and in order. Any thread may release: the lock is the backlog's own.
+    The oldest whole steps go first; a step that is larger than ``limit`` alone loses what comes when it is full. A
+    release hands steps over to the backlog with the memory they lie in, so that it neither copies nor waits; that
+    memory counts here until the recorder process has acknowledged it. What shares the bytes of a record is held and
+    released with it, because a step is released whole and in order. Any thread may release: the lock is the backlog's.
     """
 
     def __init__(self, backlog: Backlog, num_steps: int, limit: int) -> None:

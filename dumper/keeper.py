@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tapscope.dumper import exits
 from tapscope.dumper.alarms import Alarms
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
@@ -64,10 +65,12 @@ class Keeper:
         self._check_budget(halt=False)
         if config.past_steps and self._flight is not None:
             self._flight.resize(config.past_steps, config.past_bytes)
-        elif config.past_steps:
+        elif config.past_steps and isinstance(self._backlog, Backlog):
             self.sink = self._flight = FlightRecorder(self._backlog, config.past_steps, config.past_bytes)
+            exits.watch(self, config.past_signal)
         elif self._flight is not None:
             self._put_forgotten()
+            exits.unwatch(self)
             self.sink, self._flight = self._backlog, None
 
     def resume(self) -> None:
@@ -157,6 +160,11 @@ class Keeper:
         """Ask for a release without doing anything yet: for a signal, which may come while any lock is held."""
         self._asked = reason
 
+    def rescue(self, reason: str, timeout_s: float) -> None:
+        """The process ends: release everything, and wait until it is written."""
+        self._try_release(None, reason)
+        self._backlog.drained(timeout_s)
+
     def tick(self) -> None:
         """Do what was asked for by :meth:`request`; called often by the pipeline's thread."""
         if self._asked is not None:
@@ -187,6 +195,7 @@ class Keeper:
         self.tick()
         self.alarms.settle()
         self._put_forgotten()
+        exits.unwatch(self)
 
     # ---- inside
 

@@ -28,6 +28,8 @@ class Peer:
     step: int = -1
     epoch: int = 0
     capture_left: int | None = None
+    stopped: str | None = None
+    """Why it has stopped capturing (a trigger, a budget); None while it goes on."""
     gone: str | None = None
     """Why it left: ``closed``, ``died``, ``silent``, ``disk`` or ``stopped``; None while it is there."""
     heard: float = field(default_factory=time.monotonic)

@@ -25,6 +25,7 @@ from typing import Any
 import zmq
 
 from tapscope import wire
+from tapscope.dumper.floor import Floor
 from tapscope.dumper.network import NetworkDoor, write_private
 from tapscope.dumper.peer import Peer
 from tapscope.dumper.process import is_alive
@@ -63,6 +64,7 @@ class Recorder:
         self._network: NetworkDoor | None = None
         self._homes: list[Path] = []  # runs that say how to reach this process
         self.steering = Steering(self)
+        self._floor = Floor(self)
         self.http: str | None = None
         self._server: Any = None
         self._announced = 0
@@ -262,6 +264,7 @@ class Recorder:
         peer.write_s += time.monotonic() - started
         peer.capture_left = message.fields.get("capture_left")
         self.send(peer.identity, Message("ack", {"n": message["n"]}))
+        self._floor.wrote(sum(payload[-1].nbytes for payload in payloads))
         self._announced += 1
         live = Message("live", {"rank": peer.rank, "n": self._announced}, [b"\n".join(written)])
         self._live.send_multipart([b"live", *wire.encode(live)])

@@ -178,7 +178,8 @@ class Selection:
     def _sentinel(self, place: _Place) -> Sentinel | None:
         if not self._watched or not self._is_open(place.path, place.kind):
             return None
-        found = [trigger for each, trigger in self._watched if self._counts(each.rule, place.kind) and each.names(place)]
+        watched = [(each, trigger) for each, trigger in self._watched if self._counts(each.rule, place.kind)]
+        found = [trigger for each, trigger in watched if each.names(place)]
         return Sentinel(found, self._known | _about(place)) if found else None
 
     def _is_open(self, path: str, kind: str) -> bool:

@@ -43,6 +43,7 @@ class RankState(BaseModel):
     records: int = Field(description="lines written")
     bytes: int = Field(description="payload bytes written")
     status: Literal["connected", "silent", "closed", "died", "disk", "stopped"]
+    stopped: str | None = Field(description="why it stopped capturing: a trigger or a budget")
     idle_s: float = Field(description="seconds since its step last grew")
 
 

@@ -29,6 +29,7 @@ def _rank_state(peer: "Peer") -> dict[str, Any]:
         "records": peer.writer.lines_written,
         "bytes": peer.writer.bytes_written,
         "status": peer.status,
+        "stopped": peer.stopped,
         "idle_s": round(time.monotonic() - peer.moved, 1),
         **{name: value for name, value in peer.load.items() if isinstance(value, int)},
     }

@@ -1,0 +1,109 @@
+"""Exits: the ways a process ends or is asked for its past, so that a flight recorder is not lost with it.
+
+Installed once a process while any dumper holds steps: a signal handler that only leaves a note, ``sys.excepthook`` and
+``atexit``. Each calls what was there before.
+"""
+
+import atexit
+import contextlib
+import logging
+import signal
+import sys
+import threading
+import weakref
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+_log = logging.getLogger("tapscope")
+_DRAIN_S = 5.0
+"""How long the end of a process may wait for what was released to be written."""
+
+
+class Holder(Protocol):
+    """Something that holds steps in memory."""
+
+    def request(self, reason: str) -> None:
+        """Ask for a release without doing anything yet."""
+        ...
+
+    def rescue(self, reason: str, timeout_s: float) -> None:
+        """Release what is held and wait until it is written, at most so long."""
+        ...
+
+
+class _Exits:
+    """What stands in this process."""
+
+    def __init__(self) -> None:
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._numbers: dict[int, Any] = {}  # signal -> what handled it before
+        self._before: Any = None
+        self._lock = threading.RLock()
+
+    def add(self, holder: Holder, name: str | None) -> None:
+        with self._lock:
+            if not self._holders:
+                self._before, sys.excepthook = sys.excepthook, self._on_exception
+                atexit.register(self._on_exit)
+            self._holders.add(holder)
+            if name is not None:
+                self._listen(signal.Signals[name])
+
+    def remove(self, holder: Holder) -> None:
+        with self._lock:
+            self._holders.discard(holder)
+            if self._holders:
+                return
+            if sys.excepthook == self._on_exception:
+                sys.excepthook = self._before
+            atexit.unregister(self._on_exit)
+            for number, before in list(self._numbers.items()):
+                if signal.getsignal(number) == self._on_signal:
+                    with contextlib.suppress(ValueError):  # not the main thread: the handler stays, and does nothing
+                        signal.signal(number, before)
+                        del self._numbers[number]
+
+    def _listen(self, number: signal.Signals) -> None:
+        if signal.getsignal(number) == self._on_signal:
+            return
+        try:
+            self._numbers[number] = signal.signal(number, self._on_signal)
+        except (ValueError, OSError) as error:
+            _log.warning("tapscope does not listen to %s: %s", number.name, error)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        for holder in list(self._holders):
+            holder.request(f"signal {signal.Signals(number).name}")
+        before = self._numbers.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._rescue(f"uncaught {kind.__name__}")
+        self._before(kind, error, trace)
+
+    def _on_exit(self) -> None:
+        self._rescue("the process ends")
+
+    def _rescue(self, reason: str) -> None:
+        for holder in list(self._holders):
+            try:
+                holder.rescue(reason, _DRAIN_S)
+            except Exception as failure:  # noqa: BLE001 - the process ends all the same
+                _log.warning("tapscope: the flight recorder was not written: %s", failure)
+
+
+_exits = _Exits()
+
+
+def watch(holder: Holder, name: str | None) -> None:
+    """Rescue what ``holder`` holds when the process ends, and ask it for a release at the signal ``name``.
+
+    Holds it weakly. A signal can only be listened to in the main thread; elsewhere that is said, and the rest works.
+    """
+    _exits.add(holder, name)
+
+
+def unwatch(holder: Holder) -> None:
+    """It holds nothing any more: with the last one everything is as it was before."""
+    _exits.remove(holder)
