@@ -314,6 +314,48 @@ def test_a_site_line_may_name_its_parent_and_dims(tmp_path: Path) -> None:
     assert (sites["b:out"].parent, sites["b:out"].dims) == ("MLP", "t h")
 
 
+def test_the_ledger_names_skipped_steps_and_budgets_and_hides_no_loss_behind_a_surplus(tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as run:
+        writer = run.writers[0]
+        run.step()
+        run.put("a:out", np.ones(3, np.float32))
+        run.put("a:out", np.ones(3, np.float32))
+        run._counts[0].seen -= 1  # one record more than counted
+        run.step()
+        run._counts[0].seen += 1  # one less
+        run.end_step()
+        writer.line(begin_line(StepInfo(step=5, kind="dummy"), 0, skipped=True))
+        writer.event("budget", limit="max_bytes", value=1000, step=6)
+    account = open_run(tmp_path / "run").ledger()
+    assert (account.lost, account.seen, account.recorded) == (1, 2, 2)
+    assert (account.skipped_steps, account.unfinished_steps) == ([(0, 5)], [])
+    assert "a budget ended the capture: rank 0: max_bytes 1000 was reached at step 6" in account.sentences()
+    assert "warm-up or dummy steps skipped (rank, step): (0, 5)" in account.sentences()
+    assert not account.complete
+
+
+def test_hostile_entries_and_lines_are_errors_and_reach_no_other_file(tmp_path: Path) -> None:
+    path = _toy(tmp_path / "run")
+    (tmp_path / "secret").write_bytes(bytes(1 << 18))
+    index = path / "rank-00000/records.jsonl"
+    line = {"type": "record", "seq": 50, "site": "a:out", "step": 0, "dtype": "uint8", "shape": [8]}
+    entries = (["../../secret", 0, 8], ["seg-000000.safetensors", -9, 8], ["seg-000000.safetensors", 0, 10**18])
+    with index.open("a") as file:
+        for n, entry in enumerate(entries):
+            file.write(json.dumps({**line, "seq": 50 + n, "entry": entry}) + "\n")
+        file.write(json.dumps({**line, "seq": 60, "shape": [-2, -4], "entry": entries[1]}) + "\n")
+        file.write("[" * 100_000 + "\n")
+        file.write(json.dumps({**line, "site": 5}) + "\n")
+        file.write(json.dumps({**line, "entry": [1, 2, 3]}) + "\n")
+    run = open_run(path)
+    assert sum("unreadable line" in problem for problem in run.problems) == 3
+    hostile = [rec for rec in run.records if rec.seq >= 50]
+    assert len(hostile) == 4
+    for rec in hostile:
+        with pytest.raises(RunCorruptError):
+            run.array(rec)
+
+
 def test_runs_of_version_1_are_read(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())

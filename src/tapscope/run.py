@@ -142,6 +142,8 @@ class Run:
         dtype = dtypes.numpy_dtype(rec.dtype)
         expected = int(np.prod(rec.shape, dtype=np.int64)) * dtype.itemsize
         path = _segment(self.path, rec.key.rank, rec.entry.file)
+        if rec.entry.offset < 0:
+            raise RunCorruptError(f"{path}: {rec.key.tensor_name} lies at {rec.entry.offset}, before the file")
         if expected != rec.entry.nbytes:
             raise RunCorruptError(
                 f"{path}: {rec.key.tensor_name} has {rec.entry.nbytes} bytes, its shape needs {expected}"
@@ -150,7 +152,10 @@ class Run:
             return np.empty(rec.shape, dtype)
         end = rec.entry.offset + expected
         data = self._map(path, end)
-        return data[rec.entry.offset : end].view(dtype).reshape(rec.shape)
+        try:
+            return data[rec.entry.offset : end].view(dtype).reshape(rec.shape)
+        except ValueError as error:
+            raise RunCorruptError(f"{path}: {rec.key.tensor_name} at {rec.entry.offset}: {error}") from None
 
     def _map(self, path: Path, end: int) -> np.ndarray[Any, Any]:
         mapped = self._maps.get(path)
