@@ -31,7 +31,7 @@ def make_router(client: Client, guard: Guard | None = None, *, metrics: bool = T
 
     router = APIRouter(tags=["dumper"], route_class=_guarded(guard or Guard()))
     add_routes(router, _asking(client), metrics=metrics)
-    _add_catch_all(router, "/dumper/{rest:path}")
+    _add_catch_all(router, "/dumper/{rest:path}", [router])
     return router
 
 
@@ -43,14 +43,15 @@ def make_app(client: Client, guard: Guard | None = None) -> "FastAPI":
     guard = guard or Guard()
     text = 'Steer the taps of a running job. Every error is `{"error": SENTENCE}`.'
     app = FastAPI(title="tapscope dumper", description=text, openapi_url=None, docs_url=None, redoc_url=None)
-    app.include_router(make_router(client, guard))
+    dumper = make_router(client, guard)
+    app.include_router(dumper)
     rest = APIRouter(route_class=_guarded(guard))
 
     @rest.get("/openapi.json", include_in_schema=False)
     async def openapi() -> JSONResponse:
         return JSONResponse(app.openapi())
 
-    _add_catch_all(rest, "/{rest:path}", app)
+    _add_catch_all(rest, "/{rest:path}", [dumper, rest])
     app.include_router(rest)
     return app
 
@@ -91,13 +92,13 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
     return GuardedRoute
 
 
-def _add_catch_all(router: "APIRouter", path: str, app: "FastAPI | None" = None) -> None:
-    """What no other route takes: a known path by a wrong method is a 405, anything else a 404."""
+def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -> None:
+    """What no other route takes: a path of ``routers`` by a wrong method is a 405, anything else a 404."""
     from fastapi import Request
     from fastapi.routing import APIRoute
 
     async def refuse(request: Request) -> None:
-        routes = [route for route in (app or router).routes if isinstance(route, APIRoute)]
+        routes = [route for each in routers for route in each.routes if isinstance(route, APIRoute)]
         known = {route.path: route.methods for route in routes if "{" not in route.path}
         if methods := known.get(request.url.path):
             allowed = ", ".join(sorted(methods))

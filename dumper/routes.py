@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
@@ -26,6 +26,13 @@ _ERRORS = {
     504: ("A rank is silent or died; nothing was changed.", "rank 1 did not answer within 5 s; nothing was changed"),
 }
 _READING = (401, 403, 503)
+_GLOB = {
+    "name": "glob",
+    "in": "query",
+    "schema": {"type": "string"},
+    "description": "Only sites that match.",
+    "example": "layers.3.*:out",
+}
 
 
 def add_routes(router: APIRouter, ask: Ask, *, metrics: bool) -> None:
@@ -45,13 +52,14 @@ def _add_looks(router: APIRouter, ask: Ask) -> None:
         return _json(*await ask("state", None))
 
     @router.get(
-        "/dumper/sites", summary="Modules and ports that can be tapped", **_gives(schemas.SitesAnswer, 400, *_READING)
+        "/dumper/sites",
+        summary="Modules and ports that can be tapped",
+        **_gives(schemas.SitesAnswer, 400, *_READING),
+        openapi_extra={"parameters": [_GLOB]},
     )
-    async def sites(
-        request: Request, glob: str | None = Query(None, description="narrows, e.g. `layers.3.*:out`")
-    ) -> JSONResponse:
+    async def sites(request: Request) -> JSONResponse:
         _query(request, "glob")
-        return _json(*await ask("sites", {"glob": glob}))
+        return _json(*await ask("sites", {"glob": request.query_params.get("glob")}))
 
     @router.post(
         "/dumper/get_state", summary="SGLang's form: a list, one object a rank", **_gives(list[schemas.RankDump])
