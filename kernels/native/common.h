@@ -19,7 +19,8 @@
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__) && \
     !defined(TS_PORTABLE)
 #define TS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define TS_WIDE __attribute__((target("arch=x86-64-v4")))  // for what is written in 64-byte vectors; see kWide
+#define TS_WIDE __attribute__((target("arch=x86-64-v4")))            // 64-byte vectors, where kWide
+#define TS_DOT __attribute__((target("arch=x86-64-v4,avx512vnni")))  // and sums of products, where kDot
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // gcc's own header reads a variable whose value does not matter
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -59,6 +60,7 @@ TS_INLINE T load(const uint8_t* bytes, int64_t index) {  // any alignment
 
 #ifdef TS_WIDE
 inline const bool kWide = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v4"));
+inline const bool kDot = kWide && __builtin_cpu_supports("avx512vnni");
 
 using Words = uint64_t __attribute__((vector_size(64)));
 

@@ -96,9 +96,9 @@ class WideSums {
 template <class Bits>
 class WidePieces {
   public:
-    TS_WIDE TS_INLINE WidePieces() {}
+    TS_DOT TS_INLINE WidePieces() {}
 
-    TS_WIDE TS_INLINE void add(Words words) {
+    TS_DOT TS_INLINE void add(Words words) {
         advance();
         constexpr int kFactor = static_cast<int>(Spread<Bits>::kFactor);
         if constexpr (sizeof(Bits) == 2) {
@@ -108,7 +108,7 @@ class WidePieces {
         }
     }
 
-    TS_WIDE TS_INLINE Pieces total() {
+    TS_DOT TS_INLINE Pieces total() {
         advance();
         Pieces sums;
         sums.low = _mm512_reduce_add_epi32(low_);
@@ -117,13 +117,13 @@ class WidePieces {
     }
 
   private:
-    TS_WIDE TS_INLINE void advance() {  // with the product of the call before, as in WideHash
+    TS_DOT TS_INLINE void advance() {  // with the product of the call before, as in WideHash
         constexpr int kShift = Spread<Bits>::kShift;
         const __m512i z = product_;
         const __m512i shifted = sizeof(Bits) == 2 ? _mm512_srli_epi16(z, kShift) : _mm512_srli_epi32(z, kShift);
         const __m512i pieces = _mm512_xor_si512(z, shifted);
-        low_ = _mm512_add_epi32(low_, _mm512_madd_epi16(pieces, _mm512_set1_epi16(1)));
-        high_ = _mm512_add_epi32(high_, _mm512_madd_epi16(pieces, pieces));
+        low_ = _mm512_dpwssd_epi32(low_, pieces, _mm512_set1_epi16(1));
+        high_ = _mm512_dpwssd_epi32(high_, pieces, pieces);
     }
 
     __m512i product_ = _mm512_setzero_si512();
@@ -132,7 +132,7 @@ class WidePieces {
 
 // A block that starts at byte `offset` of its tensor.
 template <class F, bool kBag>
-TS_WIDE void wide_block(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out) {
+TS_DOT void wide_block(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out) {
     using Bits = typename F::Bits;
     constexpr int64_t kWidth = sizeof(Bits), kEach = 64 / kWidth;
     WideHash hash(static_cast<uint64_t>(offset / 8));
