@@ -201,9 +201,10 @@ def test_a_broadcast_row_may_stand_for_all(kind):
     check(compare_rows(a, wide), a, wide)
 
 
-def test_complex_numbers_are_pairs_of_columns(kind):
-    a = np.array([[1 + 2j, 3 + 4j]], np.complex64)
-    b = np.array([[1 + 2j, 3 + 7j]], np.complex64)
+@pytest.mark.parametrize("dtype", dtypes.COMPLEX)
+def test_complex_numbers_are_pairs_of_columns(kind, dtype):
+    a = np.array([[1 + 2j, 3 + 4j]], dtype)
+    b = np.array([[1 + 2j, 3 + 7j]], dtype)
     got = compare_rows(a, b).total()
     assert (got.count, got.worst_col, got.max_abs) == (4, 3, 3.0)
 
