@@ -1,15 +1,83 @@
-"""Taps on a running model, and the recorder they stream to."""
+"""The dumper: taps on running models, explicit values, and the recorder they stream to.
+
+This package is itself the dumper of the process: ``from tapscope import dumper; dumper.dump("q", q, layer_id=3)``.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tapscope.dumper.config import DumperConfig, Rule
-    from tapscope.dumper.dumper import Dumper, attach
+    from tapscope.dumper.api import (
+        attach,
+        capture_output,
+        close,
+        configure,
+        configure_default,
+        ctx,
+        dump,
+        dump_dict,
+        dump_model,
+        get_state,
+        may_enable,
+        metric,
+        micro,
+        register,
+        reset,
+        set_ctx,
+        start,
+        step,
+    )
+    from tapscope.dumper.config import DumperConfig
+    from tapscope.dumper.dumper import Dumper, make_observer
+    from tapscope.dumper.rule import Rule
 
-_EXPORTS = {"Dumper": ".dumper", "attach": ".dumper", "DumperConfig": ".config", "Rule": ".rule"}
+_API = (
+    "attach",
+    "capture_output",
+    "close",
+    "configure",
+    "configure_default",
+    "ctx",
+    "dump",
+    "dump_dict",
+    "dump_model",
+    "get_state",
+    "may_enable",
+    "metric",
+    "micro",
+    "register",
+    "reset",
+    "set_ctx",
+    "start",
+    "step",
+)
+_EXPORTS = {"Dumper": ".dumper", "make_observer": ".dumper", "DumperConfig": ".config", "Rule": ".rule"}
+_EXPORTS |= dict.fromkeys(_API, ".api")
 
-__all__ = ["Dumper", "DumperConfig", "Rule", "attach"]
+__all__ = [
+    "Dumper",
+    "DumperConfig",
+    "Rule",
+    "attach",
+    "capture_output",
+    "close",
+    "configure",
+    "configure_default",
+    "ctx",
+    "dump",
+    "dump_dict",
+    "dump_model",
+    "get_state",
+    "make_observer",
+    "may_enable",
+    "metric",
+    "micro",
+    "register",
+    "reset",
+    "set_ctx",
+    "start",
+    "step",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,13 @@ class Backlog:
         self._flush = False
         self._stalled = False
 
+    def use(self, ring: Ring) -> None:
+        """The recorder has mapped this ring: payloads go there from now on."""
+        with self.lock:
+            self._ring_address = ring.address
+            self.ring = ring
+        self.pool.lower(self.limit - ring.nbytes)
+
     # ---- the forward thread
 
     def reserve(self, nbytes: int) -> Slot | None:

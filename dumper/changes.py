@@ -42,7 +42,7 @@ class Changes:
         """``accept`` answers a prepare, ``applied`` says from which step, ``released`` answers a release.
 
         ``alarm`` is passed on to the other ranks, ``stopped`` says why one captures no more.
-        ``called`` (``method``, ``count``) counts what a process calls on its own and all ranks should.
+        ``called`` (``method``, ``count``, ``config``) counts what a process calls on its own and all ranks should.
         """
         if message.kind == "accept" and self._change and message["epoch"] == self._change.epoch:
             self._change.unmatched[peer.rank] = dict(message.fields.get("unmatched") or {})
@@ -61,6 +61,7 @@ class Changes:
                     self._recorder.send(other.identity, message)
         elif message.kind == "called":
             peer.calls[str(message["method"])] = int(message["count"])
+            self.config = message.fields.get("config") or self.config
         self.advance()
 
     def _applied(self, peer: "Peer", message: Message) -> None:

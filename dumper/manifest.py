@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from tapscope._version import __version__
 from tapscope.dumper.config import DumperConfig
@@ -16,19 +15,6 @@ from tapscope.dumper.guard import token_of
 from tapscope.dumper.taps import Tap
 from tapscope.observe import RankInfo
 from tapscope.wire import Message
-
-
-def rank_info(model: nn.Module) -> RankInfo:
-    """Who this process is, as torch.distributed and the model tell."""
-    rank, world = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    parameter = next(model.parameters(), None)
-    dtype = str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
-    config = getattr(model, "config", None)
-    name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
-    framework = "transformers" if type(model).__module__.startswith("transformers.") else "torch"
-    return RankInfo(rank=rank, world_size=world, framework=framework, model=name, dtype=dtype)
 
 
 def hello(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatched: Mapping[str, str]) -> Message:
@@ -41,9 +27,13 @@ def hello(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatched: Mapp
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    modules = [[tap.path, tap.module_class, tap.known_ports()] for tap in taps]
     fields = {"rank": info.rank, "opening": opening, "manifest": _manifest(info, config)}
-    return Message("hello", fields | {"modules": modules, "config": settings, "unmatched": dict(unmatched)})
+    return Message("hello", fields | {"modules": modules(taps), "config": settings, "unmatched": dict(unmatched)})
+
+
+def modules(taps: list[Tap]) -> list[Any]:
+    """[path, class, known ports] of every module with a tap."""
+    return [[f"{tap.model}/{tap.path}" if tap.model else tap.path, tap.module_class, tap.known_ports()] for tap in taps]
 
 
 def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:

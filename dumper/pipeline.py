@@ -13,6 +13,7 @@ from tapscope.dumper.backlog import Backlog, Item
 from tapscope.dumper.batch import Batch
 from tapscope.dumper.network import Endpoint
 from tapscope.dumper.process import is_alive
+from tapscope.dumper.ring import Ring
 from tapscope.errors import RecorderError, TapscopeError, UnreachableError
 from tapscope.ledger import encode_line
 from tapscope.wire import Message
@@ -63,9 +64,11 @@ class Pipeline:
         endpoint.connect(self._socket)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)
 
-    def greet(self, hello: Message, timeout_s: float = 10.0) -> Message:
-        """Introduce the rank and start the thread; raises RecorderError when refused or unanswered."""
-        ring = self.backlog.ring
+    def greet(self, hello: Message, ring: Ring | None = None, timeout_s: float = 10.0) -> Message:
+        """Introduce the rank and start the thread; raises RecorderError when refused or unanswered.
+
+        Payloads go through ``ring`` once the recorder has mapped it.
+        """
         if ring is not None:
             hello = Message(hello.kind, hello.fields | {"ring": {"path": str(ring.path), "nbytes": ring.nbytes}})
         try:
@@ -75,8 +78,8 @@ class Pipeline:
             raise
         if ring is not None:
             ring.unlink()
-            if not answer.fields.get("ring"):
-                self.backlog.ring = None
+            if answer.fields.get("ring"):
+                self.backlog.use(ring)
         self._heard = time.monotonic()
         self._thread.start()
         return answer

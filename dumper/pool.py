@@ -51,6 +51,12 @@ class BufferPool:
                 self._idle_bytes += buffer.nbytes
                 self._trim()
 
+    def lower(self, limit: int) -> None:
+        """Hold less from now on."""
+        with self._lock:
+            self._limit = limit
+            self._trim()
+
     @property
     def held_bytes(self) -> int:
         """Lent and idle."""

@@ -31,9 +31,9 @@ from tapscope.dumper.peer import Peer
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.ring import RingError, RingView
 from tapscope.dumper.steering import Steering
-from tapscope.errors import RecorderError, TapscopeError
+from tapscope.errors import RecorderError, RunExistsError, TapscopeError
 from tapscope.wire import Message
-from tapscope.writer import RECORDER_FILE, RECORDER_LOG, RankWriter, create_run
+from tapscope.writer import RECORDER_FILE, RECORDER_LOG, RankWriter, clear_run, create_run
 
 _BEAT_S = 0.5
 _JOIN_WAIT_S = 60.0  # for the first rank
@@ -186,6 +186,8 @@ class Recorder:
             self._batch(peer, message)
         elif message.kind == "reopen":
             self._reopen(peer, message)
+        elif message.kind == "modules":
+            self.steering.add_modules(message["modules"])
         elif message.kind == "close":
             self._leave(peer, "closed")
             self.send(identity, Message("closed"))
@@ -270,11 +272,34 @@ class Recorder:
         self._live.send_multipart([b"live", *wire.encode(live)])
 
     def _reopen(self, peer: Peer, message: Message) -> None:
-        path = Path(message["run"])
+        """A rank goes on in another run: one that all ranks agreed on, or with a ``manifest`` one of its own choice."""
+        path, manifest = Path(message["run"]), message.fields.get("manifest")
+        if manifest is not None:
+            problem = self._open_run(path, manifest)
+            self.send(peer.identity, Message("reopened", {"problem": problem}))
+            if problem is not None:
+                return
+            peer.opening = message.fields.get("opening", peer.opening)
         peer.writer.event("close", reason="reset", never_fired=message.fields.get("never_fired", []))
         peer.writer.close()
         peer.writer = self._writer(path, peer.rank)
         peer.writer.event("open", **peer.opening)
+
+    def _open_run(self, path: Path, manifest: dict[str, Any]) -> str | None:
+        """Make a run that a rank asks for, unless another rank has done so; why not, or None."""
+        changes = self.steering.changes
+        if path == changes.run_path and path != self.path:
+            return None
+        try:
+            clear_run(path, force=False)
+            create_run(path, manifest)
+        except RunExistsError as error:
+            return str(error)
+        except OSError as error:
+            return f"{path} cannot be created: {error.strerror}"
+        self.adopt(path)
+        changes.run_path = path
+        return None
 
     def _leave(self, peer: Peer, why: str, reason: str = "") -> None:
         peer.gone = why

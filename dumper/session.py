@@ -25,6 +25,7 @@ from tapscope.wire import Message
 from tapscope.writer import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
 
 if TYPE_CHECKING:
+    from tapscope.dumper.backlog import Backlog
     from tapscope.dumper.pipeline import Pipeline
 
 _log = logging.getLogger("tapscope")
@@ -39,30 +40,33 @@ def connect(
     config: DumperConfig,
     hello: Message,
     on_message: Callable[[Message], Message | None],
+    backlog: "Backlog",
     *,
     force: bool,
 ) -> "tuple[Pipeline, Message]":
-    """A pipeline to the recorder of ``run``, and its welcome; raises as :func:`join`, and RecorderError.
+    """A pipeline from ``backlog`` to the recorder of ``run``, and its welcome; raises as :func:`join`, and RecorderError.
 
     A recorder that is busy with a change, or about to end, is asked again until START_TIMEOUT_S.
     """
-    from tapscope.dumper.backlog import Backlog
     from tapscope.dumper.pipeline import Pipeline, TryAgain
 
     options = recorder_options(config)
+    ring = make_ring(config)
     deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        found = join(run, options, force=force, first=hello["rank"] == 0)
-        timeout_s = None if config.policy == "drop" else config.block_timeout_s
-        backlog = Backlog(config.queue_bytes, timeout_s, make_ring(config))
-        pid = int(found["pid"]) if is_local(found) else None
-        pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message)
-        try:
-            return pipeline, pipeline.greet(hello)
-        except TryAgain:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
+    try:
+        while True:
+            found = join(run, options, force=force, first=hello["rank"] == 0)
+            pid = int(found["pid"]) if is_local(found) else None
+            pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message)
+            try:
+                return pipeline, pipeline.greet(hello, ring)
+            except TryAgain:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+    finally:
+        if ring is not None:
+            ring.unlink()
 
 
 def recorder_options(config: DumperConfig) -> dict[str, Any]:

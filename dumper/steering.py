@@ -44,9 +44,13 @@ class Steering:
         changes = self.changes
         if not changes.config:
             self._manifest, changes.config = hello["manifest"], hello["config"]
-        for module in hello["modules"]:  # stages of a pipeline hold different ones
-            self._modules.setdefault(module[0], module)
+        self.add_modules(hello["modules"])
         return {"epoch": changes.epoch, "config": changes.config, "run": str(changes.run_path)}
+
+    def add_modules(self, modules: list[Any]) -> None:
+        """[path, class, ports] of modules with a tap; stages of a pipeline hold different ones."""
+        for module in modules:
+            self._modules.setdefault(module[0], module)
 
     def request(self, identity: bytes, message: Message) -> None:
         """A control client asks; most answers go out at once, a change answers when ranks have."""

@@ -115,7 +115,7 @@ def test_inputs_that_no_signature_names_are_captured(tmp_path: Path) -> None:
     assert {r.key.site for r in chosen.records} == {"op:in[args.0]", "op:in[bias]"}
 
 
-@pytest.mark.parametrize("rule", ["layers.[0-1].0=full", "layers.0:in[nothing]=full", "layers.0:tap[x]=full"])
+@pytest.mark.parametrize("rule", ["layers.[0-1].0=full", "layers.0:in[nothing]=full"])
 def test_a_rule_with_brackets_that_can_match_nothing_is_refused(tmp_path: Path, rule: str) -> None:
     with pytest.raises(RuleError, match="no site matches"):
         Dumper(build(), tmp_path / "run", rules=[rule]).open()

@@ -58,10 +58,10 @@ class DumpCommand:
 
 
 def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
-    from tapscope.dumper import attach
+    from tapscope.dumper import make_observer
     from tapscope.engine import LLM
 
-    observer = partial(attach, out=str(args.out.absolute()), config=config, force=args.force)
+    observer = partial(make_observer, out=str(args.out.absolute()), config=config, force=args.force)
     forced = any(work.forced)
     with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
         if forced:

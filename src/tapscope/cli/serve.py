@@ -31,7 +31,7 @@ class ServeCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
-        from tapscope.dumper import attach
+        from tapscope.dumper import make_observer
         from tapscope.dumper.control import ControlClient, Guard, bind, make_router, parse_address
         from tapscope.dumper.guard import token_of
         from tapscope.dumper.network import Endpoint
@@ -45,7 +45,7 @@ class ServeCommand:
         require_free(out, force=args.force)
         bind(host, port).close()  # a taken port is said before the model is loaded
         config = capture.config(args)
-        observer = partial(attach, out=str(out.absolute()), config=config, force=args.force)
+        observer = partial(make_observer, out=str(out.absolute()), config=config, force=args.force)
         with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
             client = ControlClient(Endpoint.of(find(out)))
 

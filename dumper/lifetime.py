@@ -1,0 +1,39 @@
+"""Lifetime: dumpers that are open when the process ends or forks."""
+
+import atexit
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tapscope.dumper.dumper import Dumper
+
+_open: "dict[int, Dumper]" = {}
+
+
+def opened(dumper: "Dumper") -> None:
+    """It is to be closed when the process ends, and forgotten by a forked child."""
+    _open[id(dumper)] = dumper
+
+
+def closed(dumper: "Dumper") -> None:
+    """It closed by itself."""
+    _open.pop(id(dumper), None)
+
+
+@atexit.register
+def _close_all() -> None:
+    """What was recorded is sent; an uncaught exception is told to the run."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)
+    for dumper in list(_open.values()):
+        dumper._close(None if error is None else error.__name__)
+
+
+def _forget_all() -> None:
+    """The recording is the parent's: here it has no thread and no socket, and nothing is recorded."""
+    for dumper in list(_open.values()):
+        dumper._abandon()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

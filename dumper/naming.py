@@ -1,0 +1,72 @@
+"""Naming: what a caller calls a value, as a site and as tags that any reader understands."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_IN_SITES = str.maketrans("[]:", "();")
+_MAX_NAME = 512
+_MAX_TEXT = 1024
+_MAX_ITEMS = 64
+_MAX_DEPTH = 4
+
+
+def site_of(name: Any, layer: Any) -> str:
+    """``q`` in layer 3 -> ``layers.3:tap[q]``; without a layer ``:tap[q]``.
+
+    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``. A layer that is no whole number from 0
+    makes no path.
+    """
+    return f"{path_of(layer)}:tap[{part_of(name)}]"
+
+
+def path_of(layer: Any) -> str:
+    """The module path that stands for a layer."""
+    if isinstance(layer, np.integer):
+        layer = int(layer)
+    return f"layers.{layer}" if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 else ""
+
+
+def part_of(name: Any) -> str:
+    """A name as it stands in the brackets of a port: one line of text, never empty."""
+    text = str(name).translate(_IN_SITES).encode(errors="replace").decode()
+    text = "".join(each if each.isprintable() else "?" for each in text)
+    return text[:_MAX_NAME] or "(empty)"
+
+
+def tags_of(tags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Tags as JSON: numbers, texts, lists and objects as they are, anything else as text; None when there are none.
+
+    Long texts and lists are cut, and end in ``...``.
+    """
+    return {str(name): _json(value, 0) for name, value in tags.items() if value is not None} or None
+
+
+def _json(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, np.generic):
+        return _json(value.item(), depth)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, str):
+        text = value.encode(errors="replace").decode()
+        return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        return {str(name): _json(child, depth + 1) for name, child in list(value.items())[:_MAX_ITEMS]}
+    if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
+        items = [_json(child, depth + 1) for child in list(value)[:_MAX_ITEMS]]
+        return items + ["..."] if len(value) > _MAX_ITEMS else items
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        text = str(value).encode(errors="replace").decode()
+    except Exception:  # noqa: BLE001 - a __str__ of the user's must not cost the value
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."

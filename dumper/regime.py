@@ -1,0 +1,170 @@
+"""Regime: the configuration in force on one rank, and the changes that are due before a step."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tapscope.dumper.adoption import Adoption
+from tapscope.dumper.captures import Captures
+from tapscope.dumper.collector import Collector
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.console import Console
+from tapscope.dumper.explicit import Explicit
+from tapscope.dumper.link import Link
+from tapscope.dumper.rules import Selection
+from tapscope.dumper.schedule import Schedule
+from tapscope.dumper.watch import Watch
+from tapscope.observe import RankInfo, StepInfo
+from tapscope.site import describe_layers
+from tapscope.wire import Message
+
+
+class Regime:
+    """What is kept, and who changes it: the recorder, with all ranks, and this process by itself.
+
+    Changes are applied between steps: taps are placed anew, and explicit values go by the new rules.
+    """
+
+    def __init__(
+        self, config: DumperConfig, info: RankInfo, watches: Sequence[Watch], collector: Collector, link: Link | None
+    ) -> None:
+        self.config = self.base = config
+        """In force; and what a capture of some steps falls back to."""
+        self.adoption = Adoption(self.unmatched, release=self._release_past)
+        self.explicit: Explicit | None = None
+        """Takes explicit values; None where nothing of them can be kept."""
+        self.schedule: Schedule | None = None
+        self._info = info
+        self._watches = watches
+        self._collector = collector
+        self._link = link
+        self._own: DumperConfig | None = None  # this process's own change, due at the next step
+        self._capture_left: int | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be kept now."""
+        return self.explicit is not None or any(watch.armed for watch in self._watches)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a change waits for the next step."""
+        return self.adoption.wanted != self.adoption.applied or self._own is not None
+
+    def adopt(self, epoch: int, config: Mapping[str, Any]) -> None:
+        """A rank that comes late takes over what the others have agreed on."""
+        self.adoption.applied = max(self.adoption.applied, epoch)
+        if epoch:
+            self.config = self.base = self.base.updated(config)
+
+    def apply_due(self, info: StepInfo, reopen: Callable[[Path], None]) -> int:
+        """Apply what is due before a step; gives the epoch in force."""
+        link = self._link
+        if link is not None:
+            for epoch, change in self.adoption.due(info.step, info.epoch):
+                if "run" in change:
+                    reopen(Path(change["run"]))
+                else:
+                    self.base = self.base.updated(change["base"])
+                    self._collector.keeper.resume()
+                    self._configure(self.base.updated(change["config"]))
+                link.put_message(Message("applied", {"epoch": epoch, "step": info.step, "at": info.step}))
+                link.backlog.flush()
+            link.note(at=info.step, capture_left=self._capture_left)
+        self.apply_own()
+        self._obey()
+        return self.adoption.applied
+
+    def configure(self, config: DumperConfig, *, now: bool) -> None:
+        """This process's own change; applied ``now``, or before the next step."""
+        self._own = config
+        if now:
+            self.apply_own()
+
+    def apply_own(self) -> None:
+        """Apply this process's own change, if there is one."""
+        own, self._own = self._own, None
+        if own is not None:
+            self.base = own
+            self._collector.keeper.resume()
+            self._configure(own)
+
+    def count_down(self) -> None:
+        """A step ended: a capture of some steps has one less to go, and one that has to stop does."""
+        self._obey()
+        if self._capture_left is None or self._link is None:
+            return
+        self._capture_left -= 1
+        if self._capture_left <= 0:
+            self._configure(self.base)
+        self._link.note(capture_left=self._capture_left)
+        self._link.backlog.flush()
+
+    def _obey(self) -> None:
+        """A trigger or a budget has stopped the capture: no tap stays, and what follows costs nothing."""
+        if self._collector.keeper.stopped is not None and self.is_on:
+            self.select()
+
+    def _release_past(self, past: int) -> tuple[int, int]:
+        released = self._collector.keeper.release(past, "asked over the control address")
+        return len(released.steps), released.nbytes
+
+    def select(self, config: DumperConfig | None = None) -> None:
+        """Place taps for the configuration in force, or for another that is not; none while the capture is stopped."""
+        if config is None and self._collector.keeper.stopped is not None:
+            config = self.config.updated({"enabled": False})
+        config = config or self.config
+        selection = Selection.of(config, rank=self._info.rank, coords=self._info.coords)
+        self._collector.select(selection)
+        if config.console:
+            self._collector.sink = Console(self._collector.sink, self._info.rank)
+        for watch in self._watches:
+            watch.select(selection, self._collector)
+        assert self.schedule is not None
+        wanted = config.keep != "off" or config.triggers or any(rule.keep != "off" for rule in config.rules)
+        may_keep = config.enabled and bool(wanted)
+        latest = lambda: self.explicit  # noqa: E731
+        self.explicit = Explicit(self._collector, self.schedule, selection, latest) if may_keep else None
+
+    def note(self) -> None:
+        """Write the configuration in force into the run."""
+        if self._link is not None:
+            names = (*RUNTIME_FIELDS, "capture_steps")
+            shown = {name: value for name, value in self.config.to_json().items() if name in names}
+            self._link.put_event("config", epoch=self.adoption.applied, **shown)
+
+    @contextlib.contextmanager
+    def capture(self, captures: Captures, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Divert what is recorded into ``captures``, with ``settings`` in force and the dumper enabled."""
+        collector = self._collector
+        config = self.config.updated({"enabled": True} | dict(settings))
+        collector.captures = [*collector.captures, captures]
+        self.select(config)
+        try:
+            yield
+        finally:
+            collector.captures = [each for each in collector.captures if each is not captures]
+            self.select()
+
+    def unmatched(self, config: DumperConfig) -> dict[str, str]:
+        """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
+        ports: dict[str, list[str]] = {}
+        opened: list[str] = []
+        for watch in self._watches:
+            known, takes_more = watch.ports()
+            for path, names in known.items():
+                ports.setdefault(path, []).extend(names)
+            opened += takes_more
+        there = describe_layers(f"{path}:out" for path in ports)
+        selection = Selection.of(config, rank=self._info.rank, coords=self._info.coords)
+        rules = selection.unmatched({"": []} | ports, opened, taps=True)
+        return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {there}" for rule in rules}
+
+    def _configure(self, config: DumperConfig) -> None:
+        self.config = config
+        self._capture_left = config.capture_steps
+        self.select()
+        self.note()
+        if self._link is not None:
+            self._link.note(capture_left=self._capture_left)

@@ -1,0 +1,91 @@
+"""StepCalls: the calls of a dumper that open and end steps."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from tapscope.dumper.recording import Recording
+from tapscope.dumper.schedule import StepBlock
+from tapscope.errors import StepError
+from tapscope.observe import RowRun, StepInfo
+
+
+class StepCalls:
+    """Steps of the host, as blocks, by the turn, or through :class:`~tapscope.observe.StepObserver`."""
+
+    _recording: Recording | None
+    _latest: Recording | None
+
+    def step(
+        self,
+        *,
+        phase: str = "forward",
+        grid: Sequence[int] = (),
+        rows: Sequence[RowRun] = (),
+        token_ids: Sequence[int] = (),
+    ) -> AbstractContextManager[StepInfo]:
+        """``with dumper.step():`` is one step of the host; alone, ``dumper.step()`` ends an iteration.
+
+        Everything that fires inside belongs to the step. Steps do not nest (StepError). With the strict policy, raises
+        RecorderError when anything was lost.
+        """
+        if wrong := [run for run in rows if not isinstance(run, RowRun) or not isinstance(run.request, str)]:
+            raise StepError(f"rows: {wrong[0]!r} is no tapscope.observe.RowRun with a text for its request")
+        recording = self._require("step()")
+
+        def begin() -> StepInfo:
+            recording.schedule.unturn()
+            number = recording.schedule.number
+            info = StepInfo(step=number, phase=phase, grid=tuple(grid), rows=tuple(rows), token_ids=tuple(token_ids))
+            self.before_step(info)
+            return info
+
+        if (step := recording.schedule.turn()) is not None:
+            recording.check_strict(step)
+        return StepBlock(begin, self._end)
+
+    @contextmanager
+    def step_of(self, info: StepInfo) -> Iterator[None]:
+        """A step that the caller describes in full; ``info.step`` must not go back."""
+        self.before_step(info)
+        with StepBlock(lambda: None, self._end):
+            yield
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that comes next."""
+        return self._latest.schedule.number if self._latest is not None else 0
+
+    def before_step(self, info: StepInfo) -> None:
+        """Open ``info`` as the current step; a change of configuration that is due is applied first."""
+        if self._recording is not None:
+            self._recording.schedule.open(info)
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Close the current step. With the strict policy, raises RecorderError when anything was lost."""
+        recording = self._recording
+        if recording is not None and (step := recording.schedule.finish(metrics, None)) is not None:
+            recording.check_strict(step)
+
+    def _end(self, aborted: str | None) -> None:
+        if aborted is None:
+            self.after_step({})
+        elif self._recording is not None:
+            self._recording.schedule.finish({}, aborted)
+
+    def micro(self, number: int) -> AbstractContextManager[None]:
+        """What fires inside belongs to this micro-batch of the open step, from 0; gradients follow their forward."""
+        recording = self._recording
+        return recording.schedule.micro(number) if recording is not None else contextlib.nullcontext()
+
+    def metric(self, name: str, value: float) -> None:
+        """Record a named number of the current step; outside a step raises StepError."""
+        step = self._recording.collector.step if self._recording is not None else None
+        if self._recording is None or step is None:
+            raise StepError(f"metric {name!r} came outside a step; call it inside `with dumper.step():`")
+        self._recording.collector.metric(step.info.step, name, value)
+
+    def _require(self, what: str) -> Recording:
+        if self._recording is None:
+            raise StepError(f"{what}: this Dumper is not open; use it as a context manager, or call open() first")
+        return self._recording

@@ -1,0 +1,99 @@
+"""ValueCalls: the calls of a dumper that bring values by name."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from tapscope.dumper import context, identity
+from tapscope.dumper.captures import Captures
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.explicit import attributes
+from tapscope.dumper.parameters import take_model
+from tapscope.dumper.recording import Recording
+from tapscope.dumper.rules import Selection
+from tapscope.dumper.watch import Watch
+from tapscope.observe import RankInfo
+
+
+class ValueCalls:
+    """What brings values: ``dump`` and its kin, tags, and what was recorded, in memory."""
+
+    _config: DumperConfig
+    _info: RankInfo | None
+    _watches: list[Watch]
+    _recording: Recording | None
+
+    set_ctx = staticmethod(context.set_ctx)
+    ctx = context.ctx
+
+    def dump(
+        self,
+        name: str,
+        value: Any,
+        *,
+        dims: str | None = None,
+        dims_grad: str | None = None,
+        grad: bool | None = None,
+        **tags: Any,
+    ) -> None:
+        """Record a value at ``layers.N:tap[name]`` (N from a tag or context ``layer_id`` or ``layer``), else ``:tap[name]``.
+
+        ``value`` is a tensor, an array, a number, a text or a container of those; a function of no arguments is called
+        once, and only if its value is selected. ``dims`` names the axes; the gradient's are ``dims_grad``, or the same.
+        ``grad``: None takes the gradient where a rule names it, True also where only the value is kept, False never.
+        ``tags`` are recorded with it and overrule the context. Never raises.
+        """
+        recording = self._recording
+        if recording is not None and recording.regime.explicit is not None:
+            recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
+
+    def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
+        """Dump every value of a mapping, or every public attribute of an object that is no method, as ``prefix.KEY``."""
+        recording = self._recording
+        if recording is None or recording.regime.explicit is None:
+            return
+        try:
+            found, failed = attributes(data)
+        except Exception as error:  # noqa: BLE001 - it may stand in a model's forward
+            found, failed = {}, [f"{type(error).__name__}: {error}"]
+        for key, value in found.items():
+            self.dump(f"{prefix}.{key}", value, **tags)
+        if failed:
+            recording.collector.complain(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
+
+    def dump_model(self, model: nn.Module, *, name: str = "", **tags: Any) -> int:
+        """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
+
+        As the rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, ``keep`` for the others.
+        ``name`` goes before the paths. Gives how many there were. Never raises.
+        """
+        recording = self._recording
+        if recording is None or not recording.regime.config.enabled:
+            return 0
+        step = recording.schedule.current()
+        config = recording.regime.config.updated({"params": True, "grads": True, "buffers": True, "mode": "all"})
+        selection = Selection.of(config, rank=recording.info.rank, coords=recording.info.coords)
+        everything = context.merged(context.current(), tags)
+        return take_model(recording.collector, model, step, selection, prefix=name, micro=step.micro, tags=everything)
+
+    @contextmanager
+    def capture_output(self, **settings: Any) -> Iterator[Captures]:
+        """Collect what is recorded in this block in memory instead of the run, every occurrence, as copies.
+
+        Works with no run open, and may be nested: the outer one has all, too. Rules and filter apply, with ``settings``
+        over the configuration; the dumper counts as enabled.
+        """
+        captures = Captures()
+        lone = None
+        if self._recording is None:
+            lone = self._recording = Recording(self._config, self._info or identity.rank_info(), self._watches, None)
+            lone.start(select=False)
+        try:
+            with self._recording.regime.capture(captures, settings):
+                yield captures
+        finally:
+            if lone is not None:
+                self._recording = None
+                lone.close(None)
