@@ -91,7 +91,7 @@ def _dispatch(name: str, words: list[str]) -> int:
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour (default: auto)")
     parser.add_argument("-q", "--quiet", action="store_true", help="no notes on stderr, only errors")
     try:
-        args = parser.parse_args(words)
+        args = parser.parse_intermixed_args(words)  # flags may stand among the words
     except SystemExit as stop:
         return int(stop.code or 0)
     output.configure(color=args.color)
