@@ -26,6 +26,11 @@ def rank_dir(run: Path, rank: int) -> Path:
     return run / f"rank-{rank:05d}"
 
 
+def segment_path(run: Path, rank: int, name: str) -> Path:
+    """Where a segment lies; never outside the rank's directory, whatever a line says."""
+    return rank_dir(run, rank) / Path(name).name
+
+
 def rank_dirs(run: Path) -> dict[int, Path]:
     """The directories of ranks that wrote lines, by rank; anything else is no part of the format."""
     found = {}

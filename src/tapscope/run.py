@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapscope import dtypes
-from tapscope.audit import audit
+from tapscope.audit import audit, missing_payloads
 from tapscope.errors import RuleError, RunCorruptError
 from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, uncollected
 from tapscope.ledger import Ledger, StepLine, step_from_lines
-from tapscope.manifest import rank_dir, rank_dirs, read_manifest
+from tapscope.manifest import rank_dirs, read_manifest, segment_path
 from tapscope.record import Record
 from tapscope.site import Glob, describe_layers, layer_of
 from tapscope.table import table
@@ -38,7 +38,7 @@ class Run:
         for rank in sorted(ranks, reverse=True):
             self.sites.update(ranks[rank].sites)
         self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
-        self.problems += _missing_payloads(path, self.records)
+        self.problems += missing_payloads(path, self.records)
         self.steps: dict[int, dict[int, StepLine]] = _steps(ranks, self.problems)
         """step -> rank -> line."""
 
@@ -141,7 +141,7 @@ class Run:
             )
         dtype = dtypes.numpy_dtype(rec.dtype)
         expected = int(np.prod(rec.shape, dtype=np.int64)) * dtype.itemsize
-        path = _segment(self.path, rec.key.rank, rec.entry.file)
+        path = segment_path(self.path, rec.key.rank, rec.entry.file)
         if rec.entry.offset < 0:
             raise RunCorruptError(f"{path}: {rec.key.tensor_name} lies at {rec.entry.offset}, before the file")
         if expected != rec.entry.nbytes:
@@ -227,30 +227,6 @@ def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[i
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
     return dict(sorted(steps.items()))
-
-
-def _segment(run: Path, rank: int, name: str) -> Path:
-    """Never outside the rank's directory, whatever a line says."""
-    return rank_dir(run, rank) / Path(name).name
-
-
-def _missing_payloads(path: Path, records: Iterable[Record]) -> list[str]:
-    """Segments that are gone or shorter than their records say; one look at each file."""
-    ends: dict[tuple[int, str], int] = {}
-    for rec in records:
-        if (entry := rec.entry) is not None:
-            place, end = (rec.key.rank, entry.file), entry.offset + entry.nbytes
-            if end > ends.get(place, 0):
-                ends[place] = end
-    problems = []
-    for (rank, name), end in ends.items():
-        file = _segment(path, rank, name)
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            problems.append(f"{file}: missing, and with it the values of its records")
-        elif size < end:
-            problems.append(f"{file}: truncated: {size} bytes, its records need {end}")
-    return problems
 
 
 def _seq(rec: Record) -> int:
