@@ -1,8 +1,6 @@
 """Writing a run: what the recorder does with lines and payloads, one writer per rank."""
 
-import fcntl
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,9 +14,10 @@ from tapscope.directory import remove_empty_run as remove_empty_run
 from tapscope.disk import Disk
 from tapscope.errors import RunExistsError
 from tapscope.ledger import encode_line, event_line
+from tapscope.lines import LineWriter
 from tapscope.manifest import INDEX, MANIFEST, rank_dir
 from tapscope.record import Entry
-from tapscope.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter, check_present
+from tapscope.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter
 
 Fsync = Literal["never", "close", "segment", "batch"]
 """When what was written is brought to the medium, payloads always before the lines that name them:
@@ -67,7 +66,6 @@ class RankWriter:
         self._disk = disk or Disk()
         self._dir = rank_dir(run, rank)
         self._dir.mkdir(parents=True, exist_ok=True)
-        self._path = self._dir / INDEX
         self._segment_bytes = segment_bytes
         self._header_bytes = HEADER_BYTES
         self._fsync = fsync
@@ -76,17 +74,16 @@ class RankWriter:
         self._num_segments = 0
         self._entries: dict[int, Entry] = {}
         self._sharing = -1
-        self._broken: OSError | None = None  # why nothing more is written at all
         self._unsealed: OSError | None = None  # why a full segment could not be sealed, until that is said
         self.bytes_written = 0
         self.lines_written = 0
-        self._fd = self._disk.create(self._path, os.O_RDWR | os.O_APPEND)
+        self._lines = LineWriter(self._dir / INDEX, self._disk, f"rank {rank} of {run}")
         try:
             self._take_over(run, resume)
             if fsync != "never":
                 self._sync_names(run)
         except BaseException:
-            os.close(self._fd)
+            self._lines.close()
             raise
 
     def lines(self, blob: bytes) -> None:
@@ -159,7 +156,7 @@ class RankWriter:
 
     def close(self) -> None:
         """Seal the open segment and let go of the rank, whatever fails; raises the OSError then."""
-        if self._fd < 0:
+        if self._lines.closed:
             return
         try:
             if self._segment is not None:
@@ -171,17 +168,12 @@ class RankWriter:
                     self._disk.sync_path(path)
                 self._disk.sync_path(self._dir)
             if self._fsync != "never":
-                self._disk.sync(self._fd, self._path)
+                self._lines.sync()
         finally:
-            self._disk.close(self._fd)
-            self._fd = -1
+            self._lines.close()
 
     def _take_over(self, run: Path, resume: bool) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunExistsError(f"rank {self.rank} of {run} already has a writer") from None
-        if not os.fstat(self._fd).st_size:
+        if not self._lines.size:
             return
         if not resume:
             raise RunExistsError(f"rank {self.rank} of {run} has already been written")
@@ -222,12 +214,9 @@ class RankWriter:
                     segment.sync()
 
     def _append(self, parts: list[bytes]) -> None:
-        if self._broken is not None:
-            raise self._broken
-        check_present(self._fd, self._path)
-        self._disk.write(self._fd, self._path, parts, None)
+        self._lines.append(parts)
         if self._fsync == "batch":
-            self._disk.sync(self._fd, self._path)
+            self._lines.sync()
 
     def _seal_full(self) -> None:
         durable = self._fsync in ("segment", "batch")
@@ -242,11 +231,11 @@ class RankWriter:
             raise failed[0]
         if sealed and self._fsync == "segment":
             self._disk.sync_path(self._dir)
-            self._disk.sync(self._fd, self._path)
+            self._lines.sync()
 
     def _mark(self) -> _Mark:
         inside = None if self._segment is None else self._segment.mark()
-        return _Mark(os.fstat(self._fd).st_size, self._num_segments, self._segment, inside)
+        return _Mark(self._lines.size, self._num_segments, self._segment, inside)
 
     def _go_back(self, mark: _Mark) -> None:
         """Undo a batch: no byte and no line of it stays. Where even that fails, nothing more is written."""
@@ -258,10 +247,9 @@ class RankWriter:
             self._segment, self._num_segments = mark.segment, mark.num_segments
             if self._segment is not None and mark.inside is not None:
                 self._segment.go_back(mark.inside)
-            if os.fstat(self._fd).st_size > mark.index_size:
-                self._disk.truncate(self._fd, self._path, mark.index_size)
         except OSError as error:
-            self._broken = error
+            self._lines.give_up(error)
+        self._lines.go_back(mark.index_size)
 
     def _sync_names(self, run: Path) -> None:
         for path in (run / MANIFEST, self._dir, run, run.parent):

@@ -1,0 +1,70 @@
+"""Lines: the one open ``records.jsonl`` of a rank's writer."""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+from tapscope.disk import Disk
+from tapscope.errors import RunExistsError
+from tapscope.segment import check_present
+
+
+class LineWriter:
+    """Appends whole lines to a file that nobody else appends to; raises OSError, naming it, as the file system does."""
+
+    def __init__(self, path: Path, disk: Disk, owner: str) -> None:
+        """``owner`` is what the file belongs to; raises RunExistsError, naming it, when somebody else holds the file."""
+        self.path = path
+        self._disk = disk
+        self._fd = disk.create(path, os.O_RDWR | os.O_APPEND)
+        self._broken: OSError | None = None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            if isinstance(error, BlockingIOError):
+                raise RunExistsError(f"{owner} already has a writer") from None
+            raise
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return os.fstat(self._fd).st_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._fd < 0
+
+    def append(self, parts: list[Any]) -> None:
+        """Write ``parts`` (bytes, whole lines when put together) at the end.
+
+        Raises FileNotFoundError when the file was removed: what is written would go nowhere.
+        """
+        if self._broken is not None:
+            raise self._broken
+        check_present(self._fd, self.path)
+        self._disk.write(self._fd, self.path, parts, None)
+
+    def go_back(self, size: int) -> None:
+        """Cut off what came after the first ``size`` bytes; where that fails nothing is ever appended again."""
+        try:
+            if self.size > size:
+                self._disk.truncate(self._fd, self.path, size)
+        except OSError as error:
+            self.give_up(error)
+
+    def give_up(self, error: OSError) -> None:
+        """Append nothing any more: the file or a segment could not be brought back to where it was."""
+        self._broken = error
+
+    def sync(self) -> None:
+        """Return when everything appended is on the medium."""
+        self._disk.sync(self._fd, self.path)
+
+    def close(self) -> None:
+        """Let go of the file and its lock."""
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
