@@ -14,7 +14,7 @@ class LineWriter:
     """Appends whole lines to a file that nobody else appends to; raises OSError, naming it, as the file system does."""
 
     def __init__(self, path: Path, disk: Disk, owner: str) -> None:
-        """``owner`` is what the file belongs to; raises RunExistsError, naming it, when somebody else holds the file."""
+        """``owner`` is what the file belongs to; RunExistsError names it when somebody else holds the file."""
         self.path = path
         self._disk = disk
         self._fd = disk.create(path, os.O_RDWR | os.O_APPEND)
