@@ -9,14 +9,14 @@ switches ``grads``, ``params`` and ``buffers`` of the configuration make them or
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tapscope.dumper.choice import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
+from tapscope.dumper.place import CompiledRule, Place
 from tapscope.dumper.rule import Keep, Rule, condition
 from tapscope.dumper.sentinel import Sentinel
 from tapscope.dumper.trigger import Trigger
 from tapscope.errors import RuleError
-from tapscope.site import Glob, layer_of
 
 if TYPE_CHECKING:
     from tapscope.dumper.config import DumperConfig
@@ -26,34 +26,6 @@ __all__ = ["OFF", "Choice", "Keep", "Moment", "Rule", "Selection", "Taking"]
 _AXES = ("tp", "pp", "dp", "cp", "ep")
 
 
-class _Place(NamedTuple):
-    """A site, taken apart."""
-
-    site: str
-    path: str
-    port: str
-    kind: str
-    """``in``, ``out``, ``tap``, ``param`` or ``buffer``, with ``.grad`` for a gradient."""
-
-    @classmethod
-    def of(cls, site: str) -> "_Place":
-        path, _, port = site.rpartition(":")
-        grad = ".grad" if port.endswith(".grad") else ""
-        return cls(site, path, port, port.removesuffix(grad).partition("[")[0] + grad)
-
-
-class _Compiled(NamedTuple):
-    """A rule with its glob."""
-
-    rule: Rule
-    glob: Glob
-
-    def names(self, place: _Place) -> bool:
-        """Whether the rule is about this site, on some rank at some moment."""
-        rule = self.rule
-        return _has_kind(rule, place.kind) and _has_layer(rule, place.path) and self.glob.matches(place.site)
-
-
 class Selection:
     """What one rank keeps under one configuration."""
 
@@ -61,7 +33,7 @@ class Selection:
         self, config: "DumperConfig", *, rank: int = 0, coords: Mapping[str, int] | None = None, model: str = ""
     ) -> None:
         self.config = config
-        self._rules = [_Compiled(rule, Glob(rule.glob)) for rule in config.rules]
+        self._rules = [CompiledRule.of(rule) for rule in config.rules]
         self._filters = [condition(config.filter)] if config.filter is not None else []
         here = {axis: (coords or {}).get(axis, 0) for axis in _AXES}
         self._known: dict[str, Any] = {"rank": rank, "model": model, **here}
@@ -69,7 +41,7 @@ class Selection:
         self.heads: frozenset[str] = frozenset()
         """Paths of modules that compute logits: their outputs are open with the mode ``core`` as well as the root."""
         # A trigger reaches the sites that a rule with its glob would.
-        self._watched = [(_Compiled(Rule(each.site, "stats"), Glob(each.site)), each) for each in config.triggers]
+        self._watched = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
         self._choices: dict[str, Choice] = {}
 
     @classmethod
@@ -90,7 +62,7 @@ class Selection:
         """What the rules say of ``site``."""
         found = self._choices.get(site)
         if found is None:
-            place = _Place.of(site)
+            place = Place.of(site)
             found = self._choices[site] = self._choose(place)
             found.sentinel = self._sentinel(place)
         return found
@@ -113,11 +85,7 @@ class Selection:
             return True
         # A rule may name what only a firing can show (out[0], an argument of **kwargs): hook where its path fits.
         return any(
-            each.rule.keep != "off"
-            and self._counts(each.rule, kind)
-            and _has_kind(each.rule, kind)
-            and _has_layer(each.rule, path)
-            and _may_name(each.rule.glob, path, kind, unnamed)
+            each.rule.keep != "off" and self._counts(each, kind) and each.may_name(path, kind, unnamed=unnamed)
             for each in (*self._here, *(rule for rule, _ in self._watched))
         )
 
@@ -129,18 +97,16 @@ class Selection:
         ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named;
         with ``taps`` explicit values may come under any name. A job refuses a rule only when no rank matches it.
         """
-        places = [_Place.of(f"{path}:{port}") for path, known in ports.items() for port in known]
-        places += [_Place(f"{p.site}.grad", p.path, f"{p.port}.grad", f"{p.kind}.grad") for p in places if _has_grad(p)]
+        places = [Place.of(f"{path}:{port}") for path, known in ports.items() for port in known]
+        places += [Place.of(f"{place.site}.grad") for place in places if place.has_grad]
         opened = set(open_paths)
 
-        def may_match(each: _Compiled) -> bool:
-            if any(each.names(place) for place in places):
+        def may_match(each: CompiledRule) -> bool:
+            if any(each.is_about(place) for place in places):
                 return True
             kinds = ("in", "out", "in.grad", "out.grad", *(("tap", "tap.grad") if taps else ()))
             return any(
-                _has_kind(each.rule, kind)
-                and _has_layer(each.rule, path)
-                and _may_name(each.rule.glob, path, kind, path in opened or kind.startswith("tap"))
+                each.may_name(path, kind, unnamed=path in opened or kind.startswith("tap"))
                 for path in ports
                 for kind in kinds
             )
@@ -155,17 +121,17 @@ class Selection:
         for rule in self.unmatched(ports, open_paths, taps=taps):
             raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
 
-    def _choose(self, place: _Place) -> Choice:
+    def _choose(self, place: Place) -> Choice:
         if not self._is_open(place.path, place.kind):
             return Choice()
-        known = self._known | _about(place)
+        known = self._known | place.names()
         filters = [each.bound(known) for each in self._filters]
         if any(each.is_constant and not each({}) for each in filters):
             return Choice()
         default = Taking(self.config.keep) if self._is_ordinary(place.kind) else OFF
         cases: list[Case] = []
         for each in self._here:
-            if not self._counts(each.rule, place.kind) or not each.names(place):
+            if not self._counts(each, place.kind) or not each.is_about(place):
                 continue
             tests = tests_of(each.rule, known)
             if tests == ():
@@ -175,12 +141,12 @@ class Selection:
                 cases.append(Case(tests, taking_of(each.rule), needs_value(each.rule)))
         return Choice(cases, default, [each for each in filters if not each.is_constant])
 
-    def _sentinel(self, place: _Place) -> Sentinel | None:
+    def _sentinel(self, place: Place) -> Sentinel | None:
         if not self._watched or not self._is_open(place.path, place.kind):
             return None
-        watched = [(each, trigger) for each, trigger in self._watched if self._counts(each.rule, place.kind)]
-        found = [trigger for each, trigger in watched if each.names(place)]
-        return Sentinel(found, self._known | _about(place)) if found else None
+        watched = [(each, trigger) for each, trigger in self._watched if self._counts(each, place.kind)]
+        found = [trigger for each, trigger in watched if each.is_about(place)]
+        return Sentinel(found, self._known | place.names()) if found else None
 
     def _is_open(self, path: str, kind: str) -> bool:
         """Whether ``enabled`` and ``mode`` leave the site open; explicit values always pass the mode."""
@@ -197,59 +163,11 @@ class Selection:
         switches = {"param": config.params, "buffer": config.buffers}
         return switches.get(base, True) and (config.grads or not grad)
 
-    def _counts(self, rule: Rule, kind: str) -> bool:
-        return rule.keep == "off" or self._is_ordinary(kind) or _says(rule, kind)
-
-
-def _about(place: _Place) -> dict[str, Any]:
-    layer = layer_of(place.path)
-    return {
-        "name": place.site,
-        "path": place.path,
-        "port": place.port,
-        "kind": place.kind,
-        "layer": layer,
-        "layer_id": layer,
-    }
-
-
-def _has_grad(place: _Place) -> bool:
-    return "." not in place.kind and place.kind != "buffer"
-
-
-def _has_kind(rule: Rule, kind: str) -> bool:
-    return not rule.ports or kind in rule.ports or (kind.endswith(".grad") and "grad" in rule.ports)
-
-
-def _has_layer(rule: Rule, path: str) -> bool:
-    return rule.layers is None or layer_of(path) in rule.layers
+    def _counts(self, each: CompiledRule, kind: str) -> bool:
+        return each.rule.keep == "off" or self._is_ordinary(kind) or each.says(kind)
 
 
 def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:
     """Whether the rule is about this rank."""
     wanted: Sequence[tuple[str, Any]] = [("rank", rule.ranks), *((axis, getattr(rule, axis)) for axis in _AXES)]
     return all(numbers is None or known[name] in numbers for name, numbers in wanted)
-
-
-def _says(rule: Rule, kind: str) -> bool:
-    """Whether the rule names this kind of port in so many words."""
-    if kind in rule.ports or (kind.endswith(".grad") and "grad" in rule.ports):
-        return True
-    port = rule.glob.rpartition(":")[2]
-    if kind.endswith(".grad"):
-        return port.endswith(".grad")
-    return port.startswith(kind) if ":" in rule.glob else f"{kind}[" in port
-
-
-def _may_name(glob: str, path: str, kind: str, unnamed: bool) -> bool:
-    """Whether the glob may match a port of ``kind`` at ``path`` that is not known before it fires."""
-    base, _, grad = kind.partition(".")
-    head, colon, port = glob.rpartition(":")
-    if not colon:
-        return unnamed and Glob(port).matches(f"{path}:out")
-    if grad and not port.endswith((".grad", "*")):
-        return False
-    port = port.removesuffix(".grad")
-    if not port.startswith(f"{base}[") and not (unnamed and base != "out" and port.startswith((base, "*"))):
-        return False
-    return Glob(f"{head}:*").matches(f"{path}:out") and (unnamed or "." in port or base == "out")
