@@ -35,8 +35,8 @@ class Gradients:
     def watch(self, port: "Port", tensor: torch.Tensor, stamp: Stamp, *, claim: bool = True) -> None:
         """Take the gradient of ``tensor`` at ``port`` (a ``.grad`` port) when it comes; never raises.
 
-        Does nothing where there will be none: the tensor requires no gradient, or autograd is off. Without ``claim`` the
-        occurrence is settled only when the gradient comes: it may never.
+        Does nothing where there will be none: the tensor requires no gradient, or autograd is off. Without ``claim``
+        the occurrence is settled only when the gradient comes: it may never.
         """
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return
@@ -99,9 +99,13 @@ class _Hook:
     def claim(self) -> None:
         """Settle the occurrence: the forward's, where no gradient has taken it."""
         stamp = self._stamp
-        number = stamp.step.claim((self.port.site, stamp.micro, BACKWARD), stamp.occurrence)
+        number = stamp.step.claim(self._what, stamp.occurrence)
         self._stamp = stamp._replace(occurrence=number)
         self._is_claimed = True
+
+    @property
+    def _what(self) -> tuple[str, str, int, str]:
+        return self.port.model, self.port.site, self._stamp.micro, BACKWARD
 
     def next_stamp(self) -> Stamp:
         """The stamp of the gradient that came now."""
@@ -110,7 +114,7 @@ class _Hook:
         if not self._is_claimed:
             self.claim()
         elif self._num_fired > 1:
-            return stamp._replace(occurrence=stamp.step.claim((self.port.site, stamp.micro, BACKWARD)))
+            return stamp._replace(occurrence=stamp.step.claim(self._what))
         return self._stamp
 
     def remove(self) -> None:

@@ -1,10 +1,10 @@
 """Parameters: parameters, their gradients and buffers, taken where the rules ask.
 
 Values are taken at the end of a step. A gradient is taken when the optimiser is about to use it, accumulated, reduced
-and clipped as it is then: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter; and at the end
-of a step that the host opened, if no optimiser has used it in that step (gradients that are still being accumulated,
-optimisers of other make). A parameter with a ``main_grad`` (Megatron) has its gradient there. The pass of a gradient is
-``backward``; several uses in one step are numbered.
+and clipped as it is then: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter; and at the
+end of a step that the host opened, if no optimiser has used it in that step (gradients that are still being
+accumulated, optimisers of other make). A parameter with a ``main_grad`` (Megatron) has its gradient there. The pass of
+a gradient is ``backward``; several uses in one step are numbered.
 """
 
 import weakref
@@ -133,7 +133,7 @@ class Parameters:
             port = tap.port("param", name, self._selection).grad
             if gradient is not None and port is not None:
                 tap.fired = True
-                number = step.claim((port.site, 0, BACKWARD))
+                number = step.claim((port.model, port.site, 0, BACKWARD))
                 collector.put_value(port, gradient, Stamp(step, number, 0, BACKWARD))
 
 
@@ -158,7 +158,7 @@ def take_model(
 ) -> int:
     """Take the parameters, gradients and buffers of ``model`` now, as ``selection`` says; how many there were.
 
-    ``prefix`` is put before the module paths (``actor``). A second call in one step is a second occurrence. Never raises.
+    ``prefix`` is put before the module paths (``actor``). A second call in one step is a second occurrence.
     """
     taken = 0
     for tap in find_taps(model):
@@ -174,7 +174,7 @@ def take_model(
                 wanted.append((port.grad, gradient_of(value), BACKWARD))
             for each, tensor, pass_ in wanted:
                 if each is not None and each.may_keep and tensor is not None:
-                    number = step.claim((each.site, micro, pass_))
+                    number = step.claim((each.model, each.site, micro, pass_))
                     collector.put_value(each, tensor, Stamp(step, number, micro, pass_, tags))
                     taken += 1
     return taken

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
     text: str
     dtype: str
     shape: list[int]
-    count: int
+    count: int  # type: ignore[assignment]
     """Elements."""
     nbytes: int
 

@@ -8,7 +8,7 @@ from tapscope.dumper.steps import OpenStep
 from tapscope.record import FORWARD, Key
 
 if TYPE_CHECKING:
-    from tapscope.dumper.taps import Port
+    from tapscope.dumper.port import Port
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 

@@ -111,7 +111,7 @@ class Tap:
 
 
 def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
-    """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's, if any."""
+    """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
     aliases: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(path)
