@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from tapscope.dumper import capture
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
 from tapscope.dumper.capture import Taken
+from tapscope.dumper.captures import Captures
 from tapscope.dumper.cut import Part
+from tapscope.dumper.device import Cuda
+from tapscope.dumper.drain import Drain
 from tapscope.dumper.flatten import flatten, plain_value
 from tapscope.dumper.gradients import Gradients
 from tapscope.dumper.keeper import Keeper
@@ -25,8 +28,8 @@ from tapscope.dumper.moment import moment_of
 from tapscope.dumper.passes import Origin, Origins, current_node, graph_task, next_node
 from tapscope.dumper.placement import Placed
 from tapscope.dumper.port import NO_LAYOUT, Layout, Port
-from tapscope.dumper.rules import Selection, Taking
-from tapscope.dumper.slot import Sink
+from tapscope.dumper.rules import Moment, Selection, Taking
+from tapscope.dumper.slot import Sink, Slot
 from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.steps import OpenStep
 from tapscope.dumper.taps import Tap
@@ -64,6 +67,8 @@ class Collector:
         """The last step of this run that has ended."""
         self.origins = Origins()
         self.gradients = Gradients(self)
+        self.captures: list[Captures] = []
+        """Who takes what is recorded now, in memory; nothing then goes to the run."""
         self.has_dropped = False
         """Whether it was said that values are dropped."""
         self.num_outside = 0
@@ -81,6 +86,7 @@ class Collector:
         self._seq = itertools.count()
         self._num_complaints = 0
         self._num_dropped = 0
+        self._drain: Drain | None = None
 
     # ---- steps
 
@@ -93,6 +99,8 @@ class Collector:
         """A new configuration is in force, from the next step on."""
         self.selection = selection
         self._selected_at = -1
+        if self._drain is not None:
+            self._drain.resize(selection.config.device_bytes)
         if self.keeper.stopped is None:
             self.keeper.configure(selection.config)
             self.sink = self.keeper.sink
@@ -115,12 +123,13 @@ class Collector:
         if step is None:
             return
         self.last = step
-        self._announce(step)
+        self.announce(step)
         with self._lock:
             step.ended = True
         step.counts.aborted = aborted
         self._account(step, step.counts)
-        for name, value in (step.measured() | dict(metrics)).items():
+        direct = {"num_direct_copies": self._drain.count_direct()} if self._drain is not None else {}
+        for name, value in (step.measured() | direct | dict(metrics)).items():
             self.metric(step.info.step, name, value)
         self._put_line(ledger.end_line(step.info.step, step.counts))
         self._backlog.flush()
@@ -150,6 +159,11 @@ class Collector:
         self._seq = itertools.count()
         self._announced_sites.clear()
 
+    def close(self) -> None:
+        """No value comes any more and all that came were sent: let go of devices."""
+        if self._drain is not None:
+            self._drain.close()
+
     def _put_line(self, line: dict[str, Any]) -> None:
         self.sink.append(encode_line(line))
 
@@ -165,7 +179,8 @@ class Collector:
             self._num_dropped += counts.dropped
         self.num_failed += counts.failed
 
-    def _announce(self, step: OpenStep) -> None:
+    def announce(self, step: OpenStep) -> None:
+        """Write its line, unless that was done: something of it is about to be recorded."""
         if not step.announced:
             step.announced = True
             self._put_line(ledger.begin_line(step.info, step.epoch, skipped=step.skipped))
@@ -189,7 +204,7 @@ class Collector:
             return
         try:
             if not step.announced:
-                self._announce(step)
+                self.announce(step)
             tap.fired = True
             with self._lock:
                 stamp = Stamp(step, tap.occurrence(step.serial, kind, step.micro), step.micro)
@@ -230,7 +245,7 @@ class Collector:
         step, micro = origin
         try:
             self.origins.renew(origin)
-            self._announce(step)
+            self.announce(step)
             tap.fired = True
             with self._lock:
                 stamp = Stamp(step, step.claim((tap, kind, micro, RECOMPUTE)), micro, RECOMPUTE)
@@ -249,7 +264,7 @@ class Collector:
         """As :meth:`take`, for a value that no tap brought: its step may not have been announced yet."""
         step = stamp.step
         if port.may_keep and (step.announced or step is self.step) and not step.skipped:
-            self._announce(step)
+            self.announce(step)
             self.take(port, leaf, stamp)
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
@@ -258,6 +273,9 @@ class Collector:
         Its step may have ended (a gradient): the value is then counted as late.
         """
         try:
+            if self.captures:
+                self._divert(port, leaf, stamp)
+                return
             if stamp.step.ended:
                 self._note_late(stamp.step)
             unusual = stamp.step.in_full or stamp.step.halted or port.keep is None
@@ -270,6 +288,13 @@ class Collector:
             self._record(port, stamp, leaf, layout, port.keep == "full")
         except Exception as error:  # noqa: BLE001 - the model must go on
             self.fail(stamp.step, port.site, error)
+
+    def _divert(self, port: Port, leaf: Any, stamp: Stamp) -> None:
+        """A value for those who capture in memory."""
+        taking = port.choice.static or self._decide(port, leaf, stamp)
+        if taking.keep != "off":
+            for each in self.captures:
+                each.add(port, leaf, stamp, taking)
 
     def _take_carefully(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """A value that is no ordinary tensor, or whose rule has conditions, or of which a part is kept."""
@@ -291,6 +316,9 @@ class Collector:
         if not isinstance(found, Local):
             return
         layout = port.layout(Part(found.tensor), None, self.complain, found.placed)
+        if found.tensor.is_cuda and layout.count:
+            self._await(port, stamp, found.tensor, layout, "off")
+            return
         measured = capture.measure(found.tensor, layout, self._memo)
         if self._alarmed(port, stamp, found.tensor, layout, measured):
             if not port.announced:
@@ -328,6 +356,9 @@ class Collector:
         self._record(port, stamp, part.tensor, port.layout(part, cap, self.complain, placed), full)
 
     def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, full: bool) -> None:
+        if tensor.is_cuda and layout.count:
+            self._await(port, stamp, tensor, layout, "full" if full else "stats")
+            return
         memo = self._memo
         taken = capture.take(tensor, layout, memo, self.sink) if full else capture.measure(tensor, layout, memo)
         if port.choice.sentinel is not None and self._alarmed(port, stamp, tensor, layout, taken) and not full:
@@ -336,15 +367,74 @@ class Collector:
 
     def _alarmed(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, taken: Taken | None) -> bool:
         """Ask the triggers of the site; whether the step, and what was only measured here, is to be kept in full."""
+        text = (taken or capture.measure(tensor, layout, self._memo))[0]
+        return self._asked(port, stamp, layout, text, lambda: moment_of(tensor, stamp))
+
+    def _asked(self, port: Port, stamp: Stamp, layout: Layout, text: bytes, moment: Callable[[], Moment]) -> bool:
         sentinel = port.choice.sentinel
         assert sentinel is not None
-        text = (taken or capture.measure(tensor, layout, self._memo))[0]
-        fired = sentinel.fired(text, lambda: moment_of(tensor, stamp))
+        fired = sentinel.fired(text, moment)
         if sentinel.problem is not None and not port.complained:
             port.complained = True
             self.complain(port.site, sentinel.problem, stamp.step)
         capped = '"cap":' in layout.text
         return bool(fired) and self.keeper.sound(fired, port.site, stamp.step) and not capped
+
+    def _await(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, keep: str) -> None:
+        """A tensor on a device: its statistics and bytes come later, and are filled in by the drain."""
+        sink, memo = self.sink, self._memo
+        slot = sink.reserve(layout.nbytes)
+        if slot is None:
+            if keep != "off":
+                self._count(stamp.step, dropped=1)
+            return
+        ask = None if port.choice.sentinel is None else self._question(port, stamp, tensor, layout, slot, keep)
+        holds = keep == "full" or (keep == "stats" and ask is not None)
+        try:
+            copy = self._draining().start(tensor, layout, slot, None if holds else sink.cancel, ask)
+        except BaseException:
+            sink.cancel(slot)
+            raise
+        if keep != "off":
+            payload = memo.number() if holds else None
+            generation = memo.generation
+            pending = Pending(port, stamp, next(self._seq), layout, b"", generation, payload, slot if holds else None)
+            pending.arrival = copy
+            self._put(pending)
+
+    def _question(
+        self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, slot: Slot, keep: str
+    ) -> Callable[[bytes], bool]:
+        """Asks the triggers of the site when a value has come: whether its bytes are kept."""
+        moment = moment_of(tensor, stamp)
+
+        def ask(text: bytes) -> bool:
+            fired = self._asked(port, stamp, layout, text, lambda: moment)
+            if keep == "off" and fired:
+                if not port.announced:
+                    self._announce_site(port)
+                if stamp.step.ended:
+                    self._note_late(stamp.step)
+                memo = self._memo
+                self._put(Pending(port, stamp, next(self._seq), layout, text, memo.generation, memo.number(), slot))
+            return fired or keep == "full"
+
+        return ask
+
+    def _draining(self) -> Drain:
+        drain = self._drain
+        if drain is None:
+            with self._lock:
+                drain = self._drain
+                if drain is None:
+                    limit = self.selection.config.device_bytes
+                    drain = self._drain = Drain(Cuda(), self._backlog, limit, self._note_lost)
+        return drain
+
+    def _note_lost(self) -> None:
+        """A value did not come from its device; the pipeline says so in the run."""
+        with self._lock:
+            self.num_failed += 1
 
     def _send(self, port: Port, stamp: Stamp, layout: Layout, taken: Taken | None) -> None:
         if taken is None:
