@@ -135,7 +135,7 @@ def new_name() -> str:
     return f"dump-{stamp}-{int(now * 1000) % 1000:03d}-{secrets.token_hex(3)}"
 
 
-def clean(folder: Path, *, keep: str) -> None:
+def clean(folder: Path, *, keep: str | None) -> None:
     """Remove the runs in ``folder``, but not ``keep``, links, what a recorder writes now, and anything else.
 
     What was removed is said, and what could not be.

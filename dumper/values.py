@@ -10,6 +10,7 @@ from tapscope.dumper import context, identity
 from tapscope.dumper.captures import Captures
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.explicit import attributes
+from tapscope.dumper.naming import tags_of
 from tapscope.dumper.parameters import take_model
 from tapscope.dumper.recording import Recording
 from tapscope.dumper.rules import Selection
@@ -38,7 +39,7 @@ class ValueCalls:
         grad: bool | None = None,
         **tags: Any,
     ) -> None:
-        """Record a value at ``layers.N:tap[name]`` (N from a tag or context ``layer_id`` or ``layer``), else ``:tap[name]``.
+        """Record a value at ``layers.N:tap[name]``, N being the tag or context ``layer_id`` or ``layer``; else ``:tap[name]``.
 
         ``value`` is a tensor, an array, a number, a text or a container of those; a function of no arguments is called
         once, and only if its value is selected. ``dims`` names the axes; the gradient's are ``dims_grad``, or the same.
@@ -50,7 +51,7 @@ class ValueCalls:
             recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
 
     def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
-        """Dump every value of a mapping, or every public attribute of an object that is no method, as ``prefix.KEY``."""
+        """Dump every value of a mapping, or of an object's public attributes that are no methods, as ``prefix.KEY``."""
         recording = self._recording
         if recording is None or recording.regime.explicit is None:
             return
@@ -63,20 +64,24 @@ class ValueCalls:
         if failed:
             recording.collector.complain(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
 
-    def dump_model(self, model: nn.Module, *, name: str = "", **tags: Any) -> int:
+    def dump_model(self, model: nn.Module, *, step: int | None = None, prefix: str = "", **tags: Any) -> int:
         """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
 
-        As the rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, ``keep`` for the others.
-        ``name`` goes before the paths. Gives how many there were. Never raises.
+        Kept as the rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, else as ``keep`` says.
+        ``prefix`` goes before the paths. ``step`` is the number of the open step or of the one that ended last; another
+        number is only noted as a tag. Gives how many there were. Never raises.
         """
         recording = self._recording
-        if recording is None or not recording.regime.config.enabled:
+        if recording is None or not (recording.regime.config.enabled or recording.collector.captures):
             return 0
-        step = recording.schedule.current()
-        config = recording.regime.config.updated({"params": True, "grads": True, "buffers": True, "mode": "all"})
-        selection = Selection.of(config, rank=recording.info.rank, coords=recording.info.coords)
-        everything = context.merged(context.current(), tags)
-        return take_model(recording.collector, model, step, selection, prefix=name, micro=step.micro, tags=everything)
+        where, info = recording.schedule.current(), recording.info
+        tags = tags if step is None or step == where.info.step else {"step": step, **tags}
+        config = recording.collector.selection.config.updated(
+            {"params": True, "grads": True, "buffers": True, "mode": "all"}
+        )
+        selection = Selection.of(config, rank=info.rank, coords=info.coords)
+        said = tags_of(context.merged(context.current(), tags))
+        return take_model(recording.collector, model, where, selection, prefix=prefix, micro=where.micro, tags=said)
 
     @contextmanager
     def capture_output(self, **settings: Any) -> Iterator[Captures]:

@@ -61,7 +61,7 @@ def test_no_function_is_longer_than_the_budget() -> None:
 
 
 def test_the_public_names_are_these() -> None:
-    expected = ["Dumper", "DumperConfig", "LLM", "Run", "Site", "TapscopeError", "__version__", "open_run"]
+    expected = ["Dumper", "DumperConfig", "LLM", "Run", "Site", "TapscopeError", "__version__", "dumper", "open_run"]
     assert sorted(tapscope.__all__) == expected
     for name in tapscope.__all__:
         assert getattr(tapscope, name) is not None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tapscope._version import __version__
 
 if TYPE_CHECKING:
+    from tapscope import dumper
     from tapscope.dumper import Dumper, DumperConfig
     from tapscope.engine import LLM
     from tapscope.errors import TapscopeError
@@ -22,11 +23,13 @@ _EXPORTS = {
     "open_run": ".run",
 }
 
-__all__ = ["LLM", "Dumper", "DumperConfig", "Run", "Site", "TapscopeError", "__version__", "open_run"]
+__all__ = ["LLM", "Dumper", "DumperConfig", "Run", "Site", "TapscopeError", "__version__", "dumper", "open_run"]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: `import tapscope` alone loads neither torch nor numpy."""
+    if name == "dumper":
+        return import_module(".dumper", __name__)
     if name not in _EXPORTS:
         raise AttributeError(f"module 'tapscope' has no attribute {name!r}")
     value = getattr(import_module(_EXPORTS[name], __name__), name)
