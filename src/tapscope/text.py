@@ -42,7 +42,7 @@ def site(text: str, width: int) -> str:
     """Shorten a site without losing its layer: ``…layers.12.….o_proj:out``; else by losing the middle."""
     if len(text) <= width:
         return text
-    match = re.search(r"(?:^|\.)((?:[^.:]*\.)?\d+)(?=[.:])", text)
+    match = re.search(r"(?:^|\.)((?:(?!\d+\.)[^.:]*\.)?\d+)(?=[.:])", text)
     if match is None:
         return middle(text, width)
     for layer in (match[1], match[1].rpartition(".")[2]):
