@@ -8,8 +8,10 @@ the header into the reserved place. Before that, the record lines say what is wh
 import json
 import os
 from collections.abc import Container, Sequence
+from functools import lru_cache
 from itertools import count
 from json.encoder import encode_basestring_ascii
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +54,7 @@ class SegmentWriter:
         self, path: Path, *, limit: int = SEGMENT_BYTES, header_bytes: int = HEADER_BYTES, disk: Disk | None = None
     ) -> None:
         self.path = path
+        self.name = path.name
         self.header_bytes = header_bytes
         """Where payloads begin."""
         self._disk = disk or Disk()
@@ -76,11 +79,13 @@ class SegmentWriter:
         always fits. Raises RecorderError when the bytes are not as many as dtype and shape need.
         """
         nbytes = memoryview(payload).nbytes
-        _check_size(name, dtype, shape, nbytes)
+        form, needed = _form(dtype, tuple(shape))
+        if needed != nbytes:
+            raise RecorderError(f"{name} came with {nbytes} bytes; {dtype} of shape {list(shape)} has {needed}")
         pad = -self._end % ALIGNMENT
         begin = self._end + pad
         name = unused_name(name, self._names)
-        piece = describe(name, *dtypes.safetensors_form(dtype, shape), begin, begin + nbytes)
+        piece = _member(name, form, begin, begin + nbytes)
         pieces = [describe(f"__pad{begin}", "U8", [pad], self._end, begin), piece] if pad else [piece]
         size = self._header_size + sum(map(len, pieces)) + len(pieces)
         if self._pieces and (begin + nbytes > self._limit or size > self.header_bytes - 8 - _SLACK):
@@ -168,8 +173,21 @@ def blank_header(header_bytes: int) -> bytes:
 
 def describe(name: str, kind: str, shape: Sequence[int], begin: int, end: int) -> str:
     """One member of a safetensors header, ASCII; ``kind`` as safetensors spells it, offsets from the header's end."""
-    axes = ",".join(map(str, shape))
-    return f'{encode_basestring_ascii(name)}:{{"dtype":"{kind}","shape":[{axes}],"data_offsets":[{begin},{end}]}}'
+    return _member(name, _describe_form(kind, shape), begin, end)
+
+
+def _member(name: str, form: str, begin: int, end: int) -> str:
+    return f'{encode_basestring_ascii(name)}:{{{form},"data_offsets":[{begin},{end}]}}'
+
+
+def _describe_form(kind: str, shape: Sequence[int]) -> str:
+    return f'"dtype":"{kind}","shape":[{",".join(map(str, shape))}]'
+
+
+@lru_cache(maxsize=4096)
+def _form(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
+    """How a header writes this type and shape, and how many bytes such a tensor has."""
+    return _describe_form(*dtypes.safetensors_form(dtype, shape)), dtypes.itemsize(dtype) * prod(shape)
 
 
 def unused_name(name: str, taken: Container[str]) -> str:
@@ -193,11 +211,3 @@ def check_present(fd: int, path: Path) -> None:
     """Raise FileNotFoundError when the open file has no name any more."""
     if not os.fstat(fd).st_nlink:
         raise FileNotFoundError(2, "it was removed while it was being written", str(path))
-
-
-def _check_size(name: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
-    needed = dtypes.itemsize(dtype)
-    for extent in shape:
-        needed *= extent
-    if needed != nbytes:
-        raise RecorderError(f"{name} came with {nbytes} bytes; {dtype} of shape {list(shape)} has {needed}")

@@ -190,7 +190,7 @@ class RankWriter:
             assert self._segment is not None
             offset = self._segment.place(name, dtype, shape, payload)
             assert offset is not None
-        return Entry(self._segment.path.name, offset, memoryview(payload).nbytes)
+        return Entry(self._segment.name, offset, memoryview(payload).nbytes)
 
     def _open_segment(self) -> None:
         if self._segment is not None:
