@@ -22,11 +22,12 @@ import numpy as np
 
 from tapscope import ledger, record
 from tapscope.comparator import compare
+from tapscope.directory import create_run
 from tapscope.kernels.native import backend, summarize_array
 from tapscope.observe import RowRun, StepInfo
 from tapscope.record import Key, Record
 from tapscope.run import open_run
-from tapscope.writer import RankWriter, create_run
+from tapscope.writer import RankWriter
 
 Array = np.ndarray[Any, Any]
 SITES = {"q_proj:out": "t h[tp]", "o_proj:out": "t h", "o_proj.partial:out": "t h[tp:partial]", "mlp:out": "t h"}

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tapscope.directory import remove_empty_run
 from tapscope.dumper import state
 from tapscope.dumper.transaction import Release, Transaction
 from tapscope.wire import Message
-from tapscope.writer import remove_empty_run
 
 if TYPE_CHECKING:
     from tapscope.dumper.peer import Peer

@@ -25,6 +25,7 @@ from typing import Any
 import zmq
 
 from tapscope import wire
+from tapscope.directory import RECORDER_FILE, RECORDER_LOG, clear_run, create_run
 from tapscope.dumper.floor import Floor
 from tapscope.dumper.network import NetworkDoor, write_private
 from tapscope.dumper.peer import Peer
@@ -33,7 +34,7 @@ from tapscope.dumper.ring import RingError, RingView
 from tapscope.dumper.steering import Steering
 from tapscope.errors import RecorderError, RunExistsError, TapscopeError
 from tapscope.wire import Message
-from tapscope.writer import RECORDER_FILE, RECORDER_LOG, RankWriter, clear_run, create_run
+from tapscope.writer import RankWriter
 
 _BEAT_S = 0.5
 _JOIN_WAIT_S = 60.0  # for the first rank

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tapscope import errors, wire
+from tapscope.directory import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.guard import token_of
 from tapscope.dumper.network import Endpoint, is_local
@@ -22,7 +23,6 @@ from tapscope.dumper.process import is_alive, remember
 from tapscope.dumper.ring import MIN_BYTES, Ring, RingError
 from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
 from tapscope.wire import Message
-from tapscope.writer import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
 
 if TYPE_CHECKING:
     from tapscope.dumper.backlog import Backlog
@@ -44,7 +44,7 @@ def connect(
     *,
     force: bool,
 ) -> "tuple[Pipeline, Message]":
-    """A pipeline from ``backlog`` to the recorder of ``run``, and its welcome; raises as :func:`join`, and RecorderError.
+    """A pipeline from ``backlog`` to the recorder of ``run``, and its welcome; raises as :func:`join`.
 
     A recorder that is busy with a change, or about to end, is asked again until START_TIMEOUT_S.
     """

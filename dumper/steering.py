@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tapscope.directory import create_run
 from tapscope.dumper import state
 from tapscope.dumper.changes import NO_RANK, Answer, Changes
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
 from tapscope.errors import RecorderError, TapscopeError
 from tapscope.site import Glob
 from tapscope.wire import Message
-from tapscope.writer import create_run
 
 if TYPE_CHECKING:
     from tapscope.dumper.recorder import Recorder

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from tapscope import ledger, record
+from tapscope.directory import create_run
 from tapscope.kernels.native import summarize_array
 from tapscope.observe import RowRun, StepInfo
 from tapscope.record import Key, Record
-from tapscope.writer import RankWriter, create_run
+from tapscope.writer import RankWriter
 
 
 class RunFactory:

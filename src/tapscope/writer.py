@@ -5,12 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tapscope.directory import RECORDER_FILE as RECORDER_FILE
-from tapscope.directory import RECORDER_LOG as RECORDER_LOG
-from tapscope.directory import check_free as check_free
-from tapscope.directory import clear_run as clear_run
-from tapscope.directory import create_run as create_run
-from tapscope.directory import remove_empty_run as remove_empty_run
 from tapscope.disk import Disk
 from tapscope.errors import RunExistsError
 from tapscope.ledger import encode_line, event_line

@@ -91,8 +91,8 @@ def _say_what_was_kept(path: Path) -> None:
 
 def _discard_if_empty(path: Path) -> None:
     """A call that was refused before its first step shall not leave a run that blocks the corrected one."""
+    from tapscope.directory import clear_run
     from tapscope.run import open_run
-    from tapscope.writer import clear_run
 
     if not (path / "run.json").is_file():
         return
