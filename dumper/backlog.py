@@ -13,6 +13,7 @@ from tapscope.wire import Message
 Item = Pending | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 64
+_DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
 
 
 class Backlog:
@@ -72,8 +73,7 @@ class Backlog:
         slot = pending.slot
         with self.lock:
             if not self._admits(LINE_COST):
-                if slot is not None:
-                    self._release(slot)
+                pending.give_up(self.cancel)
                 return False
             self.in_flight_bytes += LINE_COST
             self._waiting_records += 1
@@ -96,8 +96,8 @@ class Backlog:
                     self._waiting_records += 1
                     self._waiting_bytes += item.nbytes
                     self._queue.append(item)
-                elif item.slot is not None:
-                    self._release(item.slot)
+                else:
+                    item.give_up(self.cancel)
             self.flush()
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
@@ -124,8 +124,20 @@ class Backlog:
         with self.lock:
             self._flush = True
             self.lock.notify_all()
+            self.lock.wait_for(lambda: self.dead is not None or not self.is_awaiting, _DEVICE_PATIENCE_S)
             self.lock.wait_for(lambda: self.dead is not None or self.is_empty, timeout_s)
             return self.dead is None and self.is_empty
+
+    def wake(self) -> None:
+        """Values have come from a device: see whether there is enough to send now."""
+        with self.lock:
+            self.lock.notify_all()
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a value that waits to be sent is still on its way from a device."""
+        with self.lock:
+            return any(isinstance(item, Pending) and not item.is_here for item in self._queue)
 
     @property
     def is_empty(self) -> bool:
@@ -163,7 +175,7 @@ class Backlog:
                 return []
             items: list[Item] = []
             nbytes = 0
-            while self._queue and len(items) < BATCH_RECORDS and nbytes < BATCH_BYTES:
+            while self._head_is_here() and len(items) < BATCH_RECORDS and nbytes < BATCH_BYTES:
                 item = self._queue.popleft()
                 items.append(item)
                 if isinstance(item, Pending):
@@ -205,7 +217,13 @@ class Backlog:
         if self.dead:
             return False
         enough = self._waiting_records >= BATCH_RECORDS or self._waiting_bytes >= BATCH_BYTES
-        return enough or (self._flush and bool(self._queue))
+        return (enough or self._flush) and self._head_is_here()
+
+    def _head_is_here(self) -> bool:
+        if not self._queue:
+            return False
+        head = self._queue[0]
+        return not isinstance(head, Pending) or head.is_here
 
     def _release(self, slot: Slot) -> None:
         if slot.lender is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tapscope.dumper.port import Layout, Port
 from tapscope.dumper.slot import Slot
@@ -14,10 +14,27 @@ LINE_COST = 512
 """Bytes that a line is charged for while it is on its way, roughly."""
 
 
+class Arrival(Protocol):
+    """The rest of a record, which is still on its way from a device."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has come, or never will: nobody then waits for it."""
+        ...
+
+    def finish(self, pending: "Pending") -> None:
+        """Fill the record in; raises with the reason when it did not come. In the pipeline's thread, in order."""
+        ...
+
+    def give_up(self, slot: Slot, free: Callable[[Slot], None]) -> None:
+        """The record is not sent after all: ``free`` its slot once nothing writes there any more."""
+        ...
+
+
 class Pending:
     """A record on its way. Its line is written in the pipeline's thread: the forward thread has no time for text."""
 
-    __slots__ = ("content", "finish", "generation", "layout", "payload", "port", "seq", "slot", "stamp")
+    __slots__ = ("arrival", "content", "generation", "layout", "payload", "port", "seq", "slot", "stamp")
 
     def __init__(
         self,
@@ -42,13 +59,27 @@ class Pending:
         """Number of the payload that holds the record's bytes: the slot's, or that of an equal one."""
         self.slot = slot
         """The bytes to send; None when there are none or they have been sent."""
-        self.finish: Callable[[Pending], None] | None = None
-        """Called in the pipeline's thread before the record is sent: fills in what only the device knew."""
+        self.arrival: Arrival | None = None
+        """What has yet to come of it, from a device; it is sent when that is here."""
 
     @property
     def nbytes(self) -> int:
         """Of the payload that travels with it."""
         return self.slot.nbytes if self.slot is not None else 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be sent."""
+        return self.arrival is None or self.arrival.is_here
+
+    def give_up(self, free: Callable[[Slot], None]) -> None:
+        """It is not sent after all: ``free`` its slot once nothing writes there any more; from any thread."""
+        if self.slot is None:
+            return
+        if self.arrival is None:
+            free(self.slot)
+        else:
+            self.arrival.give_up(self.slot, free)
 
     def line(self) -> bytes:
         """The ``record`` line without its entry."""
@@ -69,11 +100,11 @@ class Batch:
 
     def add(self, item: Pending) -> None:
         """Take a record in."""
-        if item.finish is not None:
-            item.finish(item)
         line = len(self.lines)
         self.num_records += 1
         try:
+            if item.arrival is not None:
+                item.arrival.finish(item)
             self.lines.append(item.line())
         except Exception as error:  # noqa: BLE001 - one value that cannot be encoded must not end the capture
             fields = {"where": item.port.site, "reason": f"{type(error).__name__}: {error}"}

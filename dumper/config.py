@@ -20,7 +20,7 @@ Mode = Literal["off", "core", "all"]
 Fsync = Literal["never", "close", "segment", "batch"]
 
 _MiB = 1024 * 1024
-_FROM_ZERO = ("min_free_bytes", "past_steps", "past_bytes", "ring_bytes")
+_FROM_ZERO = ("device_bytes", "min_free_bytes", "past_steps", "past_bytes", "ring_bytes")
 _FROM_ONE = (
     "block_timeout_s",
     "queue_bytes",
@@ -95,6 +95,8 @@ class DumperConfig:
 
     ring_bytes: int = 64 * _MiB
     """Shared memory between a rank and its recorder; 0 sends everything inline."""
+    device_bytes: int = 1024 * _MiB
+    """Most memory of a device that copies on their way to the host take; beyond, the model's own stream makes them."""
     fsync: Fsync = "never"
     """When bytes are forced to disk."""
     control_token: str | None = field(default=None, repr=False)

@@ -29,7 +29,7 @@ class HeldStep:
     num_dropped: int = 0
     """Values there was no room for."""
     flows: bool = False
-    """Whether it was released: what still comes goes on at once."""
+    """Whether it was released: it holds nothing, and what still comes goes on at once."""
 
 
 class Released(NamedTuple):
@@ -100,8 +100,7 @@ class FlightRecorder:
             step = self._steps[-1]
             if not admitted:
                 step.num_dropped += 1
-                if slot is not None:
-                    self._take_back(slot)
+                pending.give_up(self._take_back)
                 return False
             self.used += cost
             step.cost += cost + pending.nbytes
@@ -146,8 +145,6 @@ class FlightRecorder:
     def begin(self, number: int) -> None:
         """A step begins: what comes from here on is its, and the oldest step may go."""
         with self._lock:
-            if self._steps and self._steps[-1].flows:
-                self._steps.pop()
             self._steps.append(HeldStep(number, flows=number <= self._flow_until))
             self._trim()
 
@@ -200,10 +197,7 @@ class FlightRecorder:
         self.used -= step.cost - step.nbytes
         self._lent += step.nbytes
         self._backlog.hand_over(step.items)
-        if step is self._steps[-1]:
-            step.items, step.cost, step.num_values, step.nbytes, step.num_dropped, step.flows = [], 0, 0, 0, 0, True
-        else:
-            self._steps.remove(step)
+        step.items, step.cost, step.num_values, step.nbytes, step.num_dropped, step.flows = [], 0, 0, 0, 0, True
 
     def free(self, slot: Slot) -> None:
         """The recorder process has the bytes of a slot that was released."""
@@ -247,8 +241,8 @@ class FlightRecorder:
             return
         self.used -= step.cost - step.nbytes
         for item in step.items:
-            if isinstance(item, Pending) and item.slot is not None:
-                self._take_back(item.slot)
+            if isinstance(item, Pending):
+                item.give_up(self._take_back)
         gone.number += 1
         gone.num_values += step.num_values
         gone.nbytes += step.nbytes

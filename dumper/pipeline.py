@@ -130,7 +130,7 @@ class Pipeline:
             while True:
                 if items := self.backlog.take(0.002 if self._unacknowledged else _IDLE_S):
                     self.backlog.sent(self._send(items))
-                if self._receive() or not self._closing:
+                if self._receive() or not self._closing or self.backlog.is_awaiting:
                     last_progress = time.monotonic()
                 self._check_recorder()
                 if self._closing and (self.dead or self._closed):

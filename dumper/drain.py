@@ -1,0 +1,304 @@
+"""Drain: values on their way from a device to host memory, and the thread that waits for them."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tapscope.dumper.device import Device, Ticket
+from tapscope.dumper.slot import Sink, Slot
+from tapscope.kernels.native import summary
+
+if TYPE_CHECKING:
+    from tapscope.dumper.batch import Pending
+    from tapscope.dumper.port import Layout
+    from tapscope.dumper.ring import Ring
+
+_log = logging.getLogger("tapscope")
+TIME_LIMIT_S = 60.0
+"""A device that completes no copy for so long is given up, and every value that waits for it."""
+_CHEER_RECORDS = 16
+_CHEER_BYTES = 8 * 1024 * 1024
+
+
+class NotArrived(Exception):
+    """A value did not come from the device; the text says why. Never leaves the dumper."""
+
+
+class Copy:
+    """One value on its way; the arrival of its record (:class:`tapscope.dumper.batch.Arrival`)."""
+
+    __slots__ = (
+        "_drain",
+        "ask",
+        "digest",
+        "free",
+        "is_done",
+        "is_given_up",
+        "is_wanted",
+        "layout",
+        "problem",
+        "slot",
+        "text",
+        "ticket",
+    )
+
+    def __init__(
+        self,
+        drain: "Drain",
+        layout: "Layout",
+        slot: Slot,
+        free: Callable[[Slot], None] | None,
+        ask: Callable[[bytes], bool] | None,
+    ) -> None:
+        self._drain = drain
+        self.layout = layout
+        self.slot = slot
+        self.free = free
+        """Who gets the slot back when it is done; None while a record holds it."""
+        self.ask = ask
+        """Asked in the drain's thread with the text: whether the bytes are wanted after all."""
+        self.is_wanted = free is None and ask is None
+        """Whether the bytes are kept, not only their statistics."""
+        self.is_given_up = False
+        self.ticket: Ticket | None = None
+        self.text = b""
+        self.digest = b""
+        self.problem: str | None = None
+        """Why it did not come."""
+        self.is_done = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether :meth:`finish` need not wait."""
+        return self.is_done or self._drain.is_overdue
+
+    def finish(self, pending: "Pending") -> None:
+        """Fill the record in; raises NotArrived. In the pipeline's thread, in the order of the records."""
+        self._drain.finish(self, pending)
+
+    def give_up(self, slot: Slot, free: Callable[[Slot], None]) -> None:
+        """The record will not be sent: ``free`` the slot as soon as nothing writes there any more."""
+        with self._drain.changed:
+            if not self.is_done:
+                self.is_given_up, self.free = True, free
+                return
+        free(slot)
+
+
+class Drain:
+    """Starts copies in the forward's thread, and waits for them, in order, in one of its own.
+
+    Clones on the device take at most ``limit`` bytes; beyond, a copy is made in the model's own stream, which slows the
+    model down but neither waits nor takes memory.
+    """
+
+    def __init__(self, device: Device, backlog: Sink, limit: int, lost: Callable[[], None]) -> None:
+        """``lost`` is called for every value that did not come."""
+        self._device = device
+        self._lost = lost
+        self._backlog = backlog
+        self._limit = limit
+        self.changed = threading.Condition()
+        """Guards all of this; notified when a copy is done. Never held while a lock of a sink is taken."""
+        self._copies: deque[Copy] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._ring: Ring | None = None
+        self._wake: Callable[[], None] | None = getattr(backlog, "wake", None)
+        self._held = 0
+        self._since = 0.0  # when the drain began to wait for the copy that is next
+        self._num_direct = 0
+        self._has_said = False
+        self._generation = -1
+        self._payloads: dict[tuple[bytes, int], int] = {}  # of the generation; the pipeline's thread only
+
+    # ---- the forward's thread
+
+    def start(
+        self,
+        tensor: torch.Tensor,
+        layout: "Layout",
+        slot: Slot,
+        free: Callable[[Slot], None] | None,
+        ask: Callable[[bytes], bool] | None = None,
+    ) -> Copy:
+        """Begin to copy; with ``free`` only statistics are wanted, and the slot goes back when it is done.
+
+        ``ask`` is for triggers: it is called in the drain's thread with the statistics, and says whether the bytes are
+        wanted after all. With ``free`` that means that it has taken the slot over; without, that the record, which must
+        hold the slot, is sent with them.
+
+        Raises what :meth:`Device.start` does, and NotArrived when closed; the slot is then still the caller's.
+        """
+        if self._is_closing:
+            raise NotArrived("the capture has ended")
+        copy = Copy(self, layout, slot, free, ask)
+        copy.ticket = self._begin(tensor, slot)
+        with self.changed:
+            if not self._copies:
+                self._since = time.monotonic()
+            self._copies.append(copy)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tapscope-drain", daemon=True)
+                self._thread.start()
+            self.changed.notify_all()
+        return copy
+
+    def _begin(self, tensor: torch.Tensor, slot: Slot) -> Ticket:
+        with self.changed:
+            clone = self._held + slot.nbytes <= self._limit
+            self._held += slot.nbytes if clone else 0
+        held = 0
+        try:
+            ticket = self._device.start(tensor, slot, clone=clone)
+            held = ticket.held_bytes
+        finally:
+            with self.changed:
+                self._held += held - (slot.nbytes if clone else 0)
+        if not held:
+            self._note_direct(ticket)
+        return ticket
+
+    def _note_direct(self, ticket: Ticket) -> None:
+        with self.changed:
+            self._num_direct += 1
+            if ticket.ran_out:  # the model needs what is left: do not ask again for more than is held now
+                self._limit = min(self._limit, self._held)
+        if not self._has_said:
+            self._has_said = True
+            why = "the device has no more memory" if ticket.ran_out else f"device_bytes={self._limit} are in use"
+            text = "tapscope: %s: values are copied in the model's own stream, which slows it down; nothing is lost"
+            _log.warning(text, why)
+
+    def resize(self, limit: int) -> None:
+        """Another bound, from now on."""
+        with self.changed:
+            self._limit = limit
+
+    def count_direct(self) -> int:
+        """Copies made in the model's own stream since the last time."""
+        with self.changed:
+            number, self._num_direct = self._num_direct, 0
+            return number
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of clones."""
+        return self._held
+
+    # ---- the pipeline's thread
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the device has completed nothing for TIME_LIMIT_S although something waits."""
+        return bool(self._copies) and time.monotonic() - self._since > TIME_LIMIT_S
+
+    def finish(self, copy: Copy, pending: "Pending") -> None:
+        """As :meth:`Copy.finish`; equal bytes of one generation are sent once."""
+        with self.changed:
+            if not copy.is_done:
+                slot, pending.slot = pending.slot, None
+                if slot is not None:
+                    copy.is_given_up, copy.free = True, self._backlog.cancel
+                copy.problem = f"the device did not hand it over within {TIME_LIMIT_S:g} s"
+        if copy.problem is not None:
+            if (slot := pending.slot) is not None:
+                pending.slot = None
+                self._backlog.cancel(slot)
+            self._lost()
+            raise NotArrived(copy.problem)
+        pending.content = copy.text
+        if pending.slot is None:
+            return
+        if pending.generation != self._generation:
+            self._generation = pending.generation
+            self._payloads.clear()
+        key = copy.digest, pending.slot.nbytes
+        known = self._payloads.get(key) if copy.is_wanted else None
+        if copy.is_wanted and known is None:
+            assert pending.payload is not None
+            self._payloads[key] = pending.payload
+            return
+        slot, pending.slot, pending.payload = pending.slot, None, known
+        self._backlog.cancel(slot)
+
+    def close(self, timeout_s: float = TIME_LIMIT_S) -> bool:
+        """Wait for what is under way and end the thread; False when that did not happen in time.
+
+        To be called when no copy can be started any more and the ring is no longer written to by anybody else.
+        """
+        with self.changed:
+            thread, self._is_closing = self._thread, True
+            self.changed.notify_all()
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    # ---- its own thread
+
+    def _run(self) -> None:
+        try:
+            self._device.enter()
+        except Exception as error:  # noqa: BLE001 - what follows will say why, value by value
+            _log.debug("tapscope: %s", error)
+        num_records = nbytes = 0
+        while True:
+            self._follow_ring()
+            with self.changed:
+                self.changed.wait_for(lambda: self._copies or self._is_closing)
+                if not self._copies:
+                    break
+                copy = self._copies[0]
+            self._complete(copy)
+            num_records, nbytes = num_records + 1, nbytes + copy.slot.nbytes
+            if not self._copies or num_records >= _CHEER_RECORDS or nbytes >= _CHEER_BYTES:
+                num_records = nbytes = 0
+                if self._wake is not None:
+                    self._wake()
+        if self._ring is not None:
+            self._device.unpin()
+
+    def _follow_ring(self) -> None:
+        """The ring may come later than the first values: the recorder is then still on its way up."""
+        ring = getattr(self._backlog, "ring", None)
+        if ring is not self._ring and ring is not None:
+            self._ring = ring
+            self._device.pin(ring)
+
+    def _complete(self, copy: Copy) -> None:
+        ticket, copy.ticket = copy.ticket, None
+        assert ticket is not None
+        problem: str | None = None
+        try:
+            ticket.wait()
+            if not copy.is_given_up:
+                self._read(copy, ticket.address)
+        except Exception as error:  # noqa: BLE001 - it must not end the capture of the others
+            problem = str(error).strip().partition("\n")[0] or type(error).__name__
+        held = ticket.held_bytes
+        del ticket  # its memory is free before anybody is told
+        with self.changed:
+            self._copies.popleft()
+            self._since = time.monotonic()
+            self._held -= held
+            copy.problem = copy.problem or problem
+            copy.is_done = True
+            # Wanted after all: who was asked has the slot now. But whoever gave the record up must free it.
+            free = copy.free if copy.is_given_up or not copy.is_wanted else None
+            self.changed.notify_all()
+        if free is not None:
+            free(copy.slot)
+
+    def _read(self, copy: Copy, address: int) -> None:
+        """Statistics and hash of what came; bytes that came elsewhere go to the slot in the same pass."""
+        slot, layout = copy.slot, copy.layout
+        keeps = copy.free is None or copy.ask is not None
+        target = slot.address if keeps and address != slot.address else 0
+        copy.text, copy.digest = summary.take(address, layout.count, layout.dtype, target)
+        if copy.ask is not None:
+            copy.is_wanted = copy.ask(copy.text)
