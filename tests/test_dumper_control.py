@@ -72,7 +72,8 @@ def test_a_capture_falls_back_to_what_was_asked_last_even_if_no_step_ran_meanwhi
 def test_sites_can_be_listed_and_narrowed(job: Job) -> None:
     status, answer = job.ask("sites?glob=layers.1")
     assert status == 200
-    assert answer["modules"] == [{"path": "layers.1", "class": "Linear", "ports": ["in[input]", "out"]}]
+    ports = ["in[input]", "out", "param[weight]", "param[bias]"]
+    assert answer["modules"] == [{"path": "layers.1", "class": "Linear", "ports": ports}]
     assert job.ask("sites?glob=nothing")[0] == 400
 
 
