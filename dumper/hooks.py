@@ -62,7 +62,7 @@ class Hooks:
             if self._parameters.add(tap, module, selection) or wants:
                 self.armed.append(tap)
             if tap.path:  # the root is wrapped instead, see RootWrapper
-                self._hook(module, tap, wants)
+                self._hook(module, tap, wants, collector)
         if collector is not None:
             self._parameters.watch(collector)
 
@@ -87,13 +87,18 @@ class Hooks:
         """One site of every tap in place through which nothing came."""
         return [f"{tap.path}:{_first_port(tap)}" for tap in self.armed if not tap.fired]
 
-    def _hook(self, module: nn.Module, tap: Tap, wants: list[str]) -> None:
-        if "in" in wants:
-            before = module.register_forward_pre_hook(_Before(tap, self._fire), with_kwargs=True)
-            self._places.append(_Place(tap, "in", weakref.ref(module), before))
-        if "out" in wants:
-            after = module.register_forward_hook(_After(tap, self._fire))
-            self._places.append(_Place(tap, "out", weakref.ref(module), after))
+    def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
+        """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired."""
+        try:
+            if "in" in wants:
+                before = module.register_forward_pre_hook(_Before(tap, self._fire), with_kwargs=True)
+                self._places.append(_Place(tap, "in", weakref.ref(module), before))
+            if "out" in wants:
+                after = module.register_forward_hook(_After(tap, self._fire))
+                self._places.append(_Place(tap, "out", weakref.ref(module), after))
+        except RuntimeError as error:
+            if collector is not None:
+                collector.complain(f"{tap.path}:{wants[0]}", str(error))
 
     def _refresh(self) -> None:
         """Modules may have been added, replaced or taken away since the taps were found."""
@@ -137,11 +142,11 @@ def _first_port(tap: Tap) -> str:
 
 def _problem(place: _Place, model: nn.Module | None, serial: int) -> str | None:
     module, hooks = place.module(), place.handle.hooks_dict_ref()
-    if module is None or model is None or hooks is None:
-        return "its module is gone"
-    if place.handle.id not in hooks:
+    if model is None:
+        return "its model is gone"
+    if module is not None and hooks is not None and place.handle.id not in hooks:
         return "its hook was removed by other code"
-    if place.tap.serial == serial:
+    if module is not None and place.tap.serial == serial:
         return None
     try:
         present = model.get_submodule(place.tap.path)

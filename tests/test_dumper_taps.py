@@ -1,5 +1,11 @@
 """What a tap sees: everything that goes in and comes out, as it was at that moment."""
 
+import gc
+import json
+import threading
+import warnings
+import weakref
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from jobs import ask, wait_until
 from torch import nn
 
 from tapscope.dumper import Dumper
 from tapscope.observe import StepInfo
 from tapscope.run import Run, open_run
+from tapscope.site import parse
 
 
 @dataclass
@@ -55,7 +63,7 @@ class Root(nn.Module):
 
 
 def _record(path: Path, model: nn.Module, *inputs: torch.Tensor, **settings: Any) -> Run:
-    with torch.no_grad(), Dumper(model, path, keep="full", **settings):
+    with torch.no_grad(), Dumper(model, path, **{"keep": "full", **settings}):
         for x in inputs:
             model(x)
     return open_run(path)
@@ -168,17 +176,6 @@ def test_scalars_empties_views_and_rare_dtypes_are_kept_exactly(tmp_path: Path) 
         assert record.stats.count == tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def test_what_cannot_be_captured_is_counted_and_said_not_raised(tmp_path: Path) -> None:
-    class Sparse(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.to_sparse()
-
-    run = _record(tmp_path / "run", Sparse(), torch.eye(3))
-    account = run.ledger()
-    assert (account.failed, account.complete) == (1, False)
-    assert any("sparse" in e.fields["reason"] for e in run.events() if e.kind == "failed")
-
-
 def test_statistics_and_full_capture_agree_on_numbers_and_hash(tmp_path: Path) -> None:
     x = torch.randn(5, 2)
     full = _record(tmp_path / "full", Root(), x)
@@ -257,3 +254,221 @@ def test_equal_bytes_of_a_step_are_stored_once_and_read_back_everywhere(tmp_path
             np.testing.assert_array_equal(out, into)
             assert entry == shared
     assert len({r.entry for r in run.records}) == 30 * 7
+
+
+def test_a_layer_is_named_by_the_path_of_its_own_output_too(tmp_path: Path) -> None:
+    class Layered(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.inner = nn.ModuleDict({name: nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(7))})
+            self.name = name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.inner[self.name]:
+                x = layer(x)
+            return x
+
+    for name in ("layers", "h", "blocks"):
+        run = _record(tmp_path / name, Layered(name), torch.ones(1, 2), **{"keep": "off", "rules": ["*=full layers=5"]})
+        sites = {r.key.site for r in run.records}
+        assert sites == {f"inner.{name}.5{part}" for part in (":in[input]", ":out", ".0:in[input]", ".0:out")}
+        assert {parse(site).layer for site in sites} == {5}
+
+
+class Lm(nn.Module):
+    """Like a language model: gives logits, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.lm_head = nn.Linear(4, 9)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+        x = self.layers[0](self.embed(input_ids))
+        return {"logits": self.lm_head(x), "hidden_states": (x,)}
+
+
+def test_mode_core_keeps_inputs_of_the_model_and_final_logits(tmp_path: Path) -> None:
+    model = Lm()
+    ids = torch.tensor([[1, 2]])
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", mode="core") as dumper, dumper.step():
+        hooked = [name for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+        model(ids, positions=torch.tensor([[0, 1]]))
+    run = open_run(tmp_path / "run")
+    found = {":in[input_ids]", ":in[positions]", "lm_head:out", ":out[logits]"}
+    assert {r.key.site for r in run.records} == found
+    assert hooked == ["lm_head"]
+    assert run.ledger().never_fired == []
+
+
+def test_mode_off_places_no_tap(tmp_path: Path) -> None:
+    model = Lm()
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", mode="off"):
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        model(torch.tensor([[1]]))
+    assert not open_run(tmp_path / "run").records
+
+
+def test_a_module_under_two_names_is_one_tap_that_tells_both(tmp_path: Path) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(2, 2)
+            self.second = self.first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    run = _record(tmp_path / "run", Shared(), torch.ones(1, 2))
+    assert [r.key.occurrence for r in run.records if r.key.site == "first:out"] == [0, 1]
+    lines = (tmp_path / "run" / "rank-00000" / "records.jsonl").read_text().splitlines()
+    sites = {line["site"]: line for line in map(json.loads, lines) if line["type"] == "site"}
+    assert sites["first:out"]["aliases"] == ["second"]
+    assert sites["first:out"]["parent"] == "Shared"
+
+
+def test_a_hook_taken_away_by_others_is_said_once(tmp_path: Path) -> None:
+    model = Root()
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
+        model(torch.ones(1, 2))
+        model.zoo._forward_hooks.clear()
+        for _ in range(40):
+            model(torch.ones(1, 2))
+    failed = [e.fields for e in open_run(tmp_path / "run").events() if e.kind == "failed"]
+    assert [(e["where"], "removed by other code" in e["reason"]) for e in failed] == [("zoo:out", True)]
+
+
+def test_a_module_that_is_replaced_is_said_and_tapped_anew_when_configured(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats", control="127.0.0.1:0") as dumper:
+        model(torch.ones(1, 2))
+        model[1] = nn.Sequential(nn.Linear(2, 2))
+        model(torch.ones(1, 2))
+        assert ask(f"http://{dumper.http}/dumper/configure", {"keep": "full"})[0] == 200
+        wait_until(lambda: _step_holds(model, tmp_path / "run", "1.0:out"), "the new module is tapped")
+    failed = [e.fields["reason"] for e in open_run(tmp_path / "run").events() if e.kind == "failed"]
+    assert any("was replaced by a Sequential" in reason for reason in failed)
+
+
+def _step_holds(model: nn.Module, path: Path, site: str) -> bool:
+    model(torch.ones(1, 2))
+    return any(r.key.site == site for r in open_run(path).records)
+
+
+def test_a_model_that_is_dropped_while_tapped_is_freed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    gone = weakref.ref(model)
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", params=True) as dumper:
+        with dumper.step():
+            model(torch.ones(1, 2))
+        del model
+        gc.collect()
+        assert gone() is None
+        with dumper.step():
+            pass
+    assert len(open_run(tmp_path / "run").steps) == 2
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 2)
+        self.act = nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.up(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("first", ["compiled", "opened"])
+def test_a_compiled_module_goes_on_and_its_taps_are_named_as_silent(
+    tmp_path: Path, fullgraph: bool, first: str
+) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(2, 2), Inner(), nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    expected = model(x)
+
+    def compile_one() -> None:
+        model[1].compile(backend="eager", fullgraph=fullgraph)
+        model(x)
+
+    if first == "compiled":
+        compile_one()
+    with Dumper(model, tmp_path / "run", keep="full", grads=True):
+        if first == "opened":
+            compile_one()
+        assert torch.equal(model(x), expected)
+    run = open_run(tmp_path / "run")
+    assert {"1.up:out", "1.act:out"} <= set(run.ledger().never_fired)
+    assert {"0:out", "2:out", ":out"} <= {r.key.site for r in run.records}
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_compiled_as_a_whole_is_never_broken(tmp_path: Path, fullgraph: bool) -> None:
+    torch.compiler.reset()
+    model = Inner()
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    x = torch.ones(1, 2)
+    expected = model(x)
+    with Dumper(model, tmp_path / "run", keep="full"):
+        assert torch.equal(compiled(x), expected)
+    with Dumper(compiled, tmp_path / "outer", keep="full"):
+        assert torch.equal(compiled(x), expected)
+    run = open_run(tmp_path / "outer")
+    assert ":out" in {r.key.site for r in run.records}
+    assert {"_orig_mod.up:out", "_orig_mod.act:out"} <= set(run.ledger().never_fired)
+
+
+def test_a_scripted_child_takes_no_hook_and_that_is_said(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.GELU()))
+    model = nn.Sequential(nn.Linear(2, 2), scripted)
+    x = torch.ones(1, 2)
+    expected = model(x)
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full") as dumper, dumper.step():
+        assert torch.equal(model(x), expected)
+    run = open_run(tmp_path / "run")
+    assert {"1:out", "1.0:out", "1.1:out"} == set(run.ledger().never_fired)
+    reasons = {e.fields["where"]: e.fields["reason"] for e in run.events() if e.kind == "failed"}
+    assert all("not supported on ScriptModules" in reasons[f"{path}:in"] for path in ("1", "1.0", "1.1"))
+
+
+def test_threads_that_call_the_model_at_once_lose_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    calls, threads = 20, 3
+
+    def work() -> None:
+        for _ in range(calls):
+            model(torch.randn(2, 4)).sum().backward()
+
+    with Dumper(model, tmp_path / "run", keep="full", grads=True) as dumper, dumper.step():
+        workers = [threading.Thread(target=work) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    run = open_run(tmp_path / "run")
+    forward = Counter(r.key.site for r in run.records if r.key.pass_ == "forward")
+    backward = Counter(r.key.site for r in run.records if r.key.pass_ == "backward")
+    assert set(forward.values()) == {calls * threads}
+    assert backward["0:out.grad"] == calls * threads
+    assert len({r.key for r in run.records}) == len(run.records)
+    account = run.ledger()
+    assert (account.complete, account.seen) == (True, len(run.records))
+
+
+def test_what_is_called_by_forward_is_named_as_silent(tmp_path: Path) -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner.forward(x)
+
+    assert _record(tmp_path / "run", Direct(), torch.ones(1, 2)).ledger().never_fired == ["inner:out"]
