@@ -12,6 +12,7 @@ import pytest
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_core_disk import small_disk as small_disk
 from test_core_run import _records
 
 from tapscope import cli, record
@@ -187,6 +188,26 @@ def test_a_compaction_that_is_killed_anywhere_loses_and_doubles_nothing(tmp_path
     assert comparable(everything(path)) == before
     compact_run(path)
     assert comparable(everything(path)) == before
+
+
+def test_a_full_disk_leaves_the_run_as_it_was(small_disk: Path, capsys) -> None:
+    path = toy(small_disk / "run")
+    before = comparable(everything(path))
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(free.f_bavail * free.f_bsize))
+    assert cli.main(["compact", str(path)]) == 3
+    assert "No space left on device" in (said := capsys.readouterr().err)
+    assert said.endswith("it reads as before\n")
+    with (path / "rank-00001/records.jsonl").open("r+b") as index:
+        index.truncate(index.seek(0, 2) - 5)
+    assert cli.main(["repair", str(path)]) == 3
+    assert "rank-00001 cannot be repaired: [Errno 28]" in capsys.readouterr().err
+    assert not list(path.rglob("*.new"))
+    (small_disk / "filler").unlink()
+    assert cli.main(["repair", str(path)]) == 0
+    compact_run(path)
+    assert len(open_run(path).records) == 13
+    assert before.count("Record(") == 13
 
 
 def test_a_run_of_version_1_becomes_one_of_version_2_when_compacted(tmp_path: Path) -> None:

@@ -45,8 +45,13 @@ def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None
         if manifest["version"] < VERSION:  # to a reader of version 1 the records would be gone
             write_manifest(path, manifest | {"version": VERSION})
         for rank, folder in rank_dirs(path).items():
-            if (one := _compact_rank(folder, rank)) is not None:
-                done.append(one)
+            try:
+                one = _compact_rank(folder, rank)
+            except OSError as error:
+                for left in folder.glob("*.new"):
+                    left.unlink()
+                raise RunCorruptError(f"{folder} cannot be compacted: {error}; it reads as before") from None
+            done += [one] if one is not None else []
             advance(1)
     return done
 

@@ -1,12 +1,15 @@
 """Lines: the one open ``records.jsonl`` of a rank's writer."""
 
 import fcntl
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from tapscope.disk import Disk
 from tapscope.errors import RunExistsError
+from tapscope.ledger import encode_line, event_line
+from tapscope.record import Entry
 from tapscope.segment import check_present
 
 
@@ -68,3 +71,15 @@ class LineWriter:
         if self._fd >= 0:
             self._disk.close(self._fd)
             self._fd = -1
+
+
+def without_bytes(line: bytes, number: int) -> bytes:
+    """The event that says why a record has no entry."""
+    about = json.loads(line)
+    reason = f"it shares the bytes of payload {number}, which never came"
+    return encode_line(event_line("failed", where=about.get("site"), reason=reason, step=about.get("step"), late=True))
+
+
+def with_entry(line: bytes, entry: Entry) -> bytes:
+    """A record's line with its entry put in."""
+    return b'%b,"entry":["%b",%d,%d]}' % (line[:-1], entry.file.encode(), entry.offset, entry.nbytes)

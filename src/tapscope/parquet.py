@@ -4,6 +4,7 @@ A number that is not finite is null (the counts say how many elements were), and
 that the columns cannot give back exactly keeps its line in the column ``line``.
 """
 
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -42,7 +43,9 @@ def write_table(records: Iterable[tuple[Record, dict[str, Any]]], path: Path) ->
     rows = [_row(record, line) for record, line in records]
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
-    pl.DataFrame(series).write_parquet(path, compression="zstd")
+    file = io.BytesIO()  # not the path: polars does not say when a disk is full
+    pl.DataFrame(series).write_parquet(file, compression="zstd")
+    path.write_bytes(file.getbuffer())
 
 
 def read_table(path: Path, rank: int) -> list[Record]:

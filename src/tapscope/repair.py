@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from tapscope import dtypes
 from tapscope.directory import RECORDER_FILE, locked
 from tapscope.disk import Disk
+from tapscope.errors import RunCorruptError
 from tapscope.index import read_index
 from tapscope.ledger import encode_line, event_line
 from tapscope.manifest import INDEX, rank_dirs, read_manifest
@@ -54,14 +55,17 @@ class Repair:
 def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], object] = lambda n: None) -> list[Repair]:
     """Repair every rank of the run; with ``check`` nothing is changed.
 
-    Raises RunNotFoundError and the like as :func:`tapscope.open_run`, and RunExistsError when the run is being
-    recorded. A second repair finds nothing to do. ``advance`` is called after each rank.
+    Raises as :func:`tapscope.open_run`, RunExistsError when the run is being recorded, and RunCorruptError when the
+    disk does not let it. A second repair finds nothing to do. ``advance`` is called after each rank.
     """
     read_manifest(path)
     with locked(path, create=not check):
         done = []
         for folder in rank_dirs(path).values():
-            done.append(repair_rank(folder, check=check))
+            try:
+                done.append(repair_rank(folder, check=check))
+            except OSError as error:
+                raise RunCorruptError(f"{folder} cannot be repaired: {error}; nothing of it is lost") from None
             advance(1)
         if not check:
             (path / RECORDER_FILE).unlink(missing_ok=True)  # nobody listens there
@@ -102,9 +106,13 @@ def _cut_torn_line(index: BinaryIO, folder: Path, repair: Repair, *, check: bool
     index.seek(whole)
     torn = index.read()
     side = next(p for n in range(1, 10**6) if not (p := folder / (TORN if n == 1 else f"{TORN}~{n}")).exists())
-    with side.open("xb") as file:
-        file.write(torn)
-        _sync(file)
+    try:
+        with side.open("xb") as file:
+            file.write(torn)
+            _sync(file)
+    except OSError:
+        side.unlink(missing_ok=True)
+        raise
     Disk().sync_path(folder)
     index.truncate(whole)
 

@@ -21,6 +21,8 @@ def table(records: Iterable[Record]) -> "pl.DataFrame":
         "site": pl.String,
         "layer": pl.Int32,
         "occurrence": pl.Int32,
+        "micro": pl.Int32,
+        "model": pl.String,
         "pass": pl.String,
         "dtype": pl.String,
         "shape": pl.List(pl.Int64),
@@ -31,6 +33,7 @@ def table(records: Iterable[Record]) -> "pl.DataFrame":
         "max": pl.Float64,
         "nonfinite": pl.Int64,
         "hash": pl.String,
+        "bag": pl.String,
         "nbytes": pl.Int64,
     }
     return pl.DataFrame([_row(record) for record in records], schema=schema, orient="row")
@@ -40,5 +43,5 @@ def _row(record: Record) -> tuple[object, ...]:
     key, stats = record.key, record.stats
     numbers = (None,) * 5 if stats is None else (stats.mean, stats.rms, stats.min, stats.max, stats.nonfinite)
     layer = layer_of(key.site.rpartition(":")[0])
-    where = (key.rank, record.seq, key.step, key.site, layer, key.occurrence, key.pass_)
-    return (*where, record.dtype, list(record.shape), record.dims, *numbers, record.hash, record.nbytes)
+    where = (key.rank, record.seq, key.step, key.site, layer, key.occurrence, key.micro, key.model, key.pass_)
+    return (*where, record.dtype, list(record.shape), record.dims, *numbers, record.hash, record.bag, record.nbytes)

@@ -1,6 +1,5 @@
 """Writing a run: what the recorder does with lines and payloads, one writer per rank."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -8,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from tapscope.disk import Disk
 from tapscope.errors import RunExistsError
 from tapscope.ledger import encode_line, event_line
-from tapscope.lines import LineWriter
+from tapscope.lines import LineWriter, with_entry, without_bytes
 from tapscope.manifest import INDEX, MANIFEST, rank_dir
 from tapscope.record import Entry
 from tapscope.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter
@@ -122,12 +121,12 @@ class RankWriter:
         try:
             for index, number, name, dtype, shape, payload in payloads:
                 new[number] = entry = self._place(name, dtype, shape, payload)
-                written[index] = _with_entry(lines[index], entry)
+                written[index] = with_entry(lines[index], entry)
             for index, number in shared:
                 if (known := new.get(number) or entries.get(number)) is not None:
-                    written[index] = _with_entry(lines[index], known)
+                    written[index] = with_entry(lines[index], known)
                 else:
-                    written.append(_without_bytes(lines[index], number))
+                    written.append(without_bytes(lines[index], number))
             self._flush()
             if written:
                 self._append([b"\n".join(written), b"\n"])
@@ -249,14 +248,3 @@ class RankWriter:
         for path in (run / MANIFEST, self._dir, run, run.parent):
             if path.exists():
                 self._disk.sync_path(path)
-
-
-def _without_bytes(line: bytes, number: int) -> bytes:
-    """The event that says why a record has no entry."""
-    about = json.loads(line)
-    reason = f"it shares the bytes of payload {number}, which never came"
-    return encode_line(event_line("failed", where=about.get("site"), reason=reason, step=about.get("step"), late=True))
-
-
-def _with_entry(line: bytes, entry: Entry) -> bytes:
-    return b'%b,"entry":["%b",%d,%d]}' % (line[:-1], entry.file.encode(), entry.offset, entry.nbytes)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "tapscope.verify/1"
 _MAX_DAMAGED = 5
+_BIG = 4_000_000_000  # bytes that take seconds to read
 
 
 class VerifyCommand:
@@ -44,9 +45,12 @@ class VerifyCommand:
 def report_of(run: "Run") -> "Report":
     """Verify an open run with the native hash, and show how far it is."""
     from tapscope.kernels.native import summarize_array
+    from tapscope.text import size
     from tapscope.verify import verify_run
 
     total = sum(record.nbytes for record in run.records)
+    if total > _BIG:
+        diagnostics.note(f"reading {size(total)} of payloads")
     with diagnostics.progress(total, "verifying") as advance:
         return verify_run(run, lambda array: summarize_array(array).hash, advance)
 
