@@ -160,7 +160,7 @@ class Collector:
         self._announced_sites.clear()
 
     def close(self) -> None:
-        """No value comes any more and all that came were sent: let go of devices."""
+        """No value comes any more: wait for those that are on their way from a device."""
         if self._drain is not None:
             self._drain.close()
 

@@ -228,10 +228,7 @@ class Drain:
         self._backlog.cancel(slot)
 
     def close(self, timeout_s: float = TIME_LIMIT_S) -> bool:
-        """Wait for what is under way and end the thread; False when that did not happen in time.
-
-        To be called when no copy can be started any more and the ring is no longer written to by anybody else.
-        """
+        """Wait for what is under way and end the thread; False when that did not happen in time."""
         with self.changed:
             thread, self._is_closing = self._thread, True
             self.changed.notify_all()

@@ -32,7 +32,8 @@ class Recording:
         self.run: Path | None = None
         """None until the recorder is there."""
         self.http: str | None = None
-        self.collector = Collector(link.backlog if link is not None else NOWHERE, rank=info.rank)
+        sink: Any = link.backlog if link is not None else NOWHERE
+        self.collector = Collector(sink, rank=info.rank)
         self.regime = Regime(config, info, watches, self.collector, link)
         self.schedule = self.regime.schedule = Schedule(
             self.collector,
@@ -96,6 +97,7 @@ class Recording:
             return None
         if (welcome := link.arrived(wait=True)) is not None:
             self._welcome(welcome)
+        collector.close()
         collector.settle()
         fields: dict[str, Any] = {"never_fired": silent, "outside_step": collector.num_outside}
         if interrupted is not None:
