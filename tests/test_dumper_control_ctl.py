@@ -34,7 +34,7 @@ def test_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
     assert (refused.returncode, "is under way" in refused.stderr) == (2, True)
     replaced = ctl(where, "capture", "--replace", "keep=stats")
     assert "the capture of 1000000 steps" in json.loads(replaced.stdout)["ended"]
-    assert json.loads(ctl(where, "sites", "layers.1").stdout)["num_sites"] == 2
+    assert json.loads(ctl(where, "sites", "layers.1:out").stdout)["num_sites"] == 1
     assert json.loads(ctl(where, "reset", f"by-{by}").stdout)["run"] == str(job.run.with_name(f"by-{by}"))
     text = ctl(where, "metrics").stdout
     assert '\ntapscope_rank_up{rank="1"} 1.0\n' in text
