@@ -8,6 +8,7 @@ from torch import nn
 
 from tapscope.dumper import identity, lifetime
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.flight import Released
 from tapscope.dumper.link import Link
 from tapscope.dumper.recording import Recording
 from tapscope.dumper.stepping import StepCalls
@@ -152,7 +153,7 @@ class Dumper(ValueCalls, StepCalls):
         return Handle(self._watches, watch)
 
     def configure(self, **changes: Any) -> None:
-        """Change settings of this process: at once between steps, else before the next one. Raises ConfigError, RuleError.
+        """Change settings here, at once between steps, else before the next one; raises ConfigError or RuleError.
 
         Every rank should call it alike; the HTTP control asks all ranks instead.
         """
@@ -173,12 +174,19 @@ class Dumper(ValueCalls, StepCalls):
     def reset(self, name: str | None = None) -> None:
         """Go on in a new run beside the present one, with steps from 0; taps stay, so does the context.
 
-        Without ``name`` the run is called as the first one with ``-2``, ``-3``, ... Every rank should call it alike. Raises
-        RunExistsError when the run is taken, StepError inside a step.
+        Without ``name`` the run is called as the first one with ``-2``, ``-3``, ... Every rank should call it alike.
+        Raises RunExistsError when the run is taken, StepError inside a step.
         """
         if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name):
             raise ConfigError(f"reset: {name!r} must be a plain name beside the present run, without '/'")
         self._require("reset()").reset(name, self._identity())
+
+    def release(self, past: int | None = None, reason: str = "asked for in the program") -> Released:
+        """Let the newest ``past`` steps of the flight recorder (None: all) go to disk, and the open one as it comes.
+
+        Raises ConfigError when there is no flight recorder (``past_steps``), or a budget stands against it.
+        """
+        return self._require("release()").collector.keeper.release(past, reason)
 
     # ---- Arming -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Installed once a process while any dumper holds steps: a signal handler that onl
 import atexit
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -63,6 +64,13 @@ class _Exits:
                         signal.signal(number, before)
                         del self._numbers[number]
 
+    def disown(self) -> None:
+        """Nothing is held here any more; takes no lock."""
+        self._holders = weakref.WeakSet()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._before
+        atexit.unregister(self._on_exit)
+
     def _listen(self, number: signal.Signals) -> None:
         if signal.getsignal(number) == self._on_signal:
             return
@@ -94,6 +102,16 @@ class _Exits:
 
 
 _exits = _Exits()
+
+
+def _after_fork() -> None:
+    """What is held is the parent's; its locks may be in any state here."""
+    global _exits
+    inherited, _exits = _exits, _Exits()
+    inherited.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def watch(holder: Holder, name: str | None) -> None:

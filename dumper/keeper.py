@@ -162,8 +162,8 @@ class Keeper:
 
     def rescue(self, reason: str, timeout_s: float) -> None:
         """The process ends: release everything, and wait until it is written."""
-        self._try_release(None, reason)
-        self._backlog.drained(timeout_s)
+        if self._try_release(None, reason):
+            self._backlog.drained(timeout_s)
 
     def tick(self) -> None:
         """Do what was asked for by :meth:`request`; called often by the pipeline's thread."""
@@ -190,20 +190,26 @@ class Keeper:
             return True
         return False
 
-    def close(self) -> None:
-        """The run ends: say what was only counted, and what was held and never asked for."""
+    def close(self, interrupted: str | None = None) -> None:
+        """The run ends: say what was only counted, and what was held and never asked for.
+
+        What is held is released when an exception, ``interrupted``, ends the run.
+        """
         self.tick()
+        if interrupted is not None:
+            self._try_release(None, f"the run was ended by {interrupted}")
         self.alarms.settle()
         self._put_forgotten()
         exits.unwatch(self)
 
     # ---- inside
 
-    def _try_release(self, window: tuple[int, int] | None, reason: str) -> None:
+    def _try_release(self, window: tuple[int, int] | None, reason: str) -> bool:
+        """Release unless there is nothing to release or a budget stands against it; whether anything was."""
         flight = self._flight
         if flight is None or (self.stopped is not None and self.stopped.limit != "triggers"):
-            return
-        self._release(flight, window or flight.window(flight.num_steps), reason)
+            return False
+        return bool(self._release(flight, window or flight.window(flight.num_steps), reason).steps)
 
     def _release(self, flight: FlightRecorder, window: tuple[int, int], reason: str) -> Released:
         released = flight.release(*window, reason)

@@ -26,6 +26,8 @@ class Link:
         self.backlog = Backlog(config.queue_bytes, timeout_s, None)
         self.problem: BaseException | None = None
         """Why opening in the background failed."""
+        self.tick: Callable[[], None] = lambda: None
+        """Called often in the pipeline's thread."""
         self.tell: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._config = config
@@ -42,13 +44,13 @@ class Link:
         """
         path = run()
         pipeline, welcome = session.connect(path, self._config, hello, on_message, self.backlog, force=force)
-        pipeline.tell = self.tell
+        pipeline.tell, pipeline.tick = self.tell, self.tick
         pipeline.at, pipeline.capture_left = self._at, self._capture_left
         self._pipeline = pipeline
         return {"run": str(path)} | welcome.fields
 
     def open_later(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> None:
-        """The same in a thread of its own; :meth:`arrived` gives the welcome. A failure is said, and nothing is kept."""
+        """The same in a thread of its own; :meth:`arrived` gives the welcome. A failure is said in the log."""
 
         def work() -> None:
             try:

@@ -50,6 +50,8 @@ class Pipeline:
         self.at = -1
         """The step the rank is in, told with every batch."""
         self.capture_left: int | None = None
+        self.tick: Callable[[], None] = lambda: None
+        """Called often in this pipeline's thread."""
         self.tell: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._num_batches = 0
@@ -133,6 +135,7 @@ class Pipeline:
                 if self._receive() or not self._closing or self.backlog.is_awaiting:
                     last_progress = time.monotonic()
                 self._check_recorder()
+                self.tick()
                 if self._closing and (self.dead or self._closed):
                     return
                 if self._closing and time.monotonic() - last_progress > _FLUSH_PATIENCE_S:

@@ -49,6 +49,7 @@ class Recording:
         self._answer: dict[str, Any] = {}
         self._answered = threading.Event()
         if link is not None:
+            link.tick = self.collector.keeper.tick
             link.tell = lambda: {"dropped": self.collector.num_dropped, "failed": self.collector.num_failed}
 
     # ---- life
@@ -102,6 +103,7 @@ class Recording:
         fields: dict[str, Any] = {"never_fired": silent, "outside_step": collector.num_outside}
         if interrupted is not None:
             fields["interrupted"] = interrupted
+        collector.keeper.close(interrupted)
         link.put_event("close", **fields)
         lost = link.close()
         self._say(silent, lost)
@@ -202,11 +204,14 @@ class Recording:
     def _welcome(self, welcome: dict[str, Any]) -> None:
         self.regime.adopt(int(welcome["epoch"]), welcome["config"])
         self.http, self.run = welcome["http"], Path(welcome["run"])
+        self.collector.keeper.alarms.run = self.run
 
     def _on_message(self, message: Message) -> Message | None:
         if message.kind == "reopened":
             self._answer = message.fields
             self._answered.set()
+            return None
+        if self.collector.keeper.hear(message):
             return None
         return self.regime.adoption.on_message(message, self.schedule.next_step - 1)
 
@@ -221,7 +226,7 @@ class Recording:
 
     def _renew(self, run: Path) -> None:
         self.run = run
-        self.collector.restart()
+        self.collector.restart(run)
         self.regime.note()
         for watch in self._watches:
             watch.renew()

@@ -33,7 +33,7 @@ class Sentinel:
         self.num_problems, self.problem = 0, None
 
     def fired(self, text: bytes, moment: Callable[[], Moment]) -> list[tuple[Trigger, Stats]]:
-        """The triggers whose condition holds; never raises. ``text`` are the members ``hash`` to ``stats`` of a line."""
+        """The triggers that fire; never raises. ``text`` has the members ``hash`` to ``stats`` of a record's line."""
         if self._is_calm and _CALM_TEXT in text:
             return []
         stats = Stats.from_json(json.loads(b"{%b}" % text)["stats"])
