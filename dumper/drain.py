@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tapscope.dumper.arrival import Copy, NotArrived
 from tapscope.dumper.device import Device, Ticket
 from tapscope.dumper.slot import Sink, Slot
 from tapscope.kernels.native import summary
@@ -25,71 +26,6 @@ _CHEER_RECORDS = 16
 _CHEER_BYTES = 8 * 1024 * 1024
 
 
-class NotArrived(Exception):
-    """A value did not come from the device; the text says why. Never leaves the dumper."""
-
-
-class Copy:
-    """One value on its way; the arrival of its record (:class:`tapscope.dumper.batch.Arrival`)."""
-
-    __slots__ = (
-        "_drain",
-        "ask",
-        "digest",
-        "free",
-        "is_done",
-        "is_given_up",
-        "is_wanted",
-        "layout",
-        "problem",
-        "slot",
-        "text",
-        "ticket",
-    )
-
-    def __init__(
-        self,
-        drain: "Drain",
-        layout: "Layout",
-        slot: Slot,
-        free: Callable[[Slot], None] | None,
-        ask: Callable[[bytes], bool] | None,
-    ) -> None:
-        self._drain = drain
-        self.layout = layout
-        self.slot = slot
-        self.free = free
-        """Who gets the slot back when it is done; None while a record holds it."""
-        self.ask = ask
-        """Asked in the drain's thread with the text: whether the bytes are wanted after all."""
-        self.is_wanted = free is None and ask is None
-        """Whether the bytes are kept, not only their statistics."""
-        self.is_given_up = False
-        self.ticket: Ticket | None = None
-        self.text = b""
-        self.digest = b""
-        self.problem: str | None = None
-        """Why it did not come."""
-        self.is_done = False
-
-    @property
-    def is_here(self) -> bool:
-        """Whether :meth:`finish` need not wait."""
-        return self.is_done or self._drain.is_overdue
-
-    def finish(self, pending: "Pending") -> None:
-        """Fill the record in; raises NotArrived. In the pipeline's thread, in the order of the records."""
-        self._drain.finish(self, pending)
-
-    def give_up(self, slot: Slot, free: Callable[[Slot], None]) -> None:
-        """The record will not be sent: ``free`` the slot as soon as nothing writes there any more."""
-        with self._drain.changed:
-            if not self.is_done:
-                self.is_given_up, self.free = True, free
-                return
-        free(slot)
-
-
 class Drain:
     """Starts copies in the forward's thread, and waits for them, in order, in one of its own.
 
@@ -97,12 +33,20 @@ class Drain:
     model down but neither waits nor takes memory.
     """
 
-    def __init__(self, device: Device, backlog: Sink, limit: int, lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        backlog: Sink,
+        limit: int,
+        lost: Callable[[], None],
+        time_limit_s: float = TIME_LIMIT_S,
+    ) -> None:
         """``lost`` is called for every value that did not come."""
         self._device = device
         self._lost = lost
         self._backlog = backlog
         self._limit = limit
+        self._time_limit_s = time_limit_s
         self.changed = threading.Condition()
         """Guards all of this; notified when a copy is done. Never held while a lock of a sink is taken."""
         self._copies: deque[Copy] = deque()
@@ -195,8 +139,8 @@ class Drain:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the device has completed nothing for TIME_LIMIT_S although something waits."""
-        return bool(self._copies) and time.monotonic() - self._since > TIME_LIMIT_S
+        """Whether the device has completed nothing for the time limit although something waits."""
+        return bool(self._copies) and time.monotonic() - self._since > self._time_limit_s
 
     def finish(self, copy: Copy, pending: "Pending") -> None:
         """As :meth:`Copy.finish`; equal bytes of one generation are sent once."""
@@ -205,7 +149,7 @@ class Drain:
                 slot, pending.slot = pending.slot, None
                 if slot is not None:
                     copy.is_given_up, copy.free = True, self._backlog.cancel
-                copy.problem = f"the device did not hand it over within {TIME_LIMIT_S:g} s"
+                copy.problem = f"the device did not hand it over within {self._time_limit_s:g} s"
         if copy.problem is not None:
             if (slot := pending.slot) is not None:
                 pending.slot = None
@@ -227,13 +171,13 @@ class Drain:
         slot, pending.slot, pending.payload = pending.slot, None, known
         self._backlog.cancel(slot)
 
-    def close(self, timeout_s: float = TIME_LIMIT_S) -> bool:
+    def close(self) -> bool:
         """Wait for what is under way and end the thread; False when that did not happen in time."""
         with self.changed:
             thread, self._is_closing = self._thread, True
             self.changed.notify_all()
         if thread is not None:
-            thread.join(timeout_s)
+            thread.join(self._time_limit_s)
         return thread is None or not thread.is_alive()
 
     # ---- its own thread

@@ -1,0 +1,77 @@
+"""Copy: one value on its way from a device, as the rest of its record."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tapscope.dumper.device import Ticket
+from tapscope.dumper.slot import Slot
+
+if TYPE_CHECKING:
+    from tapscope.dumper.batch import Pending
+    from tapscope.dumper.drain import Drain
+    from tapscope.dumper.port import Layout
+
+
+class NotArrived(Exception):
+    """A value did not come from the device; the text says why. Never leaves the dumper."""
+
+
+class Copy:
+    """One value on its way; the arrival of its record (:class:`tapscope.dumper.batch.Arrival`)."""
+
+    __slots__ = (
+        "_drain",
+        "ask",
+        "digest",
+        "free",
+        "is_done",
+        "is_given_up",
+        "is_wanted",
+        "layout",
+        "problem",
+        "slot",
+        "text",
+        "ticket",
+    )
+
+    def __init__(
+        self,
+        drain: "Drain",
+        layout: "Layout",
+        slot: Slot,
+        free: Callable[[Slot], None] | None,
+        ask: Callable[[bytes], bool] | None,
+    ) -> None:
+        self._drain = drain
+        self.layout = layout
+        self.slot = slot
+        self.free = free
+        """Who gets the slot back when it is done; None while a record holds it."""
+        self.ask = ask
+        """Asked in the drain's thread with the text: whether the bytes are wanted after all."""
+        self.is_wanted = free is None and ask is None
+        """Whether the bytes are kept, not only their statistics."""
+        self.is_given_up = False
+        self.ticket: Ticket | None = None
+        self.text = b""
+        self.digest = b""
+        self.problem: str | None = None
+        """Why it did not come."""
+        self.is_done = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether :meth:`finish` need not wait."""
+        return self.is_done or self._drain.is_overdue
+
+    def finish(self, pending: "Pending") -> None:
+        """Fill the record in; raises NotArrived. In the pipeline's thread, in the order of the records."""
+        self._drain.finish(self, pending)
+
+    def give_up(self, slot: Slot, free: Callable[[Slot], None]) -> None:
+        """The record will not be sent: ``free`` the slot as soon as nothing writes there any more."""
+        with self._drain.changed:
+            if not self.is_done:
+                self.is_given_up, self.free = True, free
+                return
+        free(slot)
