@@ -42,6 +42,7 @@ _configs = st.builds(
     past_steps=_natural,
     past_bytes=_natural,
     ring_bytes=_natural,
+    device_bytes=_natural,
     triggers=st.lists(
         st.sampled_from(["*: nan -> keep", "a: absmax > 1e4 -> stop", "*: nan -> run 'x; y {site}'"]), max_size=2
     ),

@@ -1,0 +1,333 @@
+"""Values that arrive later than their hook: a device whose copies this test lets go, a real backlog and recorder."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import wait_until
+from torch import nn
+
+from tapscope.dumper import Dumper
+from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.collector import Collector
+from tapscope.dumper.cut import Part
+from tapscope.dumper.device import Cuda
+from tapscope.dumper.drain import Drain
+from tapscope.dumper.port import Port
+from tapscope.dumper.ring import Ring
+from tapscope.dumper.slot import Slot
+from tapscope.dumper.stamp import Stamp
+from tapscope.run import Run, open_run
+
+
+class SlowTicket:
+    """Copies when the gate opens: what it reads then must be what the model had at the hook."""
+
+    def __init__(self, device: "SlowDevice", source: torch.Tensor, held_bytes: int, ran_out: bool) -> None:
+        self._device = device
+        self._source = source
+        self._staging = torch.zeros(source.nbytes, dtype=torch.uint8)
+        self.held_bytes = held_bytes
+        self.ran_out = ran_out
+        self.address = self._staging.data_ptr()
+
+    def wait(self) -> None:
+        self._device.gate.wait()
+        if self._device.problem is not None:
+            raise RuntimeError(self._device.problem)
+        self._staging.copy_(self._source.reshape(-1).view(torch.uint8))
+
+
+class SlowDevice:
+    """A device in host memory, with a queue that stands still until ``gate`` is set."""
+
+    def __init__(self, *, memory: int = 1 << 30) -> None:
+        self.gate = threading.Event()
+        self.problem: str | None = None
+        self.memory = memory
+        self.rings: list[Ring | None] = []
+
+    def enter(self) -> None:
+        pass
+
+    def start(self, tensor: torch.Tensor, slot: Slot, *, clone: bool) -> SlowTicket:
+        ran_out = clone and tensor.nbytes > self.memory
+        held = tensor.nbytes if clone and not ran_out else 0
+        return SlowTicket(self, tensor.clone(memory_format=torch.contiguous_format), held, ran_out)
+
+    def pin(self, ring: Ring) -> None:
+        self.rings.append(ring)
+
+    def unpin(self) -> None:
+        self.rings.append(None)
+
+
+class Far(Collector):
+    """A collector to which every tensor is one of the device."""
+
+    def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Any, full: bool) -> None:
+        if layout.count:
+            self._await(port, stamp, tensor, layout, "full" if full else "stats")
+        else:
+            super()._record(port, stamp, tensor, layout, full)
+
+    def _look(self, port: Port, leaf: torch.Tensor, stamp: Stamp) -> None:
+        self._await(port, stamp, leaf, port.layout(Part(leaf), None, self.complain), "off")
+
+
+@contextmanager
+def dumper_of(
+    model: nn.Module, run: Path, device: SlowDevice, *, time_limit_s: float = 60.0, **settings: Any
+) -> Iterator[tuple[Dumper, Far, Drain]]:
+    """A dumper whose values come from ``device``; its gate is opened when the block ends."""
+    with Dumper(model, run, **settings) as dumper:
+        recording = dumper._recording
+        assert recording is not None
+        collector = recording.collector
+        collector.__class__ = Far
+        assert isinstance(collector, Far)
+        limit = recording.regime.config.device_bytes
+        drain = collector._drain = Drain(device, collector._backlog, limit, collector._note_lost, time_limit_s)
+        try:
+            yield dumper, collector, drain
+        finally:
+            device.gate.set()
+
+
+class Writes(nn.Module):
+    """Changes its output in place after its hook has fired, as fused residual adds do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 1).mul_(0)
+
+
+def _call(dumper: Dumper, x: torch.Tensor) -> None:
+    model = dumper._watches[0].model
+    assert model is not None
+    model(x)
+
+
+def values(run: Run) -> dict[str, Any]:
+    return {f"{r.key.step} {r.key.site}": run.array(r).tolist() for r in run.records if r.entry}
+
+
+def test_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="full") as (dumper, collector, drain):
+        for step in range(3):
+            with dumper.step():
+                _call(dumper, torch.full((2,), step + 1.0))
+        assert drain.held_bytes == 3 * 4 * 8  # four sites, two floats each; nobody waited
+        assert collector._backlog.is_awaiting
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete, run.ledger().sentences()
+    assert [r.seq for r in run.records] == list(range(12))
+    assert values(run) == {
+        f"{step} {site}": [value, value]
+        for step in range(3)
+        for site, value in ((":in[x]", step + 1), ("inner:in[input]", step + 1), ("inner:out", step + 1), (":out", 0))
+    }
+    assert all(r.stats and r.hash for r in run.records)
+
+
+def test_equal_bytes_of_a_step_are_stored_once(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, _):
+        for _ in range(2):
+            with dumper.step():
+                _call(dumper, torch.arange(4096.0))
+    run = open_run(tmp_path / "run")
+    entries = {step: {r.entry for r in run.records if r.key.step == step} for step in (0, 1)}
+    assert [len(entries[step]) for step in (0, 1)] == [1, 1]
+    assert entries[0] != entries[1]
+    assert len(values(run)) == 4
+
+
+def test_statistics_leave_no_bytes_and_give_their_memory_back(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="stats") as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.arange(4096.0))
+        assert collector._backlog.in_flight_bytes > 2 * 4096 * 4
+        device.gate.set()
+        wait_until(lambda: collector._backlog.in_flight_bytes == 0, "the slots are free")
+    run = open_run(tmp_path / "run")
+    assert [(r.stats.max, r.entry) for r in run.records if r.stats] == [(4095.0, None)] * 2
+    assert run.ledger().complete
+
+
+def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = SlowDevice()
+    x = torch.arange(1024.0)
+    with (
+        torch.no_grad(),
+        dumper_of(nn.Identity(), tmp_path / "run", device, keep="full", device_bytes=3 * x.nbytes) as (
+            dumper,
+            _,
+            drain,
+        ),
+    ):
+        for _ in range(4):
+            with dumper.step():
+                _call(dumper, x)
+                assert drain.held_bytes <= 3 * x.nbytes
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert len(values(run)) == 8
+    counts = [m.value for m in run.metrics() if m.name == "num_direct_copies"]
+    assert counts == [0, 1, 2, 2]
+    assert "device_bytes=12288 are in use" in caplog.text
+
+
+def test_a_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -> None:
+    device = SlowDevice(memory=0)
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
+        for _ in range(2):
+            with dumper.step():
+                _call(dumper, torch.ones(8))
+        assert drain.held_bytes == 0
+        assert drain._limit == 0
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [2, 2]
+
+
+def test_a_device_that_fails_is_counted_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+        device.problem = "CUDA error: an illegal memory access was encountered"
+        device.gate.set()
+        wait_until(lambda: collector.num_failed == 2, "both have failed")
+        device.problem = None
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+    run = open_run(tmp_path / "run")
+    account = run.ledger()
+    assert (account.failed, account.lost, account.complete) == (2, 0, False)
+    assert {r.key.step for r in run.records} == {1}
+    (reason,) = {e.fields["reason"] for e in run.events() if e.kind == "failed"}
+    assert "an illegal memory access" in reason
+    assert "2 values could not be captured" in caplog.text
+
+
+def test_a_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad():
+        outer = dumper_of(nn.Identity(), tmp_path / "run", device, time_limit_s=0.3, keep="full")
+        with outer as (dumper, collector, drain):
+            with dumper.step():
+                _call(dumper, torch.ones(8))
+            wait_until(lambda: collector.num_failed == 2, "both are given up")
+            slots = collector._backlog.in_flight_bytes
+            assert slots >= 2 * 32  # memory that the device may still write to is nobody else's
+            device.gate.set()
+            wait_until(lambda: collector._backlog.in_flight_bytes == 0 and not drain.held_bytes, "it came after all")
+            with dumper.step():
+                _call(dumper, torch.ones(8))
+    run = open_run(tmp_path / "run")
+    assert run.ledger().failed == 2
+    assert {r.key.step for r in run.records} == {1}
+
+
+def test_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> None:
+    device = SlowDevice()
+    settings = {"keep": "full", "policy": "strict", "block_timeout_s": 0.1}
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
+        timer = threading.Timer(1.5, device.gate.set)
+        timer.start()
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+        assert collector._backlog.is_empty
+        timer.join()
+    assert open_run(tmp_path / "run").ledger().complete
+
+
+def test_the_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+        pipeline = dumper._recording.link._pipeline
+        heard = pipeline._heard
+        wait_until(lambda: pipeline._heard > heard, "the recorder has asked and was answered")
+        assert collector._backlog.is_awaiting
+
+
+def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when_it_has_come(tmp_path: Path) -> None:
+    device = SlowDevice()
+    settings: dict[str, Any] = {"keep": "full", "past_steps": 1}
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
+        for step in range(3):
+            with dumper.step():
+                _call(dumper, torch.full((1024,), step + 1.0))
+        flight = collector.keeper._flight
+        assert flight.used > 3 * 2 * 4096  # the forgotten ones are still being written to
+        device.gate.set()
+        wait_until(lambda: flight.used < 2 * 2 * 4096, "they have come and are free")
+        collector.keeper.release(None, "the test asks")
+    run = open_run(tmp_path / "run")
+    assert {r.key.step for r in run.records} == {2}
+    assert all(set(run.array(r).tolist()) == {3.0} for r in run.records)
+
+
+@pytest.mark.parametrize("keep", ["off", "stats", "full"])
+def test_a_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep: str) -> None:
+    device = SlowDevice()
+    settings: dict[str, Any] = {"keep": keep, "triggers": (":out: nan -> keep",)}
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
+        for x in (1.0, float("nan")):
+            with dumper.step():
+                _call(dumper, torch.full((8,), x))
+        device.gate.set()
+        wait_until(lambda: not collector._drain._copies, "all have come")
+    run = open_run(tmp_path / "run")
+    assert [(e.fields["step"], e.fields["site"]) for e in run.events() if e.kind == "trigger"] == [(1, ":out")]
+    full = {(r.key.step, r.key.site) for r in run.records if r.entry}
+    everything = {(step, site) for step in (0, 1) for site in (":in[args.0]", ":in[input]", ":out")}
+    assert full == ({(1, ":out")} if keep != "full" else full & everything)
+    assert (1, ":out") in full
+    assert run.ledger().complete, run.ledger().sentences()
+
+
+def test_a_ring_that_comes_later_is_followed_and_let_go() -> None:
+    device = SlowDevice()
+    device.gate.set()
+    backlog = Backlog(1 << 24, 1.0, None)
+    drain = Drain(device, backlog, 1 << 20, lambda: None)
+    layout = Port(":out", _static(), {}).layout(Part(torch.ones(4)), None, lambda *_: None)
+    for ring in (None, Ring(1 << 20)):
+        backlog.ring = ring
+        slot = backlog.reserve(16)
+        assert slot is not None
+        copy = drain.start(torch.ones(4), layout, slot, backlog.cancel)
+        wait_until(lambda copy=copy: copy.is_done, "it has come")
+    drain.close()
+    assert device.rings == [backlog.ring, None]
+    backlog.ring.unlink()
+    assert backlog.in_flight_bytes == 0
+    with pytest.raises(Exception, match="the capture has ended"):
+        drain.start(torch.ones(4), layout, Slot(0, 16, -1, None), None)
+
+
+def _static() -> Any:
+    from tapscope.dumper.config import DumperConfig
+    from tapscope.dumper.rules import Selection
+
+    return Selection.of(DumperConfig(keep="full")).choice(":out")
+
+
+def test_without_a_gpu_the_module_is_there_and_does_nothing() -> None:
+    cuda: Callable[[], None] = Cuda().unpin
+    cuda()
