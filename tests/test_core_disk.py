@@ -72,10 +72,14 @@ class FailingDisk(Disk):
         self._count(path)
         super().sync(fd, path)
 
+    def reserve(self, fd, path, size):
+        self._count(path)
+        super().reserve(fd, path, size)
+
 
 @given(
     batches=st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_size=1, max_size=4),
-    fail_at=st.integers(2, 20),
+    fail_at=st.integers(3, 20),
     fsync=st.sampled_from(["never", "batch"]),
 )
 @settings(max_examples=60, deadline=None)
@@ -230,6 +234,46 @@ def small_disk(tmp_path: Path):
         pytest.skip("needs the right to mount a small tmpfs")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("leave", [0, 1, 4096, 4097, 20_000, 40_000])
+def test_on_a_disk_without_a_free_byte_an_event_still_says_why(small_disk: Path, leave: int) -> None:
+    path = small_disk / "run"
+    create_run(path, {"world_size": 1})
+    writer = RankWriter(path, 0)
+    writer.batch(*lines_and_payloads(0, [3000] * 7))
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(max(free.f_bavail * free.f_bsize - leave, 0)))
+    done = 7
+    with pytest.raises(OSError, match="No space left on device"):
+        for _ in range(10_000):
+            writer.batch(*lines_and_payloads(done, [2000]))
+            done += 1
+    check(path, done)
+    for n in range(20):
+        writer.event("lost", reason="x" * 100, n=n)
+    writer.close()
+    with open_run(path) as run:
+        assert [event.fields["n"] for event in run.events()] == list(range(20))
+    index = path / "rank-00000/records.jsonl"
+    assert index.stat().st_blocks * 512 <= index.stat().st_size + 4096
+
+
+def test_statistics_alone_leave_room_for_the_last_word_too(small_disk: Path) -> None:
+    path = small_disk / "run"
+    create_run(path, {"world_size": 1})
+    writer = RankWriter(path, 0)
+    done = 0
+    with pytest.raises(OSError, match=r"No space left on device: '.*records.jsonl'"):
+        while True:
+            lines, _ = lines_and_payloads(done, [0] * 50)
+            writer.batch(lines, [])
+            done += 50
+    writer.event("lost", reason="disk full")
+    writer.close()
+    assert done * 80 > 500_000
+    check_lines = open_run(path)
+    assert (len(check_lines.records), check_lines.events()[0].kind, check_lines.problems) == (done, "lost", [])
 
 
 def in_child(program: str, path: Path, before: Callable[[], None] | None = None) -> str:

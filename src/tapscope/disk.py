@@ -3,12 +3,16 @@
 Every call raises OSError that names the file.
 """
 
+import ctypes
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 MAX_PARTS = 1024
 """Buffers one ``pwritev`` takes (IOV_MAX on Linux)."""
 
@@ -30,6 +34,13 @@ class Disk:
                 if written < total:
                     self._finish(fd, some, written, offset)
                 offset = None if offset is None else offset + total
+
+    def reserve(self, fd: int, path: Path, size: int) -> None:
+        """Make sure that the file can grow to ``size`` bytes, where the file system can; its length stays."""
+        if _LIBC.fallocate(fd, _KEEP_SIZE, ctypes.c_longlong(0), ctypes.c_longlong(size)):
+            number = ctypes.get_errno()
+            if number in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(number, os.strerror(number), str(path))
 
     def truncate(self, fd: int, path: Path, size: int) -> None:
         """Cut the file off at ``size`` bytes."""

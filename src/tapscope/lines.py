@@ -4,13 +4,17 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from tapscope.disk import Disk
 from tapscope.errors import RunExistsError
 from tapscope.ledger import encode_line, event_line
 from tapscope.record import Entry
 from tapscope.segment import check_present
+
+SPARE = 16 * 1024
+"""Room that record lines leave free, so that on a full disk an event can still say why there are no more."""
+AHEAD = 256 * 1024
+"""Room that is reserved at a time."""
 
 
 class LineWriter:
@@ -22,8 +26,10 @@ class LineWriter:
         self._disk = disk
         self._fd = disk.create(path, os.O_RDWR | os.O_APPEND)
         self._broken: OSError | None = None
+        self._reserved = 0
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._reserve(self.size + SPARE)
         except OSError as error:
             self.close()
             if isinstance(error, BlockingIOError):
@@ -40,14 +46,16 @@ class LineWriter:
         """Whether it was closed."""
         return self._fd < 0
 
-    def append(self, parts: list[Any]) -> None:
-        """Write ``parts`` (bytes, whole lines when put together) at the end.
+    def append(self, parts: list[bytes], *, spare: bool = False) -> None:
+        """Write ``parts`` (whole lines when put together) at the end; with ``spare`` what was set aside may be used.
 
         Raises FileNotFoundError when the file was removed: what is written would go nowhere.
         """
         if self._broken is not None:
             raise self._broken
         check_present(self._fd, self.path)
+        if not spare:
+            self._reserve(self.size + sum(map(len, parts)) + SPARE)
         self._disk.write(self._fd, self.path, parts, None)
 
     def go_back(self, size: int) -> None:
@@ -55,6 +63,7 @@ class LineWriter:
         try:
             if self.size > size:
                 self._disk.truncate(self._fd, self.path, size)
+                self._reserved = 0
         except OSError as error:
             self.give_up(error)
 
@@ -69,8 +78,17 @@ class LineWriter:
     def close(self) -> None:
         """Let go of the file and its lock."""
         if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
+            try:
+                if self._reserved:
+                    os.ftruncate(self._fd, self.size)  # gives back what was reserved
+            finally:
+                self._disk.close(self._fd)
+                self._fd = -1
+
+    def _reserve(self, size: int) -> None:
+        if size > self._reserved:
+            self._disk.reserve(self._fd, self.path, size + AHEAD)
+            self._reserved = size + AHEAD
 
 
 def without_bytes(line: bytes, number: int) -> bytes:

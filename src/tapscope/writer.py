@@ -83,7 +83,7 @@ class RankWriter:
         """Append whole lines, each ended by a newline."""
         mark = self._mark()
         try:
-            self._append([blob])
+            self._append([blob], spare=True)
         except BaseException:
             self._go_back(mark)
             raise
@@ -206,8 +206,8 @@ class RankWriter:
                 if self._fsync == "batch":
                     segment.sync()
 
-    def _append(self, parts: list[bytes]) -> None:
-        self._lines.append(parts)
+    def _append(self, parts: list[bytes], *, spare: bool = False) -> None:
+        self._lines.append(parts, spare=spare)
         if self._fsync == "batch":
             self._lines.sync()
 
