@@ -85,6 +85,7 @@ class Collector:
         self._selected_at = 0
         self._seq = itertools.count()
         self._num_complaints = 0
+        self._wrong_dims: set[str] = set()
         self._num_dropped = 0
         self._drain: Drain | None = None
 
@@ -184,6 +185,12 @@ class Collector:
         if not step.announced:
             step.announced = True
             self._put_line(ledger.begin_line(step.info, step.epoch, skipped=step.skipped))
+
+    def _complain_of_dims(self, where: str, reason: str) -> None:
+        """What is wrong with the dims of one site is wrong with those of many: each reason is said once."""
+        if reason not in self._wrong_dims:
+            self._wrong_dims.add(reason)
+            self.complain(where, f"dims left out, here and where the same holds: {reason}")
 
     def complain(self, where: str, reason: str, step: OpenStep | None = None) -> None:
         """Say in the run that something could not be captured; the first ones only, all are counted."""
@@ -315,7 +322,7 @@ class Collector:
             return
         if not isinstance(found, Local):
             return
-        layout = port.layout(Part(found.tensor), None, self.complain, found.placed)
+        layout = port.layout(Part(found.tensor), None, self._complain_of_dims, found.placed)
         if found.tensor.is_cuda and layout.count:
             self._await(port, stamp, found.tensor, layout, "off")
             return
@@ -353,7 +360,7 @@ class Collector:
         nbytes = part.tensor.numel() * part.tensor.element_size()
         full = taking.keep == "full" and (taking.cap is None or nbytes <= taking.cap)
         cap = taking.cap if taking.keep == "full" and not full else None
-        self._record(port, stamp, part.tensor, port.layout(part, cap, self.complain, placed), full)
+        self._record(port, stamp, part.tensor, port.layout(part, cap, self._complain_of_dims, placed), full)
 
     def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, full: bool) -> None:
         if tensor.is_cuda and layout.count:

@@ -20,8 +20,13 @@ def moment_of(leaf: Any, stamp: Stamp) -> Moment:
         occurrence=stamp.occurrence,
         age=step.age,
         dtype=str(leaf.dtype).removeprefix("torch.") if is_tensor else None,
-        shape=tuple(leaf.shape) if is_tensor else (),
+        shape=_shape(leaf) if is_tensor else (),
         nbytes=leaf.numel() * leaf.element_size() if is_tensor else 0,
         tags=stamp.tags or {},
         requests=step.requests,
     )
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A nested tensor has no shape that a condition could ask for."""
+    return () if tensor.is_nested else tuple(tensor.shape)

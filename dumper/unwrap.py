@@ -1,6 +1,7 @@
 """Unwrap: what is to be recorded of a tensor that is not one piece of ordinary memory.
 
 * sparse: ``indices`` (or ``crow_indices`` and ``col_indices``, ...), ``values`` and ``shape``;
+* in a layout of MKL-DNN: ``dense``;
 * quantised by torch: ``int_repr``, ``scale``, ``zero_point``, and ``axis`` where they differ along one;
 * nested: ``values`` and ``sizes`` (strided), or what the class says is inside (jagged);
 * any class with ``__tensor_flatten__``: the tensors inside by their names, without a leading underscore;
@@ -68,6 +69,8 @@ def _parts(tensor: torch.Tensor) -> Parts | None:
 
 
 def _sparse(tensor: torch.Tensor) -> Parts:
+    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        return [("dense", tensor.to_dense())]
     if tensor.layout is torch.sparse_coo:
         return [("indices", tensor._indices()), ("values", tensor._values()), ("shape", list(tensor.shape))]
     names = _COMPRESSED.get(tensor.layout)

@@ -269,7 +269,7 @@ def test_a_layer_is_named_by_the_path_of_its_own_output_too(tmp_path: Path) -> N
             return x
 
     for name in ("layers", "h", "blocks"):
-        run = _record(tmp_path / name, Layered(name), torch.ones(1, 2), **{"keep": "off", "rules": ["*=full layers=5"]})
+        run = _record(tmp_path / name, Layered(name), torch.ones(1, 2), keep="off", rules=["*=full layers=5"])
         sites = {r.key.site for r in run.records}
         assert sites == {f"inner.{name}.5{part}" for part in (":in[input]", ":out", ".0:in[input]", ".0:out")}
         assert {parse(site).layer for site in sites} == {5}
