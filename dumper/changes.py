@@ -1,5 +1,6 @@
 """Changes: the one change of configuration or run that may be under way, and the captures that came of them."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class Changes:
                 if other is not peer:
                     self._recorder.send(other.identity, message)
         elif message.kind == "called":
-            peer.calls[str(message["method"])] = int(message["count"])
+            peer.calls[str(message["method"])], peer.called = int(message["count"]), time.monotonic()
             self.config = message.fields.get("config") or self.config
         self.advance()
 

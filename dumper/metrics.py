@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS = {
-    "records": ("tapscope_lines", "Lines written to records.jsonl."),
-    "bytes": ("tapscope_payload_bytes", "Payload bytes written."),
+    "total_records": ("tapscope_lines", "Lines written to records.jsonl."),
+    "total_bytes": ("tapscope_payload_bytes", "Payload bytes written."),
     "dropped": ("tapscope_values_dropped", "Values dropped because the pipeline was full or the recorder gone."),
     "failed": ("tapscope_values_failed", "Values that could not be captured."),
 }
@@ -60,7 +60,7 @@ class _State(Collector):
         speed = GaugeMetricFamily(
             "tapscope_write_bytes_per_second", "Payload bytes by seconds of writing.", labels=["rank"]
         )
-        nbytes = {str(rank["rank"]): rank["bytes"] for rank in self._state["ranks"]}
+        nbytes = {str(rank["rank"]): rank["total_bytes"] for rank in self._state["ranks"]}
         for rank, spent in self._state["write_s"].items():
             seconds.add_metric([rank], spent)
             speed.add_metric([rank], nbytes[rank] / spent if spent else 0.0)

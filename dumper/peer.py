@@ -42,6 +42,10 @@ class Peer:
     """How often its own process called a method that all ranks must call, by the method's name."""
     unmatched: dict[str, str] = field(default_factory=dict)
     """Rules of its first configuration that match no site of its model, each with a sentence."""
+    called: float = field(default_factory=time.monotonic)
+    """When it last did."""
+    written_before: tuple[int, int] = (0, 0)
+    """Lines and bytes it wrote into runs that a reset has ended."""
     write_s: float = 0.0
     """Seconds spent in writing what it sent."""
 
@@ -67,6 +71,17 @@ class Peer:
                 raise RecorderError(f"rank {self.rank} names a place in a ring that it does not have")
             found.append((line, number, name, dtype, shape, data))
         return found
+
+    def turn_to(self, writer: RankWriter) -> None:
+        """It goes on in another run."""
+        lines, nbytes = self.written
+        self.writer, self.written_before = writer, (lines, nbytes)
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Lines and bytes it wrote into all runs."""
+        lines, nbytes = self.written_before
+        return lines + self.writer.lines_written, nbytes + self.writer.bytes_written
 
     @property
     def status(self) -> str:

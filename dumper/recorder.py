@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tapscope.dumper.peer import Peer
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.ring import RingError, RingView
 from tapscope.dumper.steering import Steering
-from tapscope.errors import RecorderError, RunExistsError, TapscopeError
+from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
 from tapscope.wire import Message
 from tapscope.writer import RankWriter
 
@@ -85,6 +86,11 @@ class Recorder:
         from tapscope.dumper.control import ControlServer, make_app
         from tapscope.dumper.guard import Guard, bind, parse_address
 
+        if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+            needed = " and ".join(missing)
+            raise ConfigError(
+                f"control={control!r}: needs {needed}; install tapscope[capture], or use tapscope ctl RUN"
+            )
         host, port = parse_address(control)
         guard = Guard.of(host, self.options.get("control_token"))
         bound = bind(host, port)
@@ -283,7 +289,7 @@ class Recorder:
             peer.opening = message.fields.get("opening", peer.opening)
         peer.writer.event("close", reason="reset", never_fired=message.fields.get("never_fired", []))
         peer.writer.close()
-        peer.writer = self._writer(path, peer.rank)
+        peer.turn_to(self._writer(path, peer.rank))
         peer.writer.event("open", **peer.opening)
 
     def _open_run(self, path: Path, manifest: dict[str, Any]) -> str | None:

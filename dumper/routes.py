@@ -22,6 +22,7 @@ _ERRORS = {
     403: ("A web page may not steer a job.", "a web page of 'http://a.example' may not steer this job; use curl"),
     409: ("Something else is under way, or nobody is there.", "no rank is connected; start the model first"),
     413: ("The body is longer than 1 MiB.", "the body is longer than 1048576 bytes"),
+    501: ("A package is missing.", "metrics need prometheus-client; install tapscope[capture]"),
     503: ("The recorder has ended.", "the recorder has ended; its run is closed (see: tapscope info RUN)"),
     504: ("A rank is silent or died; nothing was changed.", "rank 1 did not answer within 5 s; nothing was changed"),
 }
@@ -104,12 +105,14 @@ def _add_metrics(router: APIRouter, ask: Ask) -> None:
     text: dict[str, Any] = {"content": {"text/plain": {"example": 'tapscope_step{rank="0"} 17.0'}}}
 
     @router.get(
-        "/metrics", summary="For Prometheus", response_class=Response, responses={200: text, **_errors(*_READING)}
+        "/metrics", summary="For Prometheus", response_class=Response, responses={200: text, **_errors(*_READING, 501)}
     )
     async def metrics(request: Request) -> Response:
-        from tapscope.dumper.metrics import CONTENT_TYPE, exposition
-
         _query(request)
+        try:
+            from tapscope.dumper.metrics import CONTENT_TYPE, exposition
+        except ImportError:
+            raise Refusal(501, "metrics need prometheus-client; install tapscope[capture]") from None
         status, content = await ask("state", None)
         return Response(exposition(content), 200, media_type=CONTENT_TYPE) if status == 200 else _json(status, content)
 

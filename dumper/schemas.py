@@ -40,8 +40,10 @@ class RankState(BaseModel):
     step: int = Field(description="the step it is in; -1 before the first")
     epoch: int = Field(description="the configuration it has applied")
     capture_left: int | None = Field(description="steps left of a capture")
-    records: int = Field(description="lines written")
-    bytes: int = Field(description="payload bytes written")
+    records: int = Field(description="lines written into this run")
+    bytes: int = Field(description="payload bytes written into this run")
+    total_records: int = Field(description="lines written into all runs of this recorder")
+    total_bytes: int = Field(description="payload bytes written into all runs of this recorder")
     status: Literal["connected", "silent", "closed", "died", "disk", "stopped"]
     stopped: str | None = Field(description="why it stopped capturing: a trigger or a budget")
     idle_s: float = Field(description="seconds since its step last grew")

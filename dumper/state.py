@@ -28,6 +28,8 @@ def _rank_state(peer: "Peer") -> dict[str, Any]:
         "capture_left": peer.capture_left,
         "records": peer.writer.lines_written,
         "bytes": peer.writer.bytes_written,
+        "total_records": peer.written[0],
+        "total_bytes": peer.written[1],
         "status": peer.status,
         "stopped": peer.stopped,
         "idle_s": round(time.monotonic() - peer.moved, 1),
@@ -84,6 +86,8 @@ def _lagging(peer: "Peer", present: list["Peer"]) -> str | None:
 
 
 def _uneven_calls(present: list["Peer"]) -> str | None:
+    if time.monotonic() - max((peer.called for peer in present), default=0.0) < DRIFT_S:
+        return None  # the others may be about to make the call
     for method in sorted({name for peer in present for name in peer.calls}):
         counts = {peer.rank: peer.calls.get(method, 0) for peer in present}
         if len(set(counts.values())) > 1:

@@ -154,6 +154,25 @@ def _metrics(job: Job) -> dict[tuple[str, str], float]:
     return {(name, s.labels.get("rank", "")): s.value for name, f in families.items() for s in f.samples}
 
 
+def test_counters_outlive_a_reset(tmp_path: Path) -> None:
+    model = build()
+    with Dumper(model, tmp_path / "run", keep="full", control="127.0.0.1:0") as dumper:
+        address = str(dumper.http)
+
+        def total() -> float:
+            lines = send(address, "/metrics")[1].splitlines()
+            return float(next(line for line in lines if line.startswith("tapscope_payload_bytes_total{")).split()[1])
+
+        model(torch.ones(64, 8))
+        wait_until(lambda: total() > 0, "bytes come")
+        before = total()
+        assert send(address, "/dumper/reset", {})[0] == 200
+        model(torch.zeros(64, 8))
+        wait_until(lambda: total() > before, "more bytes come")
+        rank = send(address, "/dumper/state")[1]["ranks"][0]
+        assert rank["total_bytes"] == rank["bytes"] + before
+
+
 def test_losses_reach_state_and_metrics(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", policy="drop", queue_bytes=4096, control="127.0.0.1:0") as dumper:

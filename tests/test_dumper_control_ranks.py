@@ -179,7 +179,7 @@ def test_a_first_configuration_may_name_another_stages_layers_and_a_hint_says_wh
         Dumper(Stage(0), tmp_path / "tp", info=info, rules=["layers.9=full"]).open()
 
 
-def test_hints_name_ranks_that_lag_behind_or_never_came(tmp_path: Path) -> None:
+def test_hints_name_ranks_that_lag_behind_never_came_or_did_not_make_a_call(tmp_path: Path) -> None:
     infos = [RankInfo(rank=rank, world_size=4) for rank in range(3)]
     first, second = build(), build()
     with (
@@ -189,17 +189,20 @@ def test_hints_name_ranks_that_lag_behind_or_never_came(tmp_path: Path) -> None:
         url = f"http://{stepping.http}/dumper/state"
         for _ in range(3):
             first(torch.ones(1, 8))
+        stepping.configure(keep="full")  # on this rank alone
         assert ask(url)[1]["hints"] == []
         time.sleep(10.5)  # what a hint waits for
         first(torch.ones(1, 8))
-        wait_until(lambda: len(ask(url)[1]["hints"]) == 2, "the hints come")
-        missing, lagging = ask(url)[1]["hints"]
+        wait_until(lambda: len(ask(url)[1]["hints"]) == 3, "the hints come")
+        missing, calls, lagging = ask(url)[1]["hints"]
+        assert calls == "rank 2 called configure() less often than the others: do all ranks call it?"
         assert missing.startswith("2 of 4 ranks came, the last ")
         assert "; ranks 1, 3 did not: does every rank open a Dumper with this run?" in missing
         assert lagging.startswith("rank 2 has not taken a step for ")
         assert lagging.endswith("(it is in step -1, rank 0 in step 3): are all ranks calling dumper.step()?")
         for _ in range(4):
             second(torch.ones(1, 8))
+        idle.configure(keep="full")
         wait_until(lambda: len(ask(url)[1]["hints"]) == 1, "the lagging rank has caught up")
         assert idle.next_step == 4
 
@@ -231,17 +234,6 @@ class Peer:
         self.say("close", at=0)
         self.hear("closed")
         self._socket.close()
-
-
-def test_methods_that_only_some_ranks_call_are_hinted_at(tmp_path: Path) -> None:
-    info = RankInfo(rank=0, world_size=2)
-    with Dumper(build(), tmp_path / "run", info=info, control="127.0.0.1:0") as dumper:
-        peer = Peer(tmp_path / "run", 1, 2)
-        peer.say("called", method="reset", count=1)
-        url = f"http://{dumper.http}/dumper/state"
-        wait_until(lambda: bool(ask(url)[1]["hints"]), "the hint comes")
-        assert ask(url)[1]["hints"] == ["rank 0 called reset() less often than the others: do all ranks call it?"]
-        peer.close()
 
 
 def _release(dumper: Dumper, answers: list[tuple[int, dict[str, Any]]], past: int = 3) -> threading.Thread:

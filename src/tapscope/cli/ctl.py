@@ -98,8 +98,10 @@ def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
     if status != 200:
         raise _refusal(status, str(answer["error"]))
     if verb == "metrics":
-        from tapscope.dumper.metrics import exposition
-
+        try:
+            from tapscope.dumper.metrics import exposition
+        except ImportError:
+            raise UsageError("metrics need prometheus-client; install tapscope[capture]") from None
         return exposition(answer).decode()
     return answer
 
