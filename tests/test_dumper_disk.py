@@ -42,7 +42,7 @@ def test_every_fsync_policy_gives_a_complete_run(tmp_path: Path, fsync: str) -> 
 
 def test_a_disk_that_fills_up_ends_the_recording_and_not_the_model(small_disk: Path, capsys) -> None:
     model, path = Toy(256), small_disk / "run"
-    dumper = Dumper(model, out=path, keep="full").open()
+    dumper = Dumper(model, out=path, keep="full", min_free_bytes=None).open()
     for _ in range(12):
         with dumper.step():
             assert model(torch.randn(64, 256)).shape == (64, 256)
@@ -54,6 +54,7 @@ def test_a_disk_that_fills_up_ends_the_recording_and_not_the_model(small_disk: P
         assert not any("unreadable" in problem or "truncated" in problem for problem in run.problems)
         (event,) = [event for event in run.events() if event.kind == "lost"]
         assert "No space left on device" in event.fields["reason"]
+    wait_until(lambda: cli.main(["repair", str(path), "--check"]) == 0, "the recorder ends")
     capsys.readouterr()
     assert cli.main(["repair", str(path)]) == 0
     assert capsys.readouterr().out == "nothing to repair\n"
