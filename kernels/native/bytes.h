@@ -70,8 +70,8 @@ void digest_histogram(int dtype, const Histogram& histogram, Summary* out) {
 
 void summarize_bytes(const uint8_t* bytes, int dtype, uint8_t* target, Summary* out) {
     Histogram histogram;
-    for (int64_t done = 0; done < out->count; done += kBlock) {
-        const int64_t end = done + kBlock < out->count ? done + kBlock : out->count;
+    for (int64_t done = 0; done < out->count; done += block_of(1)) {
+        const int64_t end = done + block_of(1) < out->count ? done + block_of(1) : out->count;
         hash_bytes(bytes + done, end - done, done, &out->hash);
         histogram.add(bytes + done, end - done);
         if (target) std::memcpy(target + done, bytes + done, static_cast<size_t>(end - done));

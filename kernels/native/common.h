@@ -8,17 +8,23 @@
 #include <cstring>
 #include <type_traits>
 
-#define TS_ABI 3  // equals ABI in library.py
+#define TS_ABI 4  // equals ABI in library.py
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the hash reads words as they lie in memory and needs a little-endian machine"
 #endif
 
 // One build serves every x86-64: the loader picks the clone through an ifunc, which needs gcc and glibc.
-// TS_PORTABLE leaves it at what every compiler and processor has; the tests compare the two.
+// TS_PORTABLE leaves it at what every compiler and processor has, TS_NARROW does without 64-byte vectors; the tests
+// compare all three.
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__) && \
     !defined(TS_PORTABLE)
+#ifdef TS_NARROW
+#define TS_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
 #define TS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
+#define TS_AVX2 __attribute__((target("arch=x86-64-v3")))            // 32-byte vectors, where kAvx2
 #define TS_WIDE __attribute__((target("arch=x86-64-v4")))            // 64-byte vectors, where kWide
 #define TS_DOT __attribute__((target("arch=x86-64-v4,avx512vnni")))  // and sums of products, where kDot
 #pragma GCC diagnostic push
@@ -26,7 +32,6 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
-#pragma GCC diagnostic ignored "-Wpsabi"  // such vectors are passed between inlined functions alone
 #else
 #define TS_CLONES
 #endif
@@ -45,8 +50,8 @@ enum Dtype : int {
 
 constexpr int64_t kBlock = 2048;  // elements whose sums are taken in float; then double takes over
 
-// The same for a summary: of 2-byte elements as many bytes as of 4-byte ones, since their sums take two lanes.
-constexpr int64_t block_of(int64_t width) { return width == 2 ? 2 * kBlock : kBlock; }
+// The same for a summary, in whole blocks of the hash: narrower elements come in more lanes (bytes are counted).
+constexpr int64_t block_of(int64_t width) { return width < 4 ? 4 * kBlock / width : kBlock; }
 
 // A float32 block is trusted while its largest magnitude is 0 or within these: squares neither overflow nor vanish.
 constexpr float kSafeLow = 0x1p-48f, kSafeHigh = 0x1p55f;
@@ -59,12 +64,13 @@ TS_INLINE T load(const uint8_t* bytes, int64_t index) {  // any alignment
 }
 
 #ifdef TS_WIDE
-inline const bool kWide = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v4"));
+inline const bool kAvx2 = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v3"));
+#ifdef TS_NARROW
+constexpr bool kWide = false, kDot = false;
+#else
+inline const bool kWide = kAvx2 && __builtin_cpu_supports("x86-64-v4");
 inline const bool kDot = kWide && __builtin_cpu_supports("avx512vnni");
-
-using Words = uint64_t __attribute__((vector_size(64)));
-
-TS_WIDE TS_INLINE Words load_words(const uint8_t* bytes) { return reinterpret_cast<Words>(_mm512_loadu_si512(bytes)); }
+#endif
 #endif
 
 template <class To, class From>

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tapscope.kernels.native.digests import finish_hash, partial_bag, partial_hash
+from tapscope.kernels.native.digests import BLOCK, finish_hash, partial_bag, partial_hash
 from tapscope.record import Key, Record, Stats, encode
 
 Array = np.ndarray[Any, Any]
 
 CHUNK = 65536
-"""Elements that are converted at a time; a multiple of 8, so that words never straddle chunks."""
+"""Elements that are converted at a time; a multiple of 8192, so that no block of the hash straddles chunks."""
 
 
 class Summary(NamedTuple):
@@ -46,18 +46,17 @@ _FORMATS = {
 
 
 def summarize_reference(array: Array, chunk: int = CHUNK) -> Summary:
-    """Summarise ``array`` ``chunk`` elements (a multiple of 8) at a time, so that temporaries stay small."""
+    """Summarise ``array`` ``chunk`` elements (a multiple of 8192) at a time, so that temporaries stay small."""
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
-    h1 = h2 = bag = first = 0
+    h1 = h2 = bag = 0
     parts = []
     for start in range(0, flat.size, chunk):
         block = flat[start : start + chunk]
-        words = to_words(block)
         parts.append(_statistics(block))
-        one, two = partial_hash(words, first)
-        h1, h2, first = h1 + one, h2 + two, first + words.size
+        one, two = partial_hash(to_words(block), start * flat.itemsize // BLOCK)
+        h1, h2 = h1 + one, h2 + two
         bag += partial_bag(block)
     digest = finish_hash(h1, h2, flat.size * flat.itemsize)
     return Summary(_merge(flat.size, parts), digest.hex(), f"{bag % 2**64:016x}")

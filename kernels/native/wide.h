@@ -9,21 +9,18 @@
 
 namespace ts {
 
-TS_WIDE TS_INLINE __m512i raw(Words words) { return reinterpret_cast<__m512i>(words); }
-
 template <class F>
 class WideExtremes {
   public:
     TS_WIDE TS_INLINE WideExtremes() {}  // a default one would be made for any x86-64
 
-    TS_WIDE TS_INLINE void add(Words words) {
-        const __m512i bits = raw(words);
-        if constexpr (k32) {
-            low_ = _mm512_min_epu32(low_, bits), high_ = _mm512_max_epu32(high_, bits);
-            signed_low_ = _mm512_min_epi32(signed_low_, bits), signed_high_ = _mm512_max_epi32(signed_high_, bits);
+    TS_WIDE TS_INLINE void add(__m512i words) {
+                if constexpr (k32) {
+            low_ = _mm512_min_epu32(low_, words), high_ = _mm512_max_epu32(high_, words);
+            signed_low_ = _mm512_min_epi32(signed_low_, words), signed_high_ = _mm512_max_epi32(signed_high_, words);
         } else {
-            low_ = _mm512_min_epu16(low_, bits), high_ = _mm512_max_epu16(high_, bits);
-            signed_low_ = _mm512_min_epi16(signed_low_, bits), signed_high_ = _mm512_max_epi16(signed_high_, bits);
+            low_ = _mm512_min_epu16(low_, words), high_ = _mm512_max_epu16(high_, words);
+            signed_low_ = _mm512_min_epi16(signed_low_, words), signed_high_ = _mm512_max_epi16(signed_high_, words);
         }
     }
 
@@ -65,12 +62,12 @@ class WideSums {
     TS_WIDE TS_INLINE WideSums() {}
 
     template <class F>
-    TS_WIDE TS_INLINE void add(Words words, const uint8_t* bytes) {
+    TS_WIDE TS_INLINE void add(__m512i words, const uint8_t* bytes) {
         if constexpr (std::is_same_v<F, Float32>) {
-            take(_mm512_castsi512_ps(raw(words)), 0);
+            take(_mm512_castsi512_ps(words), 0);
         } else if constexpr (std::is_same_v<F, BFloat16>) {
-            take(_mm512_castsi512_ps(_mm512_slli_epi32(raw(words), 16)), 0);
-            take(_mm512_castsi512_ps(_mm512_and_si512(raw(words), _mm512_set1_epi32(-0x10000))), 1);
+            take(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), 0);
+            take(_mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(-0x10000))), 1);
         } else {
             take(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes))), 0);
             take(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + 32))), 1);
@@ -98,13 +95,13 @@ class WidePieces {
   public:
     TS_DOT TS_INLINE WidePieces() {}
 
-    TS_DOT TS_INLINE void add(Words words) {
+    TS_DOT TS_INLINE void add(__m512i words) {
         advance();
         constexpr int kFactor = static_cast<int>(Spread<Bits>::kFactor);
         if constexpr (sizeof(Bits) == 2) {
-            product_ = _mm512_mullo_epi16(raw(words), _mm512_set1_epi16(static_cast<int16_t>(kFactor)));
+            product_ = _mm512_mullo_epi16(words, _mm512_set1_epi16(static_cast<int16_t>(kFactor)));
         } else {
-            product_ = _mm512_mullo_epi32(raw(words), _mm512_set1_epi32(kFactor));
+            product_ = _mm512_mullo_epi32(words, _mm512_set1_epi32(kFactor));
         }
     }
 
@@ -117,7 +114,7 @@ class WidePieces {
     }
 
   private:
-    TS_DOT TS_INLINE void advance() {  // with the product of the call before, as in WideHash
+    TS_DOT TS_INLINE void advance() {  // with the product of the call before, which has been made meanwhile
         constexpr int kShift = Spread<Bits>::kShift;
         const __m512i z = product_;
         const __m512i shifted = sizeof(Bits) == 2 ? _mm512_srli_epi16(z, kShift) : _mm512_srli_epi32(z, kShift);
@@ -130,25 +127,27 @@ class WidePieces {
     __m512i low_ = _mm512_setzero_si512(), high_ = _mm512_setzero_si512();
 };
 
-// A block that starts at byte `offset` of its tensor.
+// A block that starts at byte `offset` of its tensor; it is also one of the hash.
 template <class F, bool kBag>
 TS_DOT void wide_block(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out) {
     using Bits = typename F::Bits;
     constexpr int64_t kWidth = sizeof(Bits), kEach = 64 / kWidth;
-    WideHash hash(static_cast<uint64_t>(offset / 8));
+    static_assert(block_of(kWidth) * kWidth == kHashBlock, "the sums of products are of one block");
+    WideProducts wide_products;
     WideExtremes<F> wide_extremes;
     WideSums wide_sums;
     WidePieces<Bits> wide_pieces;
     int64_t done = 0;
     for (; done + kEach <= n; done += kEach) {
-        const Words words = load_words(bytes + done * kWidth);
-        hash.add(words);
+        const __m512i words = _mm512_loadu_si512(bytes + done * kWidth);
+        wide_products.add(words, done / (8 / kWidth));
         wide_extremes.add(words);
         wide_sums.template add<F>(words, bytes + done * kWidth);
         if constexpr (kBag) wide_pieces.add(words);
     }
-    hash.total(&out->hash);
-    hash_bytes(bytes + done * kWidth, (n - done) * kWidth, offset + done * kWidth, &out->hash);
+    Products products = wide_products.total();
+    add_rest(bytes, n * kWidth, done / (8 / kWidth), &products);
+    out->hash.add(products, offset / kHashBlock);
     Extremes<F> extremes = wide_extremes.total();
     Sums<float> sums = wide_sums.total();
     Pieces pieces = wide_pieces.total();
