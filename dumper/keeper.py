@@ -73,6 +73,9 @@ class Keeper:
             exits.unwatch(self)
             self.sink, self._flight = self._backlog, None
 
+        if self._flight is not None:
+            self._flight.passes = config.capture_steps is not None
+
     def resume(self) -> None:
         """Somebody configured the capture anew: what stopped it is over, unless a budget is still reached."""
         if self.stopped is not None:
@@ -215,7 +218,7 @@ class Keeper:
         released = flight.release(*window, reason)
         self.num_dropped += released.num_dropped
         if released.steps:
-            _log.warning("tapscope: steps %s go to disk: %s", _span(released.steps), reason)
+            _log.warning("tapscope: to disk: %s: %s", _span(released.steps), reason)
         if self.is_limited:
             step = self._open_step()
             num_steps = len(released.steps) - (step is not None and step.info.step in released.steps)
@@ -275,4 +278,4 @@ def _finite(value: Any) -> Any:
 
 
 def _span(steps: list[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

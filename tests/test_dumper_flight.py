@@ -272,7 +272,7 @@ def test_an_exception_in_a_step_releases_it_and_its_past(tmp_path: Path) -> None
             forward(model, dumper, "no number")  # type: ignore[arg-type]
         with pytest.raises(RuntimeError), dumper.step():
             model(torch.ones(2, 7))
-        forward(model, dumper, 9)
+        forward(model, dumper, 9.0)
     with open_run(tmp_path / "run") as run:
         assert sorted(run.steps) == [4, 5, 6, 7]
         assert [step for _, step, _ in run.ledger().aborted_steps] == [6, 7]
