@@ -1,45 +1,65 @@
 """Flatten what a module takes and gives into leaves with a path, by position and key; nothing is dropped."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 _MAX_DEPTH = 16
+_HARMLESS = str.maketrans("[]:", "();")
 _LONG_LIST = 16
 _MAX_PLAIN = 4096  # numbers or characters of a plain value that are kept
 
 
-def flatten(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield ``(path, leaf)`` for tensors and plain values, each path once; None yields nothing.
+def flatten(value: Any) -> list[tuple[str, Any]]:
+    """``(path, leaf)`` of tensors and plain values, each path once; None gives nothing.
 
     Tuples and lists give their index, mappings (ModelOutput too), named tuples and dataclasses their names; a path
     that comes again (keys ``1`` and ``"1"``) gets ``~2``. A long list of plain numbers is one leaf, and so is what
     cannot be looked into (a cache object, a cycle).
     """
-    seen: dict[str, int] = {}
-    for path, leaf in _walk(value, "", 0):
-        times = seen[path] = seen.get(path, 0) + 1
-        yield (path if times == 1 else f"{path}~{times}"), leaf
+    found: list[tuple[str, Any]] = []
+    _walk(value, "", 0, found)
+    if len(found) > 1 and len({path for path, _ in found}) < len(found):
+        return _told_apart(found)
+    return found
 
 
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if value is None:
-        return
-    children = _children(value) if depth < _MAX_DEPTH else None
-    if children is None:
-        yield path, value
-        return
-    for name, child in children:
-        yield from _walk(child, f"{path}.{name}" if path else name, depth + 1)
+def _told_apart(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    taken = {path for path, _ in found}
+    seen: set[str] = set()
+    apart = []
+    for path, leaf in found:
+        name, times = path, 1
+        while name in seen or (times > 1 and name in taken):
+            times += 1
+            name = f"{path}~{times}"
+        seen.add(name)
+        apart.append((name, leaf))
+    return apart
 
 
-def _children(value: Any) -> list[tuple[str, Any]] | None:
-    if isinstance(value, torch.Tensor | str | bytes | int | float | bool):
+def _walk(value: Any, path: str, depth: int, found: list[tuple[str, Any]]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append((path, value))
+    elif value is not None:
+        children = _children(value) if depth < _MAX_DEPTH else None
+        if children is None:
+            found.append((path, value))
+            return
+        for name, child in children:
+            _walk(child, f"{path}.{name}" if path else name, depth + 1, found)
+
+
+def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
+    if isinstance(value, dict):
+        return [(_name(key) if type(key) is str else _name(str(key)), child) for key, child in value.items()]
+    if isinstance(value, str | bytes | int | float | bool):
         return None
     if isinstance(value, Mapping):
-        return [(_name(key), child) for key, child in value.items()]
+        return [(_name(str(key)), child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, tuple | list):
@@ -51,9 +71,10 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _name(key: Any) -> str:
+@lru_cache(maxsize=4096)
+def _name(key: str) -> str:
     """A key as part of a site, in which brackets and colons have a meaning."""
-    return str(key).translate(str.maketrans("[]:", "();")) or "(empty)"
+    return key.translate(_HARMLESS) or "(empty)"
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -238,6 +238,7 @@ def _count(tree: Any) -> int:
 
 
 @given(trees)
+@example({1: 1, "1": 2, "1~2": 3, "~": {"": 1}})
 def test_every_leaf_of_any_tree_has_a_path_of_its_own_and_nothing_is_dropped(tree: Any) -> None:
     found = list(flatten(tree))
     assert len({path for path, _ in found}) == len(found) == _count(tree)
