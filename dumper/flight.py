@@ -58,6 +58,8 @@ class FlightRecorder:
         self._steps: deque[HeldStep] = deque()  # the last is the current one
         self._flow_until = -1
         self._stalled = False
+        self.passes = False
+        """Whether steps that begin now go on at once: somebody has asked for a capture of the next ones."""
         self.num_steps = num_steps
         self.limit = limit
         self.used = 0
@@ -145,7 +147,7 @@ class FlightRecorder:
     def begin(self, number: int) -> None:
         """A step begins: what comes from here on is its, and the oldest step may go."""
         with self._lock:
-            self._steps.append(HeldStep(number, flows=number <= self._flow_until))
+            self._steps.append(HeldStep(number, flows=self.passes or number <= self._flow_until))
             self._trim()
 
     def resize(self, num_steps: int, limit: int) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tapscope.dumper.recorder import Recorder
 
 MAX_STEPS = 1_000_000_000
+MAX_RULES = 1000
+"""Every rank tries each rule on each of its sites, beside a model that runs."""
+_EVERYTHING = {"enabled": True, "mode": "all", "keep": "full", "rules": [], "filter": None}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
@@ -106,7 +109,7 @@ class Steering:
         if not isinstance(replace, bool):
             return 400, {"error": f"replace={replace!r}: must be true or false"}
         changes = {name: value for name, value in body.items() if name not in ("steps", "replace")}
-        config = self._current().updated({"enabled": True, "keep": "full", "rules": []})
+        config = self._current().updated(_EVERYTHING)
         config = config.updated(changes, allowed=RUNTIME_FIELDS).updated({"capture_steps": steps})
         running = self.changes.running_capture()
         if running is not None and not replace:
@@ -153,6 +156,9 @@ class Steering:
         return 200, {"num_sites": sum(len(m["ports"]) for m in modules), "modules": modules}
 
     def _propose_config(self, identity: bytes, request: Any, config: DumperConfig) -> Answer | None:
+        for name in ("rules", "triggers"):
+            if len(getattr(config, name)) > MAX_RULES:
+                return 400, {"error": f"{name}: at most {MAX_RULES}, not {len(getattr(config, name))}; globs say more"}
         content = config.to_json()
         # The base travels along: a rank that was idle may never have applied what a capture falls back to.
         payload = {"config": content, "base": self.changes.config}

@@ -88,6 +88,7 @@ def test_sites_can_be_listed_and_narrowed(job: Job) -> None:
         ("configure", {"rules": "x=full"}, "must be a list"),
         ("configure", {"rules": [3]}, "must be a text GLOB=KEEP"),
         ("configure", {}, "nothing to configure"),
+        ("configure", {"rules": ["layers.0:out=full"] * 1001}, "rules: at most 1000, not 1001"),
         ("capture", {"steps": 0}, "steps=0: must be a whole number of at least 1"),
         ("reset", {"run": "../elsewhere"}, "must be a plain name"),
         ("reset", {"path": "x"}, "'path' is no field of reset"),

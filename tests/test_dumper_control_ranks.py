@@ -277,6 +277,22 @@ def test_a_release_asks_every_rank_and_tells_what_each_sent(tmp_path: Path) -> N
         peer.close()
 
 
+def test_a_capture_reaches_the_disk_though_the_flight_recorder_is_on(tmp_path: Path) -> None:
+    model = build()
+    with Dumper(model, tmp_path / "run", keep="stats", past_steps=3, mode="core", control="127.0.0.1:0") as dumper:
+        url = f"http://{dumper.http}/dumper"
+        for _ in range(4):
+            model(torch.ones(1, 8))
+        assert ask(f"{url}/capture", {"steps": 2})[1]["config"]["mode"] == "all"
+        for _ in range(6):
+            model(torch.ones(1, 8))
+        assert ask(f"{url}/capture", {"past": 2})[1]["ranks"]["0"]["steps"] == 2
+    records = open_run(tmp_path / "run").records
+    full = {r.key.step for r in records if r.entry is not None}
+    assert (full, {r.key.step for r in records}) == ({4, 5}, {4, 5, 8, 9})
+    assert {r.key.site for r in records if r.key.step == 4} > {r.key.site for r in records if r.key.step == 9}
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
