@@ -215,7 +215,8 @@ def test_a_run_of_version_1_becomes_one_of_version_2_when_compacted(tmp_path: Pa
     manifest = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(manifest | {"version": 1}))
     compact_run(path)
-    assert json.loads((path / "run.json").read_text()) == manifest
+    assert json.loads((path / "run.json").read_text()) == manifest | {"hash_version": 1}
+    assert open_run(path).hash_version == 1
 
 
 def test_opening_a_run_that_is_not_compacted_loads_no_polars(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -201,6 +202,9 @@ def test_a_writer_resumes_behind_a_killed_one(killed: tuple[Path, int]) -> None:
         RankWriter(path, 0)
     num_records = len(open_run(path).records)
     writer = RankWriter(path, 0, resume=True)
+    assert open_run(path).ledger().lost_ranks == [0]
+    writer.event("open", rank=0)
+    assert open_run(path).ledger().open_ranks == [0]
     from test_core_disk import lines_and_payloads
 
     writer.batch(*lines_and_payloads(num_records, [100] * 8))
@@ -211,6 +215,8 @@ def test_a_writer_resumes_behind_a_killed_one(killed: tuple[Path, int]) -> None:
         assert [rec.seq for rec in run.records] == list(range(num_records + 8))
         assert all((run.array(rec) == rec.seq % 256).all() for rec in run.records)
         assert run.closed
+        account = run.ledger()
+        assert (account.lost_ranks, account.open_ranks) == ([], [])
 
 
 def test_verify_of_a_complete_run_exits_0_and_counts(tmp_path: Path, capsys) -> None:
@@ -221,6 +227,20 @@ def test_verify_of_a_complete_run_exits_0_and_counts(tmp_path: Path, capsys) -> 
     assert "payloads   6 payloads have their recorded hash\n" in out
     assert out.endswith("complete   yes\n")
     assert cli.main(["verify", str(tmp_path / "none")]) == 3
+
+
+def test_hashes_of_another_version_are_not_checked_and_that_is_said(tmp_path: Path, capsys) -> None:
+    path = toy(tmp_path / "run")
+    manifest = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(manifest | {"version": 1}))
+    index = path / "rank-00000/records.jsonl"
+    index.write_bytes(re.sub(rb'"hash":"....', b'"hash":"0000', index.read_bytes()))
+    assert cli.main(["verify", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "0 payloads have their recorded hash; 6 payloads were only read" in out
+    assert "note       its hashes are of version 1, this tapscope knows 2: not checked\n" in out
+    (path / "run.json").write_text(json.dumps(manifest | {"version": 2}))
+    assert cli.main(["verify", str(path)]) == 1
 
 
 def test_verify_names_every_damaged_record_in_json_and_the_first_few_in_text(tmp_path: Path, capsys) -> None:

@@ -83,12 +83,12 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
         if event.kind == "budget":
             limit, value = event.fields.get("limit"), event.fields.get("value")
             account.budgets.append(f"rank {rank}: {limit} {value} was reached at step {event.fields.get('step')}")
-    if any(e.kind == "lost" for e in events):
+    last = max((n for n, e in enumerate(events) if e.kind == "open"), default=0)
+    ending = {e.kind for e in events[last:]}  # a rank may have found another recorder after it lost one
+    if "lost" in ending:
         account.lost_ranks.append(rank)
-    elif not closes:
-        # A repair shows that nobody writes there any more.
-        killed = any(e.kind == "repaired" for e in events)
-        (account.lost_ranks if killed else account.open_ranks).append(rank)
+    elif "close" not in ending:  # a repair shows that nobody writes there any more
+        (account.lost_ranks if "repaired" in ending else account.open_ranks).append(rank)
     elif any(rank not in by_rank for by_rank in run.steps.values()):
         account.uneven_ranks.append(rank)
 

@@ -43,7 +43,7 @@ def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None
     done = []
     with locked(path), uncollected():
         if manifest["version"] < VERSION:  # to a reader of version 1 the records would be gone
-            write_manifest(path, manifest | {"version": VERSION})
+            write_manifest(path, {"hash_version": manifest["version"], **manifest, "version": VERSION})
         for rank, folder in rank_dirs(path).items():
             try:
                 one = _compact_rank(folder, rank)

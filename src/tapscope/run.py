@@ -67,6 +67,11 @@ class Run:
         return int(self.manifest.get("world_size", len(self._ranks)))
 
     @property
+    def hash_version(self) -> int:
+        """Which hash its records have; equal or unequal hashes of different versions mean nothing."""
+        return int(self.manifest.get("hash_version", self.manifest["version"]))
+
+    @property
     def mesh(self) -> dict[str, int]:
         """Mesh axis -> size, e.g. ``{"tp": 2}``."""
         return dict(self.manifest.get("mesh", {}))

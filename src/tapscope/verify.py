@@ -10,7 +10,7 @@ import numpy as np
 from tapscope.audit import audit
 from tapscope.errors import RunCorruptError
 from tapscope.ledger import Ledger
-from tapscope.manifest import rank_dir
+from tapscope.manifest import HASH_VERSION, rank_dir
 from tapscope.record import Entry, Record
 from tapscope.repair import Repair, seal_segments
 from tapscope.run import Run
@@ -70,6 +70,7 @@ class Report:
     path: Path
     ranks: list[RankReport]
     ledger: Ledger
+    hash_version: int
 
     @property
     def damaged(self) -> list[Damage]:
@@ -85,6 +86,10 @@ class Report:
     def sentences(self) -> list[str]:
         """What is missing or odd, but for the damaged records."""
         said = self.ledger.sentences()
+        if self.hash_version != HASH_VERSION:
+            said.append(
+                f"its hashes are of version {self.hash_version}, this tapscope knows {HASH_VERSION}: not checked"
+            )
         if names := [f"rank {rank.rank} {name}" for rank in self.ranks for name in rank.unsealed]:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             said.append(f"segments without a header ({', '.join(names[:4])}{more}); see: tapscope repair {self.path}")
@@ -102,7 +107,7 @@ def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lamb
     for rank, report in reports.items():
         _check_payloads(run, by_rank[rank], report, digest, advance)
         _check_segments(run.path, by_rank[rank], report)
-    return Report(run.path, list(reports.values()), run.ledger())
+    return Report(run.path, list(reports.values()), run.ledger(), run.hash_version)
 
 
 def _check_payloads(
@@ -123,8 +128,9 @@ def _check_payloads(
         except RunCorruptError as error:
             report.damaged.append(Damage(record, str(error)))
         else:
-            report.num_hashed += record.hash is not None
-            if record.hash is not None and known != record.hash:
+            hashed = record.hash is not None and run.hash_version == HASH_VERSION
+            report.num_hashed += hashed
+            if hashed and known != record.hash:
                 report.damaged.append(Damage(record, f"its bytes have hash {known}, recorded was {record.hash}"))
         advance(record.nbytes)
 

@@ -62,7 +62,7 @@ def payload_sentence(report: "Report") -> str:
     bad = len(report.damaged)
     if bad:
         return f"{bad:,} of {kept:,} payloads are missing or damaged"
-    without = f"; {kept - hashed:,} payloads have no hash and were only read" if hashed < kept else ""
+    without = f"; {kept - hashed:,} payloads were only read: no hash to compare with" if hashed < kept else ""
     return f"{hashed:,} payloads have their recorded hash{without}"
 
 
