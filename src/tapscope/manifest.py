@@ -13,8 +13,6 @@ VERSION = 2
 """Newest format version this reader knows."""
 HASH_VERSION = 2
 """Version of the hash that this tapscope computes; hashes of another version can not be compared with it."""
-_HASH_SINCE = 2
-"""Format version that brought the hash which is computed today."""
 MANIFEST = "run.json"
 INDEX = "records.jsonl"
 TABLE = "records.parquet"
@@ -80,14 +78,3 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
         )
     return manifest
-
-
-def hash_version(manifest: dict[str, Any]) -> int:
-    """The format version whose hash the records have; a compacted run may be newer than its records."""
-    version = manifest.get("hash_version", manifest["version"])
-    return version if isinstance(version, int) else 0
-
-
-def has_current_hash(manifest: dict[str, Any]) -> bool:
-    """Whether the records' hashes are of the kind that is computed today, so that they can be checked."""
-    return hash_version(manifest) >= _HASH_SINCE
