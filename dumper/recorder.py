@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ _BEAT_S = 0.5
 _JOIN_WAIT_S = 60.0  # for the first rank
 _STRAGGLER_WAIT_S = 10.0  # for the rest of the world once those that came have left
 _REMOTE_SILENCE_S = 30.0  # a rank on another host that says nothing for so long has left
+_OPEN_FILES = 65536
 _MAX_BURST = 64  # messages taken in a row before the heart beats
 
 
@@ -351,12 +353,22 @@ def _private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="tapscope-", dir=None if short else "/tmp"))
 
 
+def _allow_many_files() -> None:
+    """As many open files as there may be: connections that somebody leaves open must not keep segments from opening."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; failures to start are written where the first rank looks for them."""
     parser = argparse.ArgumentParser(prog="tapscope-recorder")
     parser.add_argument("run", type=Path)
     parser.add_argument("--lock-fd", type=int, help="held open: its lock says that this recorder lives")
     args = parser.parse_args(argv)
+    _allow_many_files()
     recorder = Recorder(args.run, json.load(sys.stdin))
     try:
         recorder.listen()

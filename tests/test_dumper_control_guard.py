@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import socket
 import stat
 import time
@@ -220,6 +221,25 @@ def test_a_command_never_comes_over_http(open_job: Job) -> None:
     for verb in ("configure", "capture"):
         status, answer, _ = send(_address(open_job), f"/dumper/{verb}", body)
         assert (status, "run" in answer["error"]) == (400, True), answer
+
+
+def test_connections_left_open_keep_no_segment_from_opening(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # what a shell gives
+    job = Job(tmp_path / "run", 1, keep="full", control="127.0.0.1:0", segment_bytes=8192)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    held: list[socket.socket] = []
+    with job:
+        host, port = _address(job).split(":")
+        held += [socket.create_connection((host, int(port)), timeout=5) for _ in range(1200)]
+        before = job.ask("state")[1]["ranks"][0]["bytes"]
+        wait_until(lambda: job.ask("state")[1]["ranks"][0]["bytes"] > before + 8 * 8192, "more segments are written")
+        assert job.ask("state")[1]["ranks"][0]["status"] == "connected"
+        for connection in held:
+            connection.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_bytes_that_are_no_http_disturb_nothing(open_job: Job) -> None:
