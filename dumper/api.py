@@ -11,7 +11,7 @@ Its methods are the functions of :mod:`tapscope.dumper`::
 import logging
 import os
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ _log = logging.getLogger("tapscope")
 class ProcessDumper(Dumper):
     """A :class:`Dumper` that the whole process shares and nobody need carry around.
 
-    Disabled unless ``TAPSCOPE_ENABLED=1`` or :meth:`configure` says otherwise: then nothing happens, no file and no process.
-    ``TAPSCOPE_CONTROL=127.0.0.1:0`` starts the recorder all the same, so that it can be enabled later over HTTP.
-    The run is ``DIR/EXP_NAME``. It is opened by :meth:`start`, :meth:`step`, :meth:`attach` and :meth:`configure`, which wait
-    for the recorder and raise what is wrong; or by the first :meth:`dump`, which does neither: the recorder comes up in
-    the background, what is dumped meanwhile lies in the queue, and a failure is said in the log.
+    Disabled unless ``TAPSCOPE_ENABLED=1`` or :meth:`configure` says otherwise: then nothing happens, no file and no
+    process. ``TAPSCOPE_CONTROL=127.0.0.1:0`` starts the recorder all the same, so that HTTP can enable it later.
+
+    The run is ``DIR/EXP_NAME``. It is opened by :meth:`start`, :meth:`step`, :meth:`attach` and :meth:`configure`,
+    which wait for the recorder and raise what is wrong; or by the first :meth:`dump`, which does neither: the recorder
+    comes up in the background, what is dumped meanwhile lies in the queue, and a failure is said in the log.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class ProcessDumper(Dumper):
         self._is_settled = True
 
     def configure(self, **changes: Any) -> None:
-        """Change settings of :class:`DumperConfig`, and ``dir``, ``exp_name``, ``cleanup_previous`` before a run is open.
+        """Change settings of :class:`DumperConfig`; ``dir``, ``exp_name``, ``cleanup_previous`` while no run is open.
 
         Opens the run if the dumper is enabled, or control is asked for. Raises ConfigError, RuleError, RunExistsError,
         ListenError or RecorderError.
@@ -176,7 +177,7 @@ class ProcessDumper(Dumper):
             recording.collector.announce(step)
             recording.collector.metric(step.info.step, name, value)
 
-    def capture_output(self, **settings: Any) -> AbstractContextManager[Captures]:
+    def capture_output(self, **settings: Any) -> "_GeneratorContextManager[Captures]":
         """See :meth:`Dumper.capture_output`."""
         self._read()
         return super().capture_output(**settings)

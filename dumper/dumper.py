@@ -165,11 +165,7 @@ class Dumper(ValueCalls, StepCalls):
             if hasattr(self._config, name) and name not in RUNTIME_FIELDS:
                 fixed = ", ".join(RUNTIME_FIELDS)
                 raise ConfigError(f"{name!r} is fixed when the dumper starts; at run time set {fixed}")
-        config = recording.regime.base.updated(changes)
-        if problem := recording.problem_with(config):
-            raise RuleError(problem)
-        self._config = config
-        recording.configure(config)
+        recording.configure(changes)
 
     def reset(self, name: str | None = None) -> None:
         """Go on in a new run beside the present one, with steps from 0; taps stay, so does the context.

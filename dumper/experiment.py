@@ -1,18 +1,20 @@
-"""Experiment: where the runs of a job lie, and one name for the run that all its ranks agree on without a collective."""
+"""Experiment: where the runs of a job lie, and a name for the run that all ranks agree on without a collective."""
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tapscope.directory import RECORDER_FILE
 from tapscope.dumper.process import is_alive
 from tapscope.errors import ConfigError, RecorderError, RunExistsError
 
@@ -20,8 +22,11 @@ _log = logging.getLogger("tapscope")
 NAME_TIMEOUT_S = 30.0
 """How long a rank waits for rank 0 to name the run."""
 _POLL_S = 0.02
+_RENDEZVOUS = ".tapscope-name-"
+_STALE_S = 60.0
+_LAST_WAIT_S = 10.0
 _DEFAULT_DIR = "tapscope-runs"
-_YES = ("true", "1", "yes", "on")
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +51,15 @@ class Experiment:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> dict[str, Any]:
-        """The settings that ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS`` make; blank is unset."""
+        """What ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS`` set; blank is unset."""
         found: dict[str, Any] = {}
         for name in FIELDS:
             if text := environ.get(f"TAPSCOPE_{name.upper()}", "").strip():
                 found[name] = text
-        if (text := found.get("cleanup_previous")) is not None:
-            if text.lower() not in (*_YES, "false", "0", "no", "off"):
-                raise ConfigError(f"TAPSCOPE_CLEANUP_PREVIOUS: cleanup_previous={text!r}: must be true or false")
-            found["cleanup_previous"] = text.lower() in _YES
+        if (word := found.get("cleanup_previous")) is not None:
+            if word.lower() not in (*_YES, *_NO):
+                raise ConfigError(f"TAPSCOPE_CLEANUP_PREVIOUS: cleanup_previous={word!r}: must be true or false")
+            found["cleanup_previous"] = word.lower() in _YES
         return found
 
 
@@ -70,7 +75,7 @@ class Naming:
         self._rank = rank
         self._world_size = world_size
         self._number = number
-        self._hurry = threading.Event()
+        self._deadline = math.inf
 
     def agree(self, timeout_s: float = NAME_TIMEOUT_S) -> str:
         """The name; raises RecorderError when rank 0 does not tell in time. Blocks; never a collective."""
@@ -80,31 +85,31 @@ class Naming:
             name = new_name()
             self._tell(name)
             return name
-        deadline = time.monotonic() + timeout_s
-        while (name := self._asked()) is None:
-            if time.monotonic() > deadline or self._hurry.is_set():
+        self._deadline = min(self._deadline, time.monotonic() + timeout_s)
+        while (said := self._asked()) is None:
+            if time.monotonic() > self._deadline:
                 raise RecorderError(
-                    f"rank {self._rank}: rank 0 has not named the run within {timeout_s:g} s; does rank 0 use the dumper "
-                    "too? Or give every rank the same exp_name (TAPSCOPE_EXP_NAME)"
+                    f"rank {self._rank}: rank 0 has not named the run in time ({timeout_s:g} s); does rank 0 use the "
+                    "dumper too? Or give every rank the same exp_name (TAPSCOPE_EXP_NAME)"
                 )
             time.sleep(_POLL_S)
-        return name
+        return said
 
     def give_up(self) -> None:
-        """Wait no longer: the process ends."""
-        self._hurry.set()
+        """The process ends: wait only a little longer, for a rank 0 that has just begun."""
+        self._deadline = min(self._deadline, time.monotonic() + _LAST_WAIT_S)
 
     def _tell(self, name: str) -> None:
         store = _store()
         if store is not None:
             store.set(self._key, name)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
         place = self._rendezvous
         draft = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
         content = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
         draft.write_text(json.dumps(content))
         draft.replace(place)
-        _remove_at_exit(place)
 
     def _asked(self) -> str | None:
         store = _store()
@@ -112,12 +117,22 @@ class Naming:
             return bytes(store.get(self._key)).decode()
         try:
             said = json.loads(self._rendezvous.read_text())
-            alive = said["host"] != socket.gethostname() or (
-                is_alive(int(said["pid"])) and _started(int(said["pid"])) == said["started"]
-            )
+            alive = _is_current(said) or self._is_recorded(said["name"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return str(said["name"]) if alive else None  # what a rank 0 that is gone has left is another job's
+
+    def _is_recorded(self, name: str) -> bool:
+        """Whether a recorder waits for the other ranks of a short job, whose rank 0 has ended already."""
+        recorder = json.loads((self._folder / name / RECORDER_FILE).read_text())
+        return recorder["host"] != socket.gethostname() or is_alive(int(recorder["pid"]))
+
+    def _sweep(self) -> None:
+        """Remove what jobs of this host have left that are over."""
+        for path in self._folder.glob(f"{_RENDEZVOUS}*"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if time.time() - path.lstat().st_mtime > _STALE_S and not _is_current(json.loads(path.read_text())):
+                    path.unlink()
 
     @property
     def _key(self) -> str:
@@ -125,7 +140,7 @@ class Naming:
 
     @property
     def _rendezvous(self) -> Path:
-        return self._folder / f".tapscope-name-{_job(os.environ)}-{self._number}"
+        return self._folder / f"{_RENDEZVOUS}{_job(os.environ)}-{self._number}"
 
 
 def new_name() -> str:
@@ -189,13 +204,7 @@ def _started(pid: int) -> str:
         return ""
 
 
-def _remove_at_exit(place: Path) -> None:
-    import atexit
-
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:
-            place.unlink(missing_ok=True)
-
-    atexit.register(remove)
+def _is_current(said: Mapping[str, Any]) -> bool:
+    """Whether the rank 0 that said so still runs; of another host nobody knows."""
+    pid = int(said["pid"])
+    return said["host"] != socket.gethostname() or (is_alive(pid) and _started(pid) == said["started"])

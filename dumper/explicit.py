@@ -184,7 +184,7 @@ def _as_leaf(leaf: Any) -> Any:
 
 
 def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
-    """What a mapping holds, or an object's public attributes that are no methods; and the names that could not be read."""
+    """What a mapping holds, or an object's public attributes but its methods; and the names that could not be read."""
     if isinstance(data, Mapping):
         return {str(name): value for name, value in data.items()}, []
     found, failed = {}, []
@@ -202,7 +202,7 @@ def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _may_be_inside(glob: str, name: str) -> bool:
-    """Whether the glob may name a part of what is dumped as ``name``, as far as its text before the first wildcard tells."""
+    """Whether the glob may name a part of what is dumped as ``name``, as its text before the first wildcard tells."""
     _, bracket, rest = glob.rpartition("tap[")
     if not bracket:
         return False

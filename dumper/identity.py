@@ -26,7 +26,7 @@ _HOSTS = {
 
 
 def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
-    """What torch.distributed, the launcher's environment, Megatron's kind of parallel_state and DTensor parameters tell.
+    """What torch.distributed, the launcher's environment, Megatron's kind of parallel_state and DTensors tell.
 
     Never a collective. Where groups are not made yet, ``RANK`` and ``WORLD_SIZE`` of the launcher count.
     """

@@ -1,5 +1,6 @@
 """Naming: what a caller calls a value, as a site and as tags that any reader understands."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ _MAX_DEPTH = 4
 def site_of(name: Any, layer: Any) -> str:
     """``q`` in layer 3 -> ``layers.3:tap[q]``; without a layer ``:tap[q]``.
 
-    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``. A layer that is no whole number from 0
+    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``. A layer that is no whole number
     makes no path.
     """
     return f"{path_of(layer)}:tap[{part_of(name)}]"
@@ -60,11 +61,14 @@ def _json(value: Any, depth: int) -> Any:
         return {str(name): _json(child, depth + 1) for name, child in list(value.items())[:_MAX_ITEMS]}
     if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
         items = [_json(child, depth + 1) for child in list(value)[:_MAX_ITEMS]]
-        return items + ["..."] if len(value) > _MAX_ITEMS else items
+        return [*items, "..."] if len(value) > _MAX_ITEMS else items
     return _text(value)
 
 
 def _text(value: Any) -> str:
+    if (shape := getattr(value, "shape", None)) is not None:  # its values may lie on a device
+        with contextlib.suppress(Exception):
+            return f"<{type(value).__name__} of shape {tuple(shape)}>"
     try:
         text = str(value).encode(errors="replace").decode()
     except Exception:  # noqa: BLE001 - a __str__ of the user's must not cost the value

@@ -154,10 +154,16 @@ class Recording:
         self._renew(run)
         self.schedule.restart()
 
-    def configure(self, config: DumperConfig) -> None:
-        """This process's own change: applied now, or before the next step when one is open."""
+    def configure(self, changes: dict[str, Any]) -> None:
+        """This process's own change, applied now, or before the next step when one is open; raises as DumperConfig."""
+        is_idle = self.collector.step is None
+        if is_idle:  # what was agreed on before comes first
+            self.regime.apply_agreed(self.schedule.next_step, None, self._go_on_in)
+        config = self.regime.base.updated(changes)
+        if (problem := self.problem_with(config)) is not None:
+            raise RuleError(problem)
         self.called("configure", config=config.to_json())
-        self.regime.configure(config, now=self.collector.step is None)
+        self.regime.configure(config, now=is_idle)
 
     def problem_with(self, config: DumperConfig) -> str | None:
         """Why the configuration is refused: a rule that matches no site, on a rank that should have them all."""

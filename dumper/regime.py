@@ -62,19 +62,26 @@ class Regime:
         """Apply what is due before a step; gives the epoch in force."""
         link = self._link
         if link is not None:
-            for epoch, change in self.adoption.due(info.step, info.epoch):
-                if "run" in change:
-                    reopen(Path(change["run"]))
-                else:
-                    self.base = self.base.updated(change["base"])
-                    self._collector.keeper.resume()
-                    self._configure(self.base.updated(change["config"]))
-                link.put_message(Message("applied", {"epoch": epoch, "step": info.step, "at": info.step}))
-                link.backlog.flush()
+            self.apply_agreed(info.step, info.epoch, reopen)
             link.note(at=info.step, capture_left=self._capture_left)
         self.apply_own()
         self._obey()
         return self.adoption.applied
+
+    def apply_agreed(self, step: int, epoch: int | None, reopen: Callable[[Path], None]) -> None:
+        """Apply what the recorder and all ranks have agreed on for ``step``, up to ``epoch`` where the host decides."""
+        link = self._link
+        if link is None:
+            return
+        for number, change in self.adoption.due(step, epoch):
+            if "run" in change:
+                reopen(Path(change["run"]))
+            else:
+                self._collector.keeper.resume()
+                self.base = self.base.updated(change["base"])
+                self._configure(self.base.updated(change["config"]))
+            link.put_message(Message("applied", {"epoch": number, "step": step, "at": step}))
+            link.backlog.flush()
 
     def configure(self, config: DumperConfig, *, now: bool) -> None:
         """This process's own change; applied ``now``, or before the next step."""
@@ -149,7 +156,7 @@ class Regime:
 
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
         """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
-        ports: dict[str, list[str]] = {}
+        ports: dict[str, list[str]] = {"": []}
         opened: list[str] = []
         for watch in self._watches:
             known, takes_more = watch.ports()
@@ -158,7 +165,7 @@ class Regime:
             opened += takes_more
         there = describe_layers(f"{path}:out" for path in ports)
         selection = Selection.of(config, rank=self._info.rank, coords=self._info.coords)
-        rules = selection.unmatched({"": []} | ports, opened, taps=True)
+        rules = selection.unmatched(ports, opened, taps=True)
         return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {there}" for rule in rules}
 
     def _configure(self, config: DumperConfig) -> None:

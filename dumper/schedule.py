@@ -31,8 +31,8 @@ class Schedule:
         after: Callable[[], None],
         wanted: Callable[[], bool],
     ) -> None:
-        """``before`` applies what is due before a step and gives the epoch in force; ``ending`` and ``after`` are called
-        around the end of a step; ``wanted`` says whether steps are recorded in which nothing fires."""
+        """``before`` applies what is due before a step and gives the epoch in force; ``ending`` and ``after`` are
+        called around the end of a step; ``wanted`` says whether steps are recorded in which nothing fires."""
         self.collector = collector
         self.next_step = 0
         """Number of the step that comes next."""

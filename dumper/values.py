@@ -39,7 +39,7 @@ class ValueCalls:
         grad: bool | None = None,
         **tags: Any,
     ) -> None:
-        """Record a value at ``layers.N:tap[name]``, N being the tag or context ``layer_id`` or ``layer``; else ``:tap[name]``.
+        """Record a value at ``layers.N:tap[name]``, with N from the tag ``layer_id`` or ``layer``, else ``:tap[name]``.
 
         ``value`` is a tensor, an array, a number, a text or a container of those; a function of no arguments is called
         once, and only if its value is selected. ``dims`` names the axes; the gradient's are ``dims_grad``, or the same.
@@ -67,7 +67,7 @@ class ValueCalls:
     def dump_model(self, model: nn.Module, *, step: int | None = None, prefix: str = "", **tags: Any) -> int:
         """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
 
-        Kept as the rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, else as ``keep`` says.
+        Kept as rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, else as ``keep`` says.
         ``prefix`` goes before the paths. ``step`` is the number of the open step or of the one that ended last; another
         number is only noted as a tag. Gives how many there were. Never raises.
         """
