@@ -16,6 +16,22 @@ class NotArrived(Exception):
     """A value did not come from the device; the text says why. Never leaves the dumper."""
 
 
+class Sharing:
+    """Payloads of one generation that came from a device: only here is known which are equal. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._generation = -1
+        self._payloads: dict[tuple[bytes, int], int] = {}
+
+    def payload_of(self, pending: "Pending", digest: bytes) -> int:
+        """Number of the payload that holds the record's bytes: its own, if they are new."""
+        if pending.generation != self._generation:
+            self._generation = pending.generation
+            self._payloads.clear()
+        assert pending.payload is not None
+        return self._payloads.setdefault((digest, pending.nbytes), pending.payload)
+
+
 class Copy:
     """One value on its way; the arrival of its record (:class:`tapscope.dumper.batch.Arrival`)."""
 

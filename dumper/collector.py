@@ -17,6 +17,7 @@ from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
 from tapscope.dumper.capture import Taken
 from tapscope.dumper.captures import Captures
+from tapscope.dumper.context import current as tags
 from tapscope.dumper.cut import Part
 from tapscope.dumper.device import Cuda
 from tapscope.dumper.drain import Drain
@@ -36,7 +37,7 @@ from tapscope.dumper.taps import Tap
 from tapscope.dumper.unwrap import Local, unwrap
 from tapscope.ledger import StepCounts, encode_line, event_line
 from tapscope.observe import StepInfo
-from tapscope.record import RECOMPUTE
+from tapscope.record import FORWARD, RECOMPUTE
 
 _log = logging.getLogger("tapscope")
 _MAX_COMPLAINTS = 20
@@ -102,6 +103,8 @@ class Collector:
         self._selected_at = -1
         if self._drain is not None:
             self._drain.resize(selection.config.device_bytes)
+        elif selection.config.enabled and torch.cuda.is_initialized() and isinstance(self._backlog, Backlog):
+            self._draining().prepare()
         if self.keeper.stopped is None:
             self.keeper.configure(selection.config)
             self.sink = self.keeper.sink
@@ -185,6 +188,8 @@ class Collector:
         if not step.announced:
             step.announced = True
             self._put_line(ledger.begin_line(step.info, step.epoch, skipped=step.skipped))
+            if step.ended:  # nothing came while it was open
+                self._put_line(ledger.end_line(step.info.step, step.counts))
 
     def _complain_of_dims(self, where: str, reason: str) -> None:
         """What is wrong with the dims of one site is wrong with those of many: each reason is said once."""
@@ -214,7 +219,7 @@ class Collector:
                 self.announce(step)
             tap.fired = True
             with self._lock:
-                stamp = Stamp(step, tap.occurrence(step.serial, kind, step.micro), step.micro)
+                stamp = Stamp(step, tap.occurrence(step.serial, kind, step.micro), step.micro, FORWARD, tags())
             if tap.has_grads:
                 step.nodes.setdefault((tap, kind, step.micro), []).append(next_node())
             if type(value) is torch.Tensor:
@@ -255,9 +260,9 @@ class Collector:
             self.announce(step)
             tap.fired = True
             with self._lock:
-                stamp = Stamp(step, step.claim((tap, kind, micro, RECOMPUTE)), micro, RECOMPUTE)
+                stamp = Stamp(step, step.claim((tap, kind, micro, RECOMPUTE)), micro, RECOMPUTE, tags())
                 repeated = step.repeats((tap, kind, micro), current_node()) if tap.has_grads else None
-            forward = Stamp(step, stamp.occurrence if repeated is None else repeated, micro)
+            forward = stamp._replace(occurrence=stamp.occurrence if repeated is None else repeated, pass_=FORWARD)
             for path, leaf in flatten(tap.named_inputs(*value) if kind == "in" else value):
                 port = tap.ports.get((kind, path)) or tap.port(kind, path, self.selection)
                 if port.may_keep:

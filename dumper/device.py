@@ -8,6 +8,7 @@ that memory with the allocator until it looks at its events again, which nothing
 
 import ctypes
 import logging
+import time
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from tapscope.dumper.ring import Ring
 from tapscope.dumper.slot import Slot
 
 _log = logging.getLogger("tapscope")
+_LOOK_S = 0.05  # what torch and the driver say of memory takes about 0.1 ms
+_LOOK_AGAIN_S = 0.005
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -59,13 +62,47 @@ class Device(Protocol):
         ...
 
 
+class Slack:
+    """How much memory of one device clones may take without the model missing it.
+
+    Half of what nobody has reserved, or torch has reserved and never used at once: what a model that has run takes
+    again is then still there for it.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._left = 0
+        self._looked = 0.0
+
+    def admits(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes; they then count until it looks at the device again."""
+        age = time.monotonic() - self._looked
+        if age > _LOOK_S or (nbytes > self._left and age > _LOOK_AGAIN_S):
+            self._looked, self._left = time.monotonic(), self._measure() // 2
+        if nbytes > self._left:
+            return False
+        self._left -= nbytes
+        return True
+
+    def _measure(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self._index)
+        if not stats:
+            return 0
+        reserved = stats["reserved_bytes"]["all"]["current"]
+        free, total = torch.cuda.mem_get_info(self._index)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._index) * total) - reserved
+        unused = reserved - stats["allocated_bytes"]["all"]["peak"]
+        return int(max(min(free, allowed), 0) + max(unused, 0))
+
+
 class Cuda:
     """Every CUDA device of this process."""
 
     def __init__(self) -> None:
         self._sides: dict[int, torch.cuda.Stream] = {}
         self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
-        self._index = 0
+        self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        self._slack: dict[int, Slack] = {}
 
     def enter(self) -> None:
         """Waiting in this thread must not break a graph that another thread is capturing."""
@@ -90,6 +127,7 @@ class Cuda:
         index = tensor.get_device()
         current = torch.cuda.current_stream(index)
         host = self._host(slot, tensor)
+        clone = clone and self._slack.setdefault(index, Slack(index)).admits(tensor.nbytes)
         snapshot, ran_out = _snapshot(tensor) if clone else (None, False)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if snapshot is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tapscope.dumper.arrival import Copy, NotArrived
+from tapscope.dumper.arrival import Copy, NotArrived, Sharing
 from tapscope.dumper.device import Device, Ticket
 from tapscope.dumper.slot import Sink, Slot
 from tapscope.kernels.native import summary
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
 """A device that completes no copy for so long is given up, and every value that waits for it."""
+_PREPARE_S = 1.0
 _CHEER_RECORDS = 16
 _CHEER_BYTES = 8 * 1024 * 1024
 
@@ -51,15 +52,14 @@ class Drain:
         """Guards all of this; notified when a copy is done. Never held while a lock of a sink is taken."""
         self._copies: deque[Copy] = deque()
         self._thread: threading.Thread | None = None
-        self._is_closing = False
+        self._is_ready = self._is_closing = False
         self._ring: Ring | None = None
         self._wake: Callable[[], None] | None = getattr(backlog, "wake", None)
         self._held = 0
         self._since = 0.0  # when the drain began to wait for the copy that is next
         self._num_direct = 0
         self._has_said = False
-        self._generation = -1
-        self._payloads: dict[tuple[bytes, int], int] = {}  # of the generation; the pipeline's thread only
+        self._sharing = Sharing()
 
     # ---- the forward's thread
 
@@ -87,11 +87,21 @@ class Drain:
             if not self._copies:
                 self._since = time.monotonic()
             self._copies.append(copy)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tapscope-drain", daemon=True)
-                self._thread.start()
+            self._ensure_thread()
             self.changed.notify_all()
         return copy
+
+    def prepare(self) -> None:
+        """Let the ring be page-locked before the first value comes; to be called outside the model's forward."""
+        with self.changed:
+            if not self._is_closing:
+                self._ensure_thread()
+                self.changed.wait_for(lambda: self._is_ready, _PREPARE_S)
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tapscope-drain", daemon=True)
+            self._thread.start()
 
     def _begin(self, tensor: torch.Tensor, slot: Slot) -> Ticket:
         with self.changed:
@@ -115,7 +125,7 @@ class Drain:
                 self._limit = min(self._limit, self._held)
         if not self._has_said:
             self._has_said = True
-            why = "the device has no more memory" if ticket.ran_out else f"device_bytes={self._limit} are in use"
+            why = f"device_bytes={self._limit} are in use, or the device has little memory left"
             text = "tapscope: %s: values are copied in the model's own stream, which slows it down; nothing is lost"
             _log.warning(text, why)
 
@@ -159,17 +169,10 @@ class Drain:
         pending.content = copy.text
         if pending.slot is None:
             return
-        if pending.generation != self._generation:
-            self._generation = pending.generation
-            self._payloads.clear()
-        key = copy.digest, pending.slot.nbytes
-        known = self._payloads.get(key) if copy.is_wanted else None
-        if copy.is_wanted and known is None:
-            assert pending.payload is not None
-            self._payloads[key] = pending.payload
-            return
-        slot, pending.slot, pending.payload = pending.slot, None, known
-        self._backlog.cancel(slot)
+        payload = self._sharing.payload_of(pending, copy.digest) if copy.is_wanted else None
+        if payload is None or payload != pending.payload:
+            slot, pending.slot, pending.payload = pending.slot, None, payload
+            self._backlog.cancel(slot)
 
     def close(self) -> bool:
         """Wait for what is under way and end the thread; False when that did not happen in time."""
@@ -191,6 +194,8 @@ class Drain:
         while True:
             self._follow_ring()
             with self.changed:
+                self._is_ready = True
+                self.changed.notify_all()
                 self.changed.wait_for(lambda: self._copies or self._is_closing)
                 if not self._copies:
                     break

@@ -1,0 +1,317 @@
+"""Capture on CUDA: proves every captured tensor right under memory pressure, and says what it costs.
+
+    python benchmarks/cuda_capture.py [--out DIR] [--hidden 8192] [--layers 4] [--tokens 2048]
+
+A bf16 Llama with random weights. First the proof: the process may use only the memory that the plain forward needs
+and a little, so what the model frees is used again at once, while copies of it are still under way. Hooks of our own
+copy every tensor synchronously, in a second pass over the same input; every record must have the same bytes. Then the
+price: the forward's time on the device (events) and on the wall, plain against statistics and full, with room for
+everything that one forward gives, so that neither the disk nor the recorder is what is measured. Ends with PASS or
+FAIL.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tapscope import dtypes
+from tapscope.dumper import Dumper
+from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.device import Cuda
+from tapscope.dumper.drain import Drain
+from tapscope.run import Run, open_run
+
+GiB = 1 << 30
+WARM_UP = 1
+MODES: dict[str, dict[str, Any]] = {
+    "nothing selected": {"keep": "off"},
+    "full, every layer's output": {"keep": "off"},
+    "statistics, everything": {"keep": "stats"},
+    "full, everything": {"keep": "full"},
+    "full, no clones": {"keep": "full", "device_bytes": 0},
+}
+
+
+def build(args: argparse.Namespace) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 7 // 2,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 128,
+        num_key_value_heads=args.hidden // 1024 or 1,
+        vocab_size=16000,
+        max_position_embeddings=args.tokens,
+    )
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+# ---- the proof
+
+
+def synchronous_copies(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``SITE#OCCURRENCE`` -> the output, copied by a hook that waits for it."""
+    copies: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            number = counts[name] = counts.get(name, -1) + 1
+            outputs = {f"out[{n}]": value for n, value in enumerate(output)} if isinstance(output, tuple) else {}
+            for port, value in {"in": args[0] if args else None, "out": output, **outputs}.items():
+                if isinstance(value, torch.Tensor):
+                    copies[f"{name}:{port}#{number}"] = value.detach().cpu()
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_for(name)) for name, module in model.named_modules() if name]
+    model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return copies
+
+
+def differences(run: Run, copies: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
+    """How many records were compared, and what is wrong."""
+    wrong, seen = [], set()
+    for record in run.records:
+        path, _, port = record.key.site.rpartition(":")
+        kind = "in" if port.startswith("in[") else port
+        key = f"{path}:{kind}#{record.key.occurrence}"
+        if record.entry is None or key not in copies or (kind == "in" and key in seen):
+            continue
+        seen.add(key)
+        expected = copies[key].contiguous().flatten().view(torch.uint8).numpy()
+        if run.array(record).tobytes() != expected.tobytes():
+            wrong.append(f"{key} differs from its synchronous copy")
+    # The inputs of a hook may be changed before the module returns; those that were not captured by name are no fault.
+    wrong += [f"{key} was not captured" for key in copies if key not in seen and ":out" in key]
+    return len(seen), wrong
+
+
+def prove(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace, room: int, **settings: Any) -> list[str]:
+    """Capture one forward with ``room`` bytes of device memory to spare, and compare."""
+    out = args.out / "proof"
+    model(input_ids=ids, use_cache=False)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model(input_ids=ids, use_cache=False)
+    peak, total = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((peak + room) / total)
+    queue = {"queue_bytes": 2 * GiB, "ring_bytes": GiB, "block_timeout_s": 120.0}
+    try:
+        with Dumper(model, out, force=True, keep="full", **queue, **settings):
+            model(input_ids=ids, use_cache=False)
+        used = torch.cuda.max_memory_reserved()
+        torch.cuda.empty_cache()
+        copies = synchronous_copies(model, ids)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    run = open_run(out)
+    account = run.ledger()
+    num_same, wrong = differences(run, copies)
+    nbytes = sum(record.entry.nbytes for record in {r.entry: r for r in run.records if r.entry}.values())
+    direct = sum(int(m.value or 0) for m in run.metrics() if m.name == "num_direct_copies")
+    if not account.complete:
+        wrong += account.sentences()
+    print(
+        f"proof, {room / GiB:.1f} GiB to spare, {settings}: {len(run.records)} records, {nbytes / 1e9:.2f} GB stored, "
+        f"{num_same} tensors equal their synchronous copy, {direct} copied without a clone, {len(wrong)} wrong; "
+        f"device memory {peak / GiB:.2f} GiB plain, {used / GiB:.2f} GiB captured",
+        flush=True,
+    )
+    for sentence in wrong[:5]:
+        print(f"  {sentence}")
+    return wrong
+
+
+# ---- the price
+
+
+def pinned_rate() -> float:
+    """Bytes a second from the device into page-locked memory, the best of ten."""
+    source = torch.ones(GiB // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty(GiB // 2, dtype=torch.uint8, pin_memory=True)
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return source.numel() / min(times)
+
+
+class Cost(NamedTuple):
+    """Medians of one mode, in seconds and bytes a forward."""
+
+    device: float
+    """Between events on the device."""
+    wall: float
+    launched: float
+    """Until the processor had launched everything."""
+    copied: float = 0.0
+    """Until all bytes were on the host."""
+    digested: float = 0.0
+    """Until they were hashed and counted."""
+    peak: int = 0
+    """Of device memory."""
+    nbytes: int = 0
+    num_records: int = 0
+    num_direct: float = 0.0
+    is_pinned: bool = False
+
+
+def forward(model: nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
+    """Seconds of one forward: between events on the device, until it is done, and until it is launched."""
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    first.record()
+    model(input_ids=ids, use_cache=False)
+    last.record()
+    launched = time.perf_counter() - began
+    last.synchronize()
+    wall = time.perf_counter() - began
+    return first.elapsed_time(last) / 1e3, wall, launched
+
+
+def drain_of(dumper: Dumper) -> Drain:
+    recording = dumper._recording
+    assert recording is not None
+    return recording.collector._draining()
+
+
+def is_pinned(drain: Drain) -> bool:
+    """Whether copies go straight to the ring; waits for that a while."""
+    device, deadline = drain._device, time.monotonic() + 30
+    assert isinstance(device, Cuda)
+    while device._pinned is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return device._pinned is not None
+
+
+def settle(drain: Drain) -> float:
+    """Wait until every copy has come; returns when (perf_counter), and waits until everything is written."""
+    while drain._copies:
+        time.sleep(0.0005)
+    arrived = time.perf_counter()
+    backlog = drain._backlog
+    assert isinstance(backlog, Backlog)
+    while backlog.in_flight_bytes:
+        time.sleep(0.001)
+    return arrived
+
+
+def measure(model: nn.Module, ids: torch.Tensor, name: str, args: argparse.Namespace) -> Cost:
+    settings = dict(MODES[name])
+    if "layer" in name:
+        settings["rules"] = [f"model.layers.{n}:out*=full" for n in range(args.layers)]
+    room, out = args.host_gib * GiB, args.out / "price"
+    memory = {"queue_bytes": 2 * room, "ring_bytes": room, "block_timeout_s": 60.0}
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    samples = []
+    with Dumper(model, out, force=True, **memory, **settings) as dumper:
+        drain = drain_of(dumper)
+        pinned = is_pinned(drain)
+        for number in range(WARM_UP + args.rounds):
+            began = time.perf_counter()
+            sample = forward(model, ids)
+            torch.cuda.synchronize()
+            copied = time.perf_counter() - began
+            digested = settle(drain) - began
+            if number >= WARM_UP:
+                samples.append((*sample, copied, digested))
+    peak = torch.cuda.max_memory_allocated()
+    run = open_run(out)
+    if not (account := run.ledger()).complete and name != "nothing selected":
+        raise SystemExit(f"FAIL: {name}: {account.sentences()}")
+    step = [record for record in run.records if record.key.step == WARM_UP and record.dtype]
+    nbytes = sum(math.prod(record.shape) * dtypes.itemsize(record.dtype) for record in step)
+    direct = sum(m.value or 0 for m in run.metrics() if m.name == "num_direct_copies" and m.step >= WARM_UP)
+    times = [statistics.median(column) for column in zip(*samples, strict=True)]
+    shutil.rmtree(out)
+    return Cost(*times, peak, nbytes, len(step), direct / args.rounds, pinned)
+
+
+def price(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> None:
+    rate = pinned_rate()
+    torch.cuda.reset_peak_memory_stats()
+    samples = [forward(model, ids) for _ in range(3 + args.rounds)][3:]
+    plain = Cost(*(statistics.median(column) for column in zip(*samples, strict=True)))
+    again = statistics.median(forward(model, ids)[0] for _ in range(args.rounds))
+    print(
+        f"{ids.numel()} tokens: pinned copy {rate / 1e9:.1f} GB/s; plain forward {plain.device * 1e3:.1f} ms on the "
+        f"device (again {again * 1e3:.1f}), {plain.wall * 1e3:.1f} ms wall, launched in {plain.launched * 1e3:.1f} ms; "
+        f"peak {torch.cuda.max_memory_allocated() / GiB:.2f} GiB",
+        flush=True,
+    )
+    for name in MODES:
+        cost = measure(model, ids, name, args)
+        line = f"  {name:<27} device {cost.device / plain.device:6.2f}   wall {cost.wall / plain.wall:6.2f}   "
+        line += f"launch {cost.launched * 1e3:6.1f} ms   peak {cost.peak / GiB:.2f} GiB"
+        if cost.nbytes:
+            speed = cost.nbytes / cost.copied
+            line += f"   {cost.num_records} records, {cost.nbytes / 1e9:.3f} GB on the host at {speed / 1e9:.1f} GB/s"
+            line += (
+                f" = {speed / rate:.0%} of the pinned copy, digested at {cost.nbytes / cost.digested / 1e9:.1f} GB/s"
+            )
+            line += f", {cost.num_direct:.0f} without a clone" + ("" if cost.is_pinned else ", ring not page-locked")
+        print(line, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--host-gib", type=int, default=12, help="host memory for what one forward gives")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/tapscope-cuda"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("FAIL: no CUDA device here")
+        return 1
+    model = build(args)
+    ids = torch.arange(args.tokens, device="cuda")[None] % 16000
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; {args}", flush=True)
+    wrong: list[str] = []
+    with torch.inference_mode():
+        for room, settings in (
+            (2 * GiB, {}),
+            (GiB // 4, {}),
+            (2 * GiB, {"device_bytes": 0}),
+            (2 * GiB, {"ring_bytes": 0}),
+        ):
+            wrong += prove(model, ids, args, room, **settings)
+        price(model, ids, args)
+        price(model, ids[:, :16], args)
+    shutil.rmtree(args.out, ignore_errors=True)
+    loaded = [name for name in ("polars", "fastapi", "textual") if name in sys.modules]
+    there = {name: importlib.util.find_spec(name) is not None for name in ("polars", "fastapi", "textual")}
+    print(f"loaded of polars, fastapi, textual: {loaded or 'none'}; installed: {json.dumps(there)}")
+    wrong += [f"{name} was loaded" for name in loaded]
+    print("FAIL" if wrong else "PASS")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
