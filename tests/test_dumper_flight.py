@@ -25,6 +25,7 @@ from tapscope.dumper.flight import FlightRecorder
 from tapscope.dumper.port import Layout, Port
 from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.steps import OpenStep
+from tapscope.errors import ConfigError
 from tapscope.observe import StepInfo
 from tapscope.run import Run, open_run
 
@@ -401,3 +402,87 @@ def test_steps_flow_into_a_full_memory_while_the_disk_is_slow(tmp_path: Path) ->
     with open_run(tmp_path / "run") as run:
         assert steps_of(run) == list(range(8))
         assert run.ledger().complete, run.ledger().sentences()
+
+
+def test_the_flight_recorder_is_switched_on_and_off_while_the_model_runs(tmp_path: Path) -> None:
+    model = build()
+    with Dumper(model, tmp_path / "run", keep="full") as dumper:
+        forward(model, dumper, 0.0)
+        dumper.configure(past_steps=2)
+        for step in range(1, 5):
+            forward(model, dumper, float(step))
+        assert dumper.release(1).steps == [4]
+        dumper.configure(past_steps=4, past_bytes="1MiB")
+        for step in range(5, 8):
+            forward(model, dumper, float(step))
+        dumper.configure(past_steps=0)
+        forward(model, dumper, 8.0)
+        with pytest.raises(ConfigError, match="configure past_steps first"):
+            dumper.release(1)
+    with open_run(tmp_path / "run") as run:
+        assert steps_of(run) == [0, 4, 8]
+        assert run.ledger().complete, run.ledger().sentences()
+        assert sum(e.fields["num_steps"] for e in run.events() if e.kind == "unreleased") == 6
+
+
+def test_a_forked_child_neither_writes_the_past_nor_hangs(tmp_path: Path) -> None:
+    body = """
+child = os.fork()
+if child == 0:
+    model(torch.ones(2, 8))
+    sys.exit(5)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+step(6)
+dumper.release(1)
+dumper.close()
+"""
+    process = script(tmp_path, body)
+    told, errors = process.communicate(timeout=60)
+    assert (process.returncode, told.strip()) == (0, "5"), errors
+    with open_run(tmp_path / "run") as run:
+        assert steps_of(run) == [6]
+        assert run.ledger().complete, run.ledger().sentences()
+
+
+def test_gradients_that_come_after_their_step_are_held_and_released_with_it(tmp_path: Path) -> None:
+    model = build()
+    with Dumper(model, tmp_path / "run", keep="full", grads=True, past_steps=2) as dumper:
+        for step in range(5):
+            loss = model(torch.full((2, 8), float(step))).sum()
+            loss.backward()
+        assert dumper.release(2).steps == [3, 4]
+    with open_run(tmp_path / "run") as run:
+        assert steps_of(run) == [3, 4]
+        assert {rec.key.pass_ for rec in run.records} == {"forward", "backward"}
+        account = run.ledger()
+        assert account.complete, account.sentences()
+        assert account.seen == len(run.records)
+
+
+def test_threads_that_call_the_model_while_it_is_released_lose_nothing(tmp_path: Path) -> None:
+    model = build()
+    stop = threading.Event()
+    with Dumper(model, tmp_path / "run", keep="full", past_steps=3) as dumper, torch.no_grad():
+
+        def release() -> None:
+            while not stop.is_set():
+                dumper.release(2)
+
+        thread = threading.Thread(target=release)
+        thread.start()
+        for step in range(60):
+            with dumper.step():
+                callers = [threading.Thread(target=model, args=(torch.full((2, 8), float(step)),)) for _ in range(3)]
+                for caller in callers:
+                    caller.start()
+                for caller in callers:
+                    caller.join()
+        stop.set()
+        thread.join()
+        dumper.release()
+    with open_run(tmp_path / "run") as run:
+        account = run.ledger()
+        assert account.complete, account.sentences()
+        assert len({rec.key for rec in run.records}) == len(run.records)
+        assert all(sum(rec.key.step == step for rec in run.records) == 3 * 6 for step in run.steps)
