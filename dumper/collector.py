@@ -54,6 +54,10 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 class Collector:
     """The open step of one rank and what was counted in it."""
 
@@ -103,7 +107,7 @@ class Collector:
         self._selected_at = -1
         if self._drain is not None:
             self._drain.resize(selection.config.device_bytes)
-        elif selection.config.enabled and torch.cuda.is_initialized() and isinstance(self._backlog, Backlog):
+        elif selection.config.enabled and isinstance(self._backlog, Backlog) and _uses_cuda():
             self._draining().prepare()
         if self.keeper.stopped is None:
             self.keeper.configure(selection.config)
@@ -274,9 +278,8 @@ class Collector:
 
     def put_value(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """As :meth:`take`, for a value that no tap brought: its step may not have been announced yet."""
-        step = stamp.step
-        if port.may_keep and (step.announced or step is self.step) and not step.skipped:
-            self.announce(step)
+        if port.may_keep and not stamp.step.skipped:
+            self.announce(stamp.step)
             self.take(port, leaf, stamp)
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
