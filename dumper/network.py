@@ -70,10 +70,10 @@ class Endpoint:
             probe.settimeout(_SLICE_S)
             try:
                 probe.connect(self.address.removeprefix("ipc://"))
-            except TimeoutError:
-                return False
-            except OSError:
+            except (ConnectionRefusedError, FileNotFoundError):
                 return True
+            except OSError:  # too many wait to be let in: somebody is there
+                return False
         return False
 
     def wait(self, socket: "zmq.Socket[bytes]", timeout_s: float) -> bool:

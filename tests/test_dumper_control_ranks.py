@@ -24,6 +24,7 @@ from tapscope import wire
 from tapscope.dumper import Dumper
 from tapscope.dumper.adoption import Adoption
 from tapscope.dumper.client import ControlClient
+from tapscope.dumper.network import Endpoint
 from tapscope.dumper.session import find
 from tapscope.errors import ConfigError, RecorderError, RuleError, TapscopeError
 from tapscope.observe import RankInfo
@@ -358,6 +359,22 @@ def test_a_killed_recorder_leaves_an_address_that_is_known_to_be_dead(tmp_path: 
     model = build()
     with Dumper(model, tmp_path / "run", force=True):
         assert find(tmp_path / "run")["pid"] != found["pid"]
+
+
+def test_a_recorder_that_lets_nobody_in_for_a_while_has_not_ended(tmp_path: Path) -> None:
+    where = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(where))
+        listener.listen(0)
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(str(where))
+        assert not Endpoint(f"ipc://{where}").has_ended
+        for each in waiting:
+            each.close()
+    assert Endpoint(f"ipc://{where}").has_ended
+    assert Endpoint(f"ipc://{tmp_path}/nothing").has_ended
 
 
 def test_a_request_to_a_recorder_that_has_just_ended_is_a_503_at_once(tmp_path: Path) -> None:
