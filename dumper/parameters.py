@@ -114,7 +114,9 @@ class Parameters:
     def _put(self, collector: "Collector", tap: Tap, kind: str, values: Iterable[Any], step: OpenStep) -> None:
         for name, value in values:
             tap.fired = True
-            collector.put_value(tap.port(kind, name, self._selection), value, Stamp(step, 0))
+            port = tap.port(kind, name, self._selection)
+            if port.may_keep:
+                collector.put_value(port, value, Stamp(step, step.claim((port.model, port.site, 0, FORWARD))))
 
     def _put_gradients(
         self,

@@ -266,6 +266,19 @@ def test_a_hook_that_fires_after_close_or_in_a_later_run_does_nothing(tmp_path: 
         assert (len(run.records), run.ledger().seen) == (0, 0)
 
 
+def test_a_gradient_of_a_run_that_was_reset_is_in_no_run(tmp_path: Path) -> None:
+    model = model_of()
+    with Dumper(model, tmp_path / "one", **GRADS) as dumper:
+        with dumper.step():
+            left = model(torch.randn(2, 4))
+        dumper.reset("two")
+        with dumper.step():
+            (left.sum() + model(torch.randn(2, 4)).sum()).backward()
+    assert not open_run(tmp_path / "one").records
+    assert {step for _, step, _, _ in gradients(open_run(tmp_path / "two"))} == {0}
+    assert len(open_run(tmp_path / "two").records) == 7 + 4  # of one forward: outputs, and inputs but the batch
+
+
 def test_a_graph_keeps_neither_the_model_nor_the_dumper_alive(tmp_path: Path) -> None:
     model = nn.Sequential(nn.GELU())
     x = torch.randn(2, 4, requires_grad=True)

@@ -288,6 +288,33 @@ def test_parameters_and_buffers_are_kept_where_asked_lists_of_them_included(tmp_
     assert run.ledger().never_fired == []
 
 
+def test_a_model_dumped_by_hand_beside_the_rules_has_keys_of_its_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with Dumper(model, tmp_path / "run", keep="off", rules=["*:param[weight]=full"]) as dumper:
+        with dumper.step():
+            model(torch.ones(1, 4)).sum().backward()
+            assert dumper.dump_model(model, prefix="before") == 1
+            assert dumper.dump_model(model) == 1
+        assert dumper.dump_model(model) == 1
+    run = open_run(tmp_path / "run")
+    keys = [r.key for r in run.records]
+    assert len(set(keys)) == len(keys) == 4
+    assert [key.occurrence for key in keys if key.site == "0:param[weight]"] == [0, 1, 2]
+    assert run.ledger().complete
+
+
+def test_a_model_dumped_after_a_step_in_which_nothing_came_is_in_the_run(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with Dumper(model, tmp_path / "run", keep="off") as dumper:
+        with dumper.step():
+            model(torch.ones(1, 4))
+        dumper.configure(keep="stats", mode="off")
+        assert dumper.dump_model(model) == 1
+    run = open_run(tmp_path / "run")
+    assert [r.key for r in run.records] == [Key("0:param[weight]", 0)]
+    assert run.ledger().complete
+
+
 def test_everything_in_full_leaves_parameters_gradients_and_buffers_alone(tmp_path: Path) -> None:
     model = nn.BatchNorm1d(4)
     with Dumper(model, tmp_path / "run", rules=["*=full"]) as dumper, dumper.step():
