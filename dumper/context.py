@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from tapscope.dumper.naming import tags_of
 from tapscope.errors import ConfigError
 
 Tags = Mapping[str, Any]
@@ -25,8 +26,8 @@ def set_ctx(**tags: Any) -> None:
 
 
 def merged(tags: Tags, more: Tags) -> Tags:
-    """``tags`` overlaid by ``more``; None takes one away."""
-    return {name: value for name, value in {**tags, **more}.items() if value is not None} or NO_TAGS
+    """``tags`` overlaid by ``more``, as JSON; None takes one away."""
+    return tags_of({**tags, **more}) or NO_TAGS
 
 
 class ctx:

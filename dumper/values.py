@@ -10,7 +10,6 @@ from tapscope.dumper import context, identity
 from tapscope.dumper.captures import Captures
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.explicit import attributes
-from tapscope.dumper.naming import tags_of
 from tapscope.dumper.parameters import take_model
 from tapscope.dumper.recording import Recording
 from tapscope.dumper.rules import Selection
@@ -80,7 +79,7 @@ class ValueCalls:
             {"params": True, "grads": True, "buffers": True, "mode": "all"}
         )
         selection = Selection.of(config, rank=info.rank, coords=info.coords)
-        said = tags_of(context.merged(context.current(), tags))
+        said = context.merged(context.current(), tags)
         return take_model(recording.collector, model, where, selection, prefix=prefix, micro=where.micro, tags=said)
 
     @contextmanager

@@ -705,3 +705,17 @@ model(torch.ones(1, 2))
 def test_torch_is_not_loaded_by_the_package_alone() -> None:
     code = "import sys\nfrom tapscope import dumper\nassert 'torch' not in sys.modules\nassert dumper.dump"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_context_holds_for_what_taps_bring_too(tmp_path: Path) -> None:
+    model = build()
+    with Dumper(model, tmp_path / "run", keep="off", rules=["layers.0:out=full tag.part=actor"]) as dumper:
+        with ctx(part="actor", note=torch.ones(3), rate=float("inf")):
+            model(torch.ones(1, 8))
+        with dumper.ctx(part="critic"):
+            model(torch.ones(1, 8))
+        model(torch.ones(1, 8))
+    run = open_run(tmp_path / "run")
+    tags = {"part": "actor", "note": "<Tensor of shape (3,)>", "rate": "inf"}
+    assert [(r.key.site, r.key.step, r.tags) for r in run.records] == [("layers.0:out", 0, tags)]
+    assert run.ledger().complete
