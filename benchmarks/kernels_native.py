@@ -2,8 +2,8 @@
 
     python benchmarks/kernels_native.py [--mebibytes 128] [--width 4096] [--only-take]
 
-Predicted before the first run: summaries at 6 GB/s or more (three 64-bit products per word for the hash), comparison
-at 60 % of the read ceiling for fp32 and bf16, less for fp16, whose subnormal numbers cost a branchless selection.
+Predicted before the first run: summaries at 6 GB/s or more, digests at 28, comparison at 60 % of the
+read ceiling for fp32 and bf16, less for fp16, whose subnormal numbers cost a branchless selection.
 The ceiling is ``np.sum`` over the bytes as int64; every figure is the best of several interleaved rounds.
 """
 

@@ -64,7 +64,7 @@ def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True
 
     Neither address need be aligned, and the two must not overlap. ``dtype`` is a name of
     :data:`tapscope.dtypes.NAMES`; a complex number is taken as two elements. Without ``bag`` none is worked out (which
-    saves a seventh of the time) and the text lacks it. The memory must stay alive and unchanged during the call.
+    saves a quarter of the time) and the text lacks it. The memory must stay alive and unchanged during the call.
     The GIL is released for :data:`BRIEF` bytes and more. Raises RunCorruptError for an unknown dtype.
     """
     functions = library.functions()
