@@ -5,18 +5,23 @@ an error then, never a SIGBUS later) and mapped in. The recorder maps it too and
 behind however either side ends. This module needs no torch: the recorder uses :class:`RingView`.
 """
 
+import contextlib
 import mmap
 import os
 import secrets
+import time
 from collections import deque
 from pathlib import Path
 
 import numpy as np
 
+from tapscope.dumper.process import is_alive
+
 ALIGNMENT = 64
 MIN_BYTES = 1 << 20
 """A smaller ring is not worth its bookkeeping."""
 _SHARED_MEMORY = Path("/dev/shm")
+_ABANDONED_S = 60.0  # a recorder maps a ring within seconds
 
 
 class RingError(Exception):
@@ -31,6 +36,7 @@ class Ring:
         self.nbytes = nbytes - nbytes % mmap.PAGESIZE
         if self.nbytes < MIN_BYTES:
             raise RingError(f"{nbytes} bytes are too few for a ring; at least {MIN_BYTES} are needed")
+        _sweep()
         self.path = _SHARED_MEMORY / f"tapscope-{os.getpid()}-{secrets.token_hex(8)}"
         try:
             self.memory = _create(self.path, self.nbytes)
@@ -123,3 +129,14 @@ def _create(path: Path, nbytes: int) -> mmap.mmap:
         raise
     finally:
         os.close(fd)
+
+
+def _sweep() -> None:
+    """Remove rings whose maker was killed before a recorder had mapped them."""
+    for path in _SHARED_MEMORY.glob("tapscope-*-*"):
+        pid = path.name.split("-")[1]
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            old = time.time() - about.st_mtime > _ABANDONED_S
+            if old and pid.isdigit() and about.st_uid == os.getuid() and not is_alive(int(pid)):
+                path.unlink()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,8 +13,14 @@ from hypothesis import strategies as st
 from tapscope.dumper import ring as rings
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Batch, Pending
+from tapscope.dumper.choice import Choice
 from tapscope.dumper.pool import BufferPool
+from tapscope.dumper.port import NO_LAYOUT, Port
 from tapscope.dumper.ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView
+from tapscope.dumper.slot import Slot
+from tapscope.dumper.stamp import Stamp
+from tapscope.dumper.steps import OpenStep
+from tapscope.observe import StepInfo
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,10 +85,32 @@ def test_shared_memory_that_is_missing_or_too_small_is_an_error_that_says_so(
         Ring(1000)
     with pytest.raises(RingError, match="no .* bytes of shared memory"):
         Ring(1 << 60)
-    assert not list(Path("/dev/shm").glob(f"tapscope-{os.getpid()}-*"))  # noqa: S108 - that is where rings are
+    assert not list(Path("/dev/shm").glob(f"tapscope-{os.getpid()}-*"))
     monkeypatch.setattr(rings, "_SHARED_MEMORY", tmp_path / "missing")
     with pytest.raises(RingError, match="No such file"):
         Ring(MIN_BYTES)
+
+
+def test_rings_of_the_dead_are_swept_and_those_of_the_living_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rings, "_SHARED_MEMORY", tmp_path)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    made = {name: tmp_path / name for name in (f"tapscope-{dead.pid}-a", f"tapscope-{os.getpid()}-b", "tapscope-x-c")}
+    fresh = tmp_path / f"tapscope-{dead.pid}-d"
+    for path in (*made.values(), fresh):
+        path.write_bytes(b"x")
+    for path in made.values():
+        os.utime(path, (0, 0))
+    ring = Ring(MIN_BYTES)
+    ring.unlink()
+    assert {path.name for path in tmp_path.iterdir()} == {f"tapscope-{os.getpid()}-b", "tapscope-x-c", fresh.name}
+
+
+def pending(slot: Slot) -> Pending:
+    stamp = Stamp(OpenStep(StepInfo(step=0), 0), 0)
+    return Pending(Port(":out", Choice(), {}), stamp, 0, NO_LAYOUT, b'"hash":""', 0, 1, slot)
 
 
 def make_backlog(limit: int, timeout_s: float | None = 0.05) -> Backlog:
@@ -124,7 +153,7 @@ def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
     backlog = make_backlog(2 * MIN_BYTES, timeout_s=20.0)
     slot = backlog.reserve(2 * MIN_BYTES - 600)
     assert slot is not None
-    assert backlog.put(Pending(b"{}", 0, 1, slot, ("x", "uint8", [slot.nbytes])))
+    assert backlog.put(pending(slot))
 
     def recorder() -> None:
         items = backlog.take(10.0)
@@ -149,7 +178,7 @@ def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
     assert backlog.abandon("the recorder died")
     assert not backlog.abandon("again")
     assert backlog.reserve(1) is None
-    assert not backlog.put(Pending(b"{}", 0, 1, slot))
+    assert not backlog.put(pending(slot))
     assert not backlog.drained(60.0)
 
 

@@ -1,0 +1,56 @@
+"""Lines written in a hurry are those of the record, byte for byte."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.dumper import capture
+from tapscope.dumper.batch import Pending
+from tapscope.dumper.choice import Choice
+from tapscope.dumper.cut import Part
+from tapscope.dumper.memo import Memo
+from tapscope.dumper.port import Port
+from tapscope.dumper.stamp import Stamp
+from tapscope.dumper.steps import OpenStep
+from tapscope.kernels.native.summary import summarize
+from tapscope.observe import StepInfo
+from tapscope.record import Key, Record, Slice, encode
+
+ranges = st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=1, max_size=3).map(tuple)
+tags = st.dictionaries(
+    st.text(min_size=1, max_size=5), st.text(max_size=5) | st.integers(-9, 9) | st.none(), max_size=3
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    path=st.text(st.characters(exclude_characters=":", exclude_categories=["Cs"]), max_size=9),
+    place=st.tuples(*[st.integers(0, 10**9)] * 3, st.sampled_from(["forward", "recompute", "backward"]), tags),
+    model=st.sampled_from(["", "actor", 'q"uote']),
+    rows=st.none() | ranges,
+    cut=st.none() | st.builds(Slice, st.tuples(*[st.integers(-9, 9)] * 3), st.just((8, 2))),
+    cap=st.none() | st.integers(1, 99),
+    values=st.lists(st.floats(width=32), min_size=2, max_size=2),
+)
+def test_the_line_of_a_pending_record_is_that_of_the_record(
+    path: str, place: Any, model: str, rows: Any, cut: Slice | None, cap: int | None, values: list[float]
+) -> None:
+    step, occurrence, micro, pass_, said = place
+    tensor = torch.tensor(values)
+    port = Port(f"{path}:out", Choice(), {}, "a", model=model)
+    stamp = Stamp(OpenStep(StepInfo(step=step), 0), occurrence, micro, pass_, said or None)
+    layout = port.layout(Part(tensor, rows, cut), cap, lambda where, reason: None)
+    text = capture.measure(tensor, layout, Memo())[0]
+    fast = Pending(port, stamp, 7, layout, text, 0).line()
+
+    found = summarize(tensor.data_ptr(), 2, "float32")
+    key = Key(port.site, step, 0, occurrence, micro, pass_, model)
+    rec = Record(key, 7, "float32", (2,), "a", rows, found.stats, found.hash, bag=found.bag)
+    slow = encode(
+        Record(
+            **{name: getattr(rec, name) for name in rec.__slots__} | {"slice": cut, "cap": cap, "tags": said or None}
+        )
+    )
+    assert fast == slow
