@@ -2,9 +2,9 @@
 
     python benchmarks/cuda_capture.py [--out DIR] [--hidden 8192] [--layers 4] [--tokens 2048]
 
-A bf16 Llama with random weights. First the proof: the process may use only the memory that the plain forward needs
-and a little, so what the model frees is used again at once, while copies of it are still under way. Hooks of our own
-copy every tensor synchronously, in a second pass over the same input; every record must have the same bytes. Then the
+A bf16 Llama with random weights. First the proof: with memory to spare every freed block is taken again at once and
+overwritten, while copies of it are still under way; with hardly any the clones must not be in the model's way. Hooks
+of our own copy every tensor synchronously, in a second pass over the same input; every record must have the same bytes. Then the
 price: the forward's time on the device (events) and on the wall, plain against statistics and full, with room for
 everything that one forward gives, so that neither the disk nor the recorder is what is measured. Ends with PASS or
 FAIL.
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapscope import dtypes
@@ -35,6 +36,13 @@ from tapscope.run import Run, open_run
 
 GiB = 1 << 30
 WARM_UP = 1
+PROOFS: list[tuple[int, dict[str, Any]]] = [  # bytes to spare, settings
+    (20 * GiB, {}),
+    (20 * GiB, {"ring_bytes": 0}),
+    (20 * GiB, {"device_bytes": 0}),
+    (2 * GiB, {}),
+    (GiB // 4, {}),
+]
 MODES: dict[str, dict[str, Any]] = {
     "nothing selected": {"keep": "off"},
     "full, every layer's output": {"keep": "off"},
@@ -87,6 +95,20 @@ def synchronous_copies(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.T
     return copies
 
 
+def scribble(model: nn.Module) -> list[RemovableHandle]:
+    """After every module, take memory of its output's size twice, fill it with NaN and let it go.
+
+    A clone whose memory went back too early would be overwritten before it is copied.
+    """
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            first = torch.full_like(output, torch.nan)
+            torch.full_like(first, torch.nan)
+
+    return [module.register_forward_hook(hook) for module in model.modules()]
+
+
 def differences(run: Run, copies: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
     """How many records were compared, and what is wrong."""
     wrong, seen = [], set()
@@ -117,8 +139,11 @@ def prove(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace, room: i
     torch.cuda.set_per_process_memory_fraction((peak + room) / total)
     queue = {"queue_bytes": 2 * GiB, "ring_bytes": GiB, "block_timeout_s": 120.0}
     try:
-        with Dumper(model, out, force=True, keep="full", **queue, **settings):
+        with Dumper(model, out, force=True, keep="full", **(queue | settings)):
+            handles = scribble(model) if room > GiB else []
             model(input_ids=ids, use_cache=False)
+            for handle in handles:
+                handle.remove()
         used = torch.cuda.max_memory_reserved()
         torch.cuda.empty_cache()
         copies = synchronous_copies(model, ids)
@@ -295,12 +320,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; {args}", flush=True)
     wrong: list[str] = []
     with torch.inference_mode():
-        for room, settings in (
-            (2 * GiB, {}),
-            (GiB // 4, {}),
-            (2 * GiB, {"device_bytes": 0}),
-            (2 * GiB, {"ring_bytes": 0}),
-        ):
+        for room, settings in PROOFS:
             wrong += prove(model, ids, args, room, **settings)
         price(model, ids, args)
         price(model, ids[:, :16], args)

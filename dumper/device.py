@@ -20,6 +20,7 @@ from tapscope.dumper.slot import Slot
 _log = logging.getLogger("tapscope")
 _LOOK_S = 0.05  # what torch and the driver say of memory takes about 0.1 ms
 _LOOK_AGAIN_S = 0.005
+_PARTS = 16
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -65,8 +66,8 @@ class Device(Protocol):
 class Slack:
     """How much memory of one device clones may take without the model missing it.
 
-    Half of what nobody has reserved, or torch has reserved and never used at once: what a model that has run takes
-    again is then still there for it.
+    A small part of what this process could have reserved beyond the most that it ever did: a model that has run finds
+    all that it took before, and one that runs for the first time most of what it will want.
     """
 
     def __init__(self, index: int) -> None:
@@ -78,7 +79,7 @@ class Slack:
         """Whether there is room for so many bytes; they then count until it looks at the device again."""
         age = time.monotonic() - self._looked
         if age > _LOOK_S or (nbytes > self._left and age > _LOOK_AGAIN_S):
-            self._looked, self._left = time.monotonic(), self._measure() // 2
+            self._looked, self._left = time.monotonic(), self._measure() // _PARTS
         if nbytes > self._left:
             return False
         self._left -= nbytes
@@ -88,11 +89,10 @@ class Slack:
         stats = torch.cuda.memory_stats_as_nested_dict(self._index)
         if not stats:
             return 0
-        reserved = stats["reserved_bytes"]["all"]["current"]
+        reserved = stats["reserved_bytes"]["all"]
         free, total = torch.cuda.mem_get_info(self._index)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(self._index) * total) - reserved
-        unused = reserved - stats["allocated_bytes"]["all"]["peak"]
-        return int(max(min(free, allowed), 0) + max(unused, 0))
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._index) * total)
+        return int(max(min(free + reserved["current"], allowed) - reserved["peak"], 0))
 
 
 class Cuda:

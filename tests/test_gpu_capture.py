@@ -1,6 +1,7 @@
 """Capture on a CUDA device; skipped, and counted in the summary, where there is none."""
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.gpu
 def never_waiting() -> Iterator[None]:
     """Every call of torch that would wait for the device fails here: ours then shows as a value that failed."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -184,7 +186,7 @@ def test_gradients_and_recomputation_come_too(tmp_path: Path) -> None:
         hook = lambda _m, _i, grads, name=name: copies.update({f"{name}:out.grad": grads[0].cpu()})  # noqa: E731
         model.get_submodule(name).register_full_backward_hook(hook)
     with Dumper(model, tmp_path / "run", keep="full", grads=True) as dumper, dumper.step():
-        model(torch.randn(4, 8, device="cuda")).square().sum().backward()
+        model(torch.randn(4, 8, device="cuda", requires_grad=True)).square().sum().backward()
     run = complete(tmp_path / "run")
     found = {r.key.site: run.array(r) for r in run.records if r.entry}
     for site, value in copies.items():
