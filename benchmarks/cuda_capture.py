@@ -4,10 +4,10 @@
 
 A bf16 Llama with random weights. First the proof: with memory to spare every freed block is taken again at once and
 overwritten, while copies of it are still under way; with hardly any the clones must not be in the model's way. Hooks
-of our own copy every tensor synchronously, in a second pass over the same input; every record must have the same bytes. Then the
-price: the forward's time on the device (events) and on the wall, plain against statistics and full, with room for
-everything that one forward gives, so that neither the disk nor the recorder is what is measured. Ends with PASS or
-FAIL.
+of our own copy every tensor synchronously, in a second pass over the same input; every record must have the same
+bytes. Then the price: the forward's time on the device (events) and on the wall, plain against statistics and full,
+with room for everything that one forward gives, so that neither the disk nor the recorder is what is measured. Ends
+with PASS or FAIL.
 """
 
 import argparse
