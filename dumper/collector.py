@@ -260,12 +260,12 @@ class Collector:
         """A recomputation of ``origin``, which may have ended. Its gradients belong to the forward that it repeats."""
         step, micro = origin
         try:
-            self.origins.renew(origin)
             self.announce(step)
             tap.fired = True
             with self._lock:
                 stamp = Stamp(step, step.claim((tap, kind, micro, RECOMPUTE)), micro, RECOMPUTE, tags())
-                repeated = step.repeats((tap, kind, micro), current_node()) if tap.has_grads else None
+                may_repeat = tap.has_grads and torch.is_grad_enabled()
+                repeated = step.repeats((tap, kind, micro), current_node()) if may_repeat else None
             forward = stamp._replace(occurrence=stamp.occurrence if repeated is None else repeated, pass_=FORWARD)
             for path, leaf in flatten(tap.named_inputs(*value) if kind == "in" else value):
                 port = tap.ports.get((kind, path)) or tap.port(kind, path, self.selection)

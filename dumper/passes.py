@@ -5,11 +5,14 @@ whose forward made the node of the graph that the engine is at, which may have e
 the thread that makes them, in order: so it is enough to remember at which number each forward began.
 """
 
+import sys
 import threading
 from bisect import bisect_right
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from tapscope.dumper.steps import OpenStep
 
@@ -27,8 +30,19 @@ def next_node() -> int:
 
 
 def current_node() -> int | None:
-    """Number of the node that the engine is at."""
+    """Number of the node of the forward's graph that the engine is at.
+
+    A reentrant checkpoint runs the engine again inside its backward, over nodes that the recomputation made: then its
+    own node is meant, and of nested ones the outermost, which the forward made.
+    """
     node = _engine._current_autograd_node()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount and code.co_varnames[0] == "ctx":
+            context = frame.f_locals.get("ctx")
+            node = context if isinstance(context, BackwardCFunction) else node
+        frame = frame.f_back
     return None if node is None else int(node._sequence_nr())
 
 
@@ -94,16 +108,6 @@ class Origins:
         number = current_node()
         trail = self._trails.get(threading.get_ident()) or self._latest
         return None if number is None or trail is None else trail.find(number)
-
-    def renew(self, origin: Origin) -> None:
-        """Nodes made by this recomputation belong to ``origin`` as well."""
-        if threading.get_ident() in self._trails:
-            self.note(*origin)
-
-    def forget(self) -> None:
-        """A new run: what comes from earlier forwards belongs to none of its steps."""
-        self._trails.clear()
-        self._latest = None
 
     def _drop_old(self, serial: int) -> None:
         for thread, trail in list(self._trails.items()):

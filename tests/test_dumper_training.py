@@ -138,6 +138,46 @@ def test_a_model_recomputed_as_a_whole_opens_no_step_of_its_own(tmp_path: Path, 
     assert run.ledger().complete
 
 
+class Whole(nn.Module):
+    """A stack that is recomputed as a whole, with blocks that are recomputed in that."""
+
+    def __init__(self, outer: bool, inner: bool) -> None:
+        super().__init__()
+        self.stack = Stack(reentrant=inner)
+        self.reentrant = outer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.stack, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_checkpoints_within_checkpoints_belong_to_the_step_of_their_forward(
+    tmp_path: Path, outer: bool, inner: bool
+) -> None:
+    model, batches = Whole(outer, inner), [batch(seed) for seed in range(3)]
+    rules = ["*.up:out=full", "*.up:out.grad=full"]
+    with Dumper(model, tmp_path / "run", keep="off", rules=rules):
+        losses = [model(x).sum() for x in batches]  # each call a step of its own
+        for loss in losses:
+            loss.backward()
+    run = open_run(tmp_path / "run")
+    forward = values(run, FORWARD)
+    again = [r for r in run.records if r.key.pass_ == RECOMPUTE]
+    assert {(r.key.step, r.key.site) for r in again} == {(key.step, key.site) for key in forward}
+    for record in again:
+        original = forward[record.key._replace(pass_=FORWARD, occurrence=0)]
+        np.testing.assert_array_equal(run.array(record), original)
+    back = values(run, BACKWARD)
+    assert {key._replace(site=key.site.removesuffix(".grad")) for key in back} == set(forward)
+    for step, x in enumerate(batches):
+        plain = Stack(reentrant=False).layers[0]
+        up = plain.up(x.detach())
+        assert np.array_equal(up.detach().numpy(), forward[Key("stack.layers.0.up:out", step)])
+    assert run.ledger().complete
+
+
 def test_a_rule_tells_the_passes_apart(tmp_path: Path) -> None:
     model = Stack(reentrant=False)
     rules = ["layers.*.up:out=full pass=recompute"]
