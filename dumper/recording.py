@@ -10,6 +10,8 @@ from tapscope.dumper import manifest
 from tapscope.dumper.captures import NOWHERE
 from tapscope.dumper.collector import Collector
 from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.farewell import say
+from tapscope.dumper.identity import Who
 from tapscope.dumper.link import Link
 from tapscope.dumper.regime import Regime
 from tapscope.dumper.schedule import Schedule
@@ -26,8 +28,9 @@ _RESET_TIMEOUT_S = 10.0
 class Recording:
     """Steps, collector, taps and link of one open run; without a link only what is captured in memory."""
 
-    def __init__(self, config: DumperConfig, info: RankInfo, watches: list[Watch], link: Link | None) -> None:
-        self.info = info
+    def __init__(self, config: DumperConfig, who: Who, watches: list[Watch], link: Link | None) -> None:
+        self.info = info = who.ask()
+        self._who = who
         self.link = link
         self.run: Path | None = None
         """None until the recorder is there."""
@@ -92,6 +95,7 @@ class Recording:
         """Take the taps away, send what is left and say what is missing; None, or why the run is incomplete."""
         self.schedule.settle()
         silent = self._never_fired()
+        is_idle = not self.schedule.next_step and any(watch.armed for watch in self._watches)
         self.stop()
         link, collector = self.link, self.collector
         if link is None:
@@ -106,7 +110,7 @@ class Recording:
         collector.keeper.close(interrupted)
         link.put_event("close", **fields)
         lost = link.close()
-        self._say(silent, lost)
+        self._say(silent, lost, is_idle=is_idle)
         return lost
 
     def stop(self) -> None:
@@ -120,8 +124,8 @@ class Recording:
         """This is a forked child, and the recording its parent's: nothing is recorded here."""
         self.stop()
 
-    def reset(self, name: str | None, info: RankInfo) -> None:
-        """Go on in a new run called ``name``, with steps from 0; ``info`` is who this process is now.
+    def reset(self, name: str | None) -> None:
+        """Go on in a new run called ``name``, with steps from 0.
 
         Waits for the recorder: for use between steps. Raises RunExistsError when the run is taken, RecorderError when
         there is no answer, StepError inside a step.
@@ -140,6 +144,7 @@ class Recording:
         self._num_runs += 1
         self._first = self._first or self.run
         run = self._first.with_name(name or f"{self._first.name}-{self._num_runs}")
+        self.info = self.regime.info = info = self._who.ask()
         hello = manifest.hello(info, self.regime.config, [], {})
         more = {"manifest": hello["manifest"], "opening": {"rank": info.rank, **hello["opening"]}}
         self._answered.clear()
@@ -150,7 +155,6 @@ class Recording:
             raise RecorderError(f"the recorder has not opened {run} within {_RESET_TIMEOUT_S:g} s: {reason}")
         if (problem := self._answer.get("problem")) is not None:
             raise RunExistsError(str(problem))
-        self.info = info
         self._renew(run)
         self.schedule.restart()
 
@@ -199,7 +203,21 @@ class Recording:
         if self.link is not None and (welcome := self.link.arrived()) is not None:
             self._welcome(welcome)
             self.regime.select()
+        if (news := self._who.news()) is not None:
+            self._become(news)
         return self.regime.apply_due(info, self._go_on_in)
+
+    def _become(self, info: RankInfo) -> None:
+        """Groups were made after the run was opened."""
+        if info.rank != self.info.rank:
+            text = "tapscope records as rank %d, which this process was when the run was opened; it is rank %d now: "
+            _log.warning(text + "open the run after init_process_group", self.info.rank, info.rank)
+            return
+        self.info = self.regime.info = info
+        if self.link is not None:
+            mesh, coords = dict(info.mesh), dict(info.coords)
+            self.link.put_event("mesh", world_size=info.world_size, mesh=mesh, coords=coords)
+        self.regime.select()
 
     def _ending(self, step: OpenStep) -> None:
         for watch in self._watches:
@@ -245,16 +263,3 @@ class Recording:
 
     def _never_fired(self) -> list[str]:
         return [site for watch in self._watches for site in watch.silent()] if self.schedule.next_step else []
-
-    def _say(self, silent: list[str], lost: str | None) -> None:
-        collector, run = self.collector, self.run
-        facts = [
-            (len(silent), f"taps that never fired ({len(silent)}): {', '.join(silent[:4])}"),
-            (collector.num_outside, f"{collector.num_outside} firings outside a step were not kept; use step()"),
-            (collector.num_dropped, f"{collector.num_dropped} values were dropped; {run} is incomplete"),
-            (collector.num_failed, f"{collector.num_failed} values could not be captured (tapscope info says why)"),
-            (lost if run else None, f"{run} is incomplete: {lost}"),
-        ]
-        for amount, sentence in facts:
-            if amount:
-                _log.warning("tapscope: %s", sentence)

@@ -408,7 +408,9 @@ def test_a_compiled_module_goes_on_and_its_taps_are_named_as_silent(
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_model_compiled_as_a_whole_is_never_broken(tmp_path: Path, fullgraph: bool) -> None:
+def test_a_model_compiled_as_a_whole_is_never_broken_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fullgraph: bool
+) -> None:
     torch.compiler.reset()
     model = Inner()
     compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
@@ -416,6 +418,7 @@ def test_a_model_compiled_as_a_whole_is_never_broken(tmp_path: Path, fullgraph: 
     expected = model(x)
     with Dumper(model, tmp_path / "run", keep="full"):
         assert torch.equal(compiled(x), expected)
+    assert "no step was taken" in caplog.text
     with Dumper(compiled, tmp_path / "outer", keep="full"):
         assert torch.equal(compiled(x), expected)
     run = open_run(tmp_path / "outer")
