@@ -75,7 +75,7 @@ class Port:
         self.announced = False
         """Whether its ``site`` line was sent."""
         self.complained = False
-        self.keep = _plain_keep(choice.static) if row_set is None and choice.sentinel is None else None
+        self.keep = _plain_keep(choice.static) if row_set is None else None
         """What is kept of every tensor here, where nothing else need be asked; else None."""
         self.grad: Port | None = None
         """The port of its gradient, where that may be kept."""

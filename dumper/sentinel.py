@@ -9,6 +9,7 @@ from tapscope.dumper.choice import Moment
 from tapscope.dumper.trigger import STATISTICS, Trigger
 from tapscope.stats import Stats
 
+_STATS = b'"stats":'
 _CALM_TEXT = b'"nan":0,"posinf":0,"neginf":0,'
 _NONFINITE = frozenset(("nan", "posinf", "neginf", "inf", "nonfinite"))
 _CALM = Stats(1, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -33,10 +34,10 @@ class Sentinel:
         self.num_problems, self.problem = 0, None
 
     def fired(self, text: bytes, moment: Callable[[], Moment]) -> list[tuple[Trigger, Stats]]:
-        """The triggers that fire; never raises. ``text`` has the members ``hash`` to ``stats`` of a record's line."""
+        """The triggers that fire; never raises. ``text`` ends with the member ``stats`` of a record's line."""
         if self._is_calm and _CALM_TEXT in text:
             return []
-        stats = Stats.from_json(json.loads(b"{%b}" % text)["stats"])
+        stats = Stats.from_json(json.loads(text[text.index(_STATS) + len(_STATS) :].decode()))
         values = self._known | _values(moment()) if self._needs_moment else self._known
         return [(trigger, stats) for trigger in self._asked(stats, values)]
 
