@@ -52,7 +52,7 @@ class Dumper(ValueCalls, StepCalls):
         self._watches = [Watch(each, name) for name, each in _models_of(model).items()]
         self._config = (config or DumperConfig()).updated(settings)
         self._out = None if out is None else Path(out)
-        self._info = info
+        self._who = identity.Who(info, self._models)
         self._force = force
         self._recording: Recording | None = None
         self._latest: Recording | None = None  # the last one, for questions after its end
@@ -67,7 +67,7 @@ class Dumper(ValueCalls, StepCalls):
     def _open(self, *, later: bool = False, lenient: bool = False) -> None:
         if self._recording is not None:
             raise StepError("this Dumper is already open")
-        recording = Recording(self._config, self._identity(), self._watches, Link(self._config))
+        recording = Recording(self._config, self._who, self._watches, Link(self._config))
         recording.open(lambda: self._place(recording.info), force=self._force, later=later, lenient=lenient)
         self._recording = self._latest = recording
         lifetime.opened(self)
@@ -78,11 +78,8 @@ class Dumper(ValueCalls, StepCalls):
         if recording is not None:
             recording.abandon()
 
-    def _identity(self) -> RankInfo:
-        """Who this process is, asked anew."""
-        if self._info is not None:
-            return self._info
-        return identity.rank_info([model for watch in self._watches if (model := watch.model) is not None])
+    def _models(self) -> list[nn.Module]:
+        return [model for watch in self._watches if (model := watch.model) is not None]
 
     def _place(self, info: RankInfo) -> Path:
         """Directory of the run; may wait for another rank to name it."""
@@ -126,7 +123,7 @@ class Dumper(ValueCalls, StepCalls):
     def info(self) -> RankInfo:
         """Who this process is in its job."""
         recording = self._recording or self._latest
-        return recording.info if recording is not None else self._info or identity.rank_info()
+        return recording.info if recording is not None else self._who.ask()
 
     @property
     def http(self) -> str | None:
@@ -175,7 +172,7 @@ class Dumper(ValueCalls, StepCalls):
         """
         if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name):
             raise ConfigError(f"reset: {name!r} must be a plain name beside the present run, without '/'")
-        self._require("reset()").reset(name, self._identity())
+        self._require("reset()").reset(name)
 
     def release(self, past: int | None = None, reason: str = "asked for in the program") -> Released:
         """Let the newest ``past`` steps of the flight recorder (None: all) go to disk, and the open one as it comes.

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,29 @@ def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
         model=name,
         dtype=dtype,
     )
+
+
+class Who:
+    """Who this process is: what the host says, or what can be found out, again whenever groups are made."""
+
+    def __init__(self, given: RankInfo | None, models: Callable[[], Sequence[nn.Module]]) -> None:
+        self._given = given
+        self._models = models
+        self._stage: tuple[Any, ...] = ()
+        self._last: RankInfo | None = None
+
+    def ask(self) -> RankInfo:
+        """Who it is now."""
+        self._stage = stage()
+        self._last = self._given or rank_info(self._models())
+        return self._last
+
+    def news(self) -> RankInfo | None:
+        """Who it is, if that may have changed and has since it was asked; cheap otherwise."""
+        if self._given is not None or stage() == self._stage:
+            return None
+        before = self._last
+        return None if self.ask() == before else self._last
 
 
 def place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:

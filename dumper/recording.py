@@ -110,7 +110,7 @@ class Recording:
         collector.keeper.close(interrupted)
         link.put_event("close", **fields)
         lost = link.close()
-        self._say(silent, lost, is_idle=is_idle)
+        say(collector, self.run, silent, lost, is_idle=is_idle)
         return lost
 
     def stop(self) -> None:

@@ -35,7 +35,7 @@ class Regime:
         self.explicit: Explicit | None = None
         """Takes explicit values; None where nothing of them can be kept."""
         self.schedule: Schedule | None = None
-        self._info = info
+        self.info = info
         self._watches = watches
         self._collector = collector
         self._link = link
@@ -122,10 +122,10 @@ class Regime:
         if config is None and self._collector.keeper.stopped is not None:
             config = self.config.updated({"enabled": False})
         config = config or self.config
-        selection = Selection.of(config, rank=self._info.rank, coords=self._info.coords)
+        selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         self._collector.select(selection)
         if config.console:
-            self._collector.sink = Console(self._collector.sink, self._info.rank)
+            self._collector.sink = Console(self._collector.sink, self.info.rank)
         for watch in self._watches:
             watch.select(selection, self._collector)
         assert self.schedule is not None
@@ -164,7 +164,7 @@ class Regime:
                 ports.setdefault(path, []).extend(names)
             opened += takes_more
         there = describe_layers(f"{path}:out" for path in ports)
-        selection = Selection.of(config, rank=self._info.rank, coords=self._info.coords)
+        selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
         return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {there}" for rule in rules}
 

@@ -6,22 +6,22 @@ from typing import Any
 
 from torch import nn
 
-from tapscope.dumper import context, identity
+from tapscope.dumper import context
 from tapscope.dumper.captures import Captures
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.explicit import attributes
+from tapscope.dumper.identity import Who
 from tapscope.dumper.parameters import take_model
 from tapscope.dumper.recording import Recording
 from tapscope.dumper.rules import Selection
 from tapscope.dumper.watch import Watch
-from tapscope.observe import RankInfo
 
 
 class ValueCalls:
     """What brings values: ``dump`` and its kin, tags, and what was recorded, in memory."""
 
     _config: DumperConfig
-    _info: RankInfo | None
+    _who: Who
     _watches: list[Watch]
     _recording: Recording | None
 
@@ -92,7 +92,7 @@ class ValueCalls:
         captures = Captures()
         lone = None
         if self._recording is None:
-            lone = self._recording = Recording(self._config, self._info or identity.rank_info(), self._watches, None)
+            lone = self._recording = Recording(self._config, self._who, self._watches, None)
             lone.start(select=False)
         try:
             with self._recording.regime.capture(captures, settings):

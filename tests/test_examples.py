@@ -33,6 +33,13 @@ def test_find_the_bad_layer_names_the_norm(tmp_path: Path) -> None:
     assert "model.layers.2.post_attention_layernorm" in said
 
 
+def test_explicit_values_in_memory_and_in_a_run(tmp_path: Path) -> None:
+    said = _run(sys.executable, EXAMPLES / "05_explicit.py", tmp_path / "runs")
+    assert "in memory: ['layers.1:tap[scores]'] (8, 8)" in said
+    assert "layers.2:tap[scores].grad backward (8, 8)" in said
+    assert ":tap[loss] forward ()" in said
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_ci_gate_passes_an_unchanged_model_and_stops_a_changed_one(tmp_path: Path) -> None:
     model, gate, baseline = make_llama(tmp_path / "model"), EXAMPLES / "04_ci_gate.sh", tmp_path / "baseline"

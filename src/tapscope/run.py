@@ -74,12 +74,13 @@ class Run:
     @property
     def mesh(self) -> dict[str, int]:
         """Mesh axis -> size, e.g. ``{"tp": 2}``."""
-        return dict(self.manifest.get("mesh", {}))
+        later = next((e.fields.get("mesh") for e in self.events() if e.kind == "mesh"), None)
+        return dict(self.manifest.get("mesh") or later or {})
 
     def coords(self, rank: int) -> dict[str, int]:
         """Mesh axis -> coordinate of the rank."""
-        opened = next((e for e in self.events(rank) if e.kind == "open"), None)
-        return dict(opened.fields.get("coords", {})) if opened else {}
+        said = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]
+        return dict(said[-1].get("coords", {})) if said else {}
 
     def events(self, rank: int | None = None) -> list[Event]:
         """Events of one rank or all."""
