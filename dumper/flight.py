@@ -63,7 +63,7 @@ class FlightRecorder:
         self.num_steps = num_steps
         self.limit = limit
         self.used = 0
-        """Bytes held, and bytes released that are not yet acknowledged; at most ``limit``."""
+        """Bytes held, and bytes released that are not yet acknowledged; at most ``limit``, but for a step's lines."""
         self._lent = 0  # of these, released ones
         self.forgotten = HeldStep(0)
         """Sums over the steps that nobody asked for; ``number`` is how many."""
@@ -73,11 +73,13 @@ class FlightRecorder:
     def reserve(self, nbytes: int) -> Slot | None:
         """Memory for a payload; None when it had to be given up."""
         with self._lock:
-            admitted = not self.holds or self._admits(nbytes)
-            if not self.holds:  # admitting may have waited, and somebody released
+            steps = self._steps
+            if not steps or steps[-1].flows:
                 return self._backlog.reserve(nbytes)
-            if not admitted:
-                self._steps[-1].num_dropped += 1
+            if (self._backlog.dead or self.used + nbytes > self.limit) and not self._admits(nbytes):
+                if not self.holds:  # admitting has waited, and somebody released
+                    return self._backlog.reserve(nbytes)
+                steps[-1].num_dropped += 1
                 return None
             self.used += nbytes
             buffer = self._pool.take(nbytes)

@@ -15,13 +15,13 @@ _EVERY_S = 0.5
 
 
 class Floor:
-    """Tells every rank to stop once the disk of the run has too little room left, once a configuration."""
+    """Tells every rank that still captures to stop once the disk of the run has too little room left."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self._unchecked = _EVERY_BYTES  # the first batch is looked at
         self._checked = time.monotonic()
-        self._told: dict[int, int] = {}  # rank -> epoch it was told to stop in
+        self._told: dict[int, float] = {}  # rank -> when it was last told
 
     def wrote(self, nbytes: int) -> None:
         """So many bytes were written: look at the disk now and then."""
@@ -37,9 +37,9 @@ class Floor:
         if not floor or (free := free_bytes(changes.run_path)) is None or free >= floor:
             return
         for peer in self._recorder.present():
-            if self._told.get(peer.rank) != changes.epoch:
-                self._told[peer.rank] = changes.epoch
-                self._recorder.send(peer.identity, Message("halt", {"value": floor, "free": free}))
+            if peer.stopped is None and self._checked - self._told.get(peer.rank, 0.0) > _EVERY_S:
+                self._told[peer.rank] = self._checked
+                self._recorder.send(peer.identity, Message("halt", {"free": free}))
 
 
 def free_bytes(path: Path) -> int | None:

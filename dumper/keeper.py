@@ -54,6 +54,7 @@ class Keeper:
         self._in_full = (0, -1)  # steps to keep in full: another rank's trigger fired there
         self._told = (-1, False, False)  # what the other ranks know of our triggers
         self._asked: str | None = None
+        self._min_free_bytes: int | None = None
         self._lock = threading.RLock()
 
     # ---- configuration
@@ -61,6 +62,7 @@ class Keeper:
     def configure(self, config: DumperConfig) -> None:
         """A configuration is in force."""
         self._budget.limit(config)
+        self._min_free_bytes = config.min_free_bytes
         self.is_limited = self._budget.is_limited
         self._check_budget(halt=False)
         if config.past_steps and self._flight is not None:
@@ -129,21 +131,21 @@ class Keeper:
     def sound(self, fired: list[Any], site: str, step: OpenStep) -> bool:
         """Triggers fired at a value of ``step``; whether that step is kept in full from here on."""
         orders = self.alarms.sound(fired, site, step)
-        number = step.info.step
-        first = number
-        if orders.keep:
-            step.in_full = True
-            if self._flight is not None:
-                first = min(self._flight.window(self._flight.num_steps)[0], number)
-                self._try_release((first, number), orders.reason)
-        if orders.stop:
-            self._stop(Stop("triggers", orders.reason), halt=False)
-        tell = (number, orders.keep, orders.stop)
+        first = last = step.info.step
+        if self._flight is not None:
+            first = min(self._flight.window(self._flight.num_steps)[0], last)
+        tell = (last, orders.keep, orders.stop)
         if (orders.keep or orders.stop) and tell != self._told:
             self._told = tell
             fields = {"keep": orders.keep, "stop": orders.stop, "reason": orders.reason}
-            self._backlog.append(Message("alarm", {"first": first, "last": number, **fields}))
+            # Before our own steps, which may be many bytes: the others must hear of it while they hold theirs.
+            self._backlog.append(Message("alarm", {"first": first, "last": last, **fields}))
             self._backlog.flush()
+        if orders.keep:
+            step.in_full = True
+            self._try_release((first, last), orders.reason)
+        if orders.stop:
+            self._stop(Stop("triggers", orders.reason), halt=False)
         return orders.keep
 
     # ---- requests, from any thread
@@ -187,7 +189,9 @@ class Keeper:
                 self._stop(Stop("triggers", str(message["reason"])), halt=False)
             return True
         if message.kind == "halt":
-            value = int(message["value"])
+            value = self._min_free_bytes or 0
+            if int(message["free"]) >= value:  # the recorder does not know what this process has set by itself
+                return True
             text = f"{size(int(message['free']))} are free on the disk of the run, min_free_bytes is {size(value)}"
             self._stop(Stop("min_free_bytes", text), halt=True, value=value)
             return True

@@ -162,3 +162,23 @@ def test_warm_up_steps_cost_nothing_unless_asked_for(tmp_path: Path) -> None:
                     model(torch.ones(2, 8))
         with open_run(path) as run:
             assert sorted({rec.key.step for rec in run.records}) == ([2, 3] if skip else [0, 1])
+
+
+def test_a_disk_that_is_still_full_stops_the_capture_again(tmp_path: Path) -> None:
+    model = build()
+    with Dumper(model, tmp_path / "run", keep="full", min_free_bytes=1 << 60) as dumper:
+
+        def stops() -> bool:
+            forward(model, dumper, 1.0)
+            return not dumper.armed
+
+        wait_until(stops, "it stops")
+        dumper.configure(keep="stats")
+        assert dumper.armed
+        wait_until(stops, "it stops again")
+        dumper.configure(min_free_bytes=0)
+        for _ in range(50):
+            forward(model, dumper, 1.0)
+        assert dumper.armed
+    with open_run(tmp_path / "run") as run:
+        assert [fields["limit"] for fields in fields_of(run, "budget")] == ["min_free_bytes"] * 2
