@@ -458,7 +458,7 @@ class Collector:
         memo = self._memo
         text, digest, payload, slot = taken
         pending = Pending(port, stamp, next(self._seq), layout, text, memo.generation, payload, slot)
-        if self._put(pending) and slot is not None:
+        if self._put(pending) and slot is not None and payload is not None:
             memo.sent(digest, slot.nbytes, payload)
 
     def _put(self, pending: Pending) -> bool:
