@@ -69,10 +69,13 @@ class Backlog:
             self._release(slot)
 
     def put(self, pending: Pending) -> bool:
-        """Queue a record; False when it had to be dropped (its slot is then free again)."""
+        """Queue a record; False when it had to be dropped (its slot is then free again).
+
+        Whoever has a slot was let in already, and waits for no room again: it may be the slot that fills everything.
+        """
         slot = pending.slot
         with self.lock:
-            if not self._admits(LINE_COST):
+            if self.dead or (slot is None and not self._admits(LINE_COST)):
                 pending.give_up(self.cancel)
                 return False
             self.in_flight_bytes += LINE_COST

@@ -49,6 +49,8 @@ class Hooks:
 
     def install(self, selection: Selection, collector: "Collector | None" = None) -> None:
         """Put hooks where ``selection`` may keep something, and nowhere else; parameters go to ``collector``."""
+        if collector is not None:
+            self.last_look(collector)
         self.remove()
         self._refresh()
         selection.heads = heads(self._taps)
@@ -117,6 +119,17 @@ class Hooks:
     def _look_after(self, collector: "Collector", serial: int) -> None:
         if serial % _LOOK_EVERY and all(tap.serial == serial for tap in self.armed):
             return
+        self._look(collector, serial)
+
+    def last_look(self, collector: "Collector") -> None:
+        """The hooks are about to be taken away: say what has happened to them since the last look; never raises."""
+        try:
+            if self._model() is not None:
+                self._look(collector, -1)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            collector.complain("step", f"{type(error).__name__}: {error}")
+
+    def _look(self, collector: "Collector", serial: int) -> None:
         model = self._model()
         for place in self._places:
             path = place.tap.path

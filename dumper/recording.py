@@ -94,7 +94,9 @@ class Recording:
     def close(self, interrupted: str | None) -> str | None:
         """Take the taps away, send what is left and say what is missing; None, or why the run is incomplete."""
         self.schedule.settle()
-        silent = self._never_fired()
+        for watch in self._watches:
+            watch.last_look(self.collector)
+        silent, unused = self._never_fired(), self.regime.unused()
         is_idle = not self.schedule.next_step and any(watch.armed for watch in self._watches)
         self.stop()
         link, collector = self.link, self.collector
@@ -110,7 +112,7 @@ class Recording:
         collector.keeper.close(interrupted)
         link.put_event("close", **fields)
         lost = link.close()
-        say(collector, self.run, silent, lost, is_idle=is_idle)
+        say(collector, self.run, silent, lost, unused=unused, is_idle=is_idle)
         return lost
 
     def stop(self) -> None:

@@ -57,7 +57,7 @@ class RootWrapper:
         return types.MethodType(type(self._model).forward, memo.get(id(self._model), self._model))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (type(self._model).forward, self._model)
+        return (_itself, (self._original,)) if self._had_own else (getattr, (self._model, "forward"))
 
 
 class _Inside:
@@ -79,3 +79,8 @@ def wrap_root(model: nn.Module, around: Around) -> RootWrapper:
     wrapper = present if isinstance(present, RootWrapper) else RootWrapper(model)
     wrapper.add(around)
     return wrapper
+
+
+def _itself(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a wrapper becomes in a pickle of a model that had a forward of its own."""
+    return original

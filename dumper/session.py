@@ -51,11 +51,12 @@ def connect(
     from tapscope.dumper.pipeline import Pipeline, TryAgain
 
     options = recorder_options(config)
-    ring = make_ring(config)
+    ring: Ring | None = None
     deadline = time.monotonic() + START_TIMEOUT_S
     try:
         while True:
             found = join(run, options, force=force, first=hello["rank"] == 0)
+            ring = ring or make_ring(config)  # not before: it has a name, which a process that is killed leaves behind
             pid = int(found["pid"]) if is_local(found) else None
             pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message)
             try:

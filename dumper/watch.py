@@ -65,6 +65,10 @@ class Watch:
         if self._hooks.armed:
             self._hooks.end_step(collector, step)
 
+    def last_look(self, collector: "Collector") -> None:
+        """The run ends: say what has happened to hooks since the last look."""
+        self._hooks.last_look(collector)
+
     def stop(self) -> None:
         """Take the taps away."""
         self._recording = None
