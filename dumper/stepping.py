@@ -23,10 +23,12 @@ class StepCalls:
         grid: Sequence[int] = (),
         rows: Sequence[RowRun] = (),
         token_ids: Sequence[int] = (),
+        kind: str | None = None,
     ) -> AbstractContextManager[StepInfo]:
         """``with dumper.step():`` is one step of the host; alone, ``dumper.step()`` ends an iteration.
 
-        Everything that fires inside belongs to the step. Steps do not nest (StepError). With the strict policy, raises
+        Everything that fires inside belongs to the step; ``kind`` is ``warmup`` or ``dummy`` for one whose values mean
+        nothing (see ``skip_dummy``). Steps do not nest (StepError). With the strict policy, raises
         RecorderError when anything was lost.
         """
         if wrong := [run for run in rows if not isinstance(run, RowRun) or not isinstance(run.request, str)]:
@@ -36,7 +38,8 @@ class StepCalls:
         def begin() -> StepInfo:
             recording.schedule.unturn()
             number = recording.schedule.number
-            info = StepInfo(step=number, phase=phase, grid=tuple(grid), rows=tuple(rows), token_ids=tuple(token_ids))
+            ids = tuple(token_ids)
+            info = StepInfo(step=number, phase=phase, grid=tuple(grid), rows=tuple(rows), token_ids=ids, kind=kind)
             self.before_step(info)
             return info
 

@@ -100,6 +100,8 @@ class Account:
     """Records of numbers, strings and other values that are no tensors."""
     nbytes: int
     """Bytes of payload on disk, shared ones once."""
+    shared_bytes: int
+    """Bytes that sharing saves: of records whose bytes another record brought."""
     metrics: list[MetricSummary]
     events: list[EventLine]
     odd: list[OddSite]
@@ -115,7 +117,10 @@ class Account:
     def facts(self) -> dict[str, Any]:
         """The countable part, for JSON."""
         names = ("run", "manifest", "ranks", "world_size", "phases", "num_sites", "layers", "num_records")
-        return {name: getattr(self, name) for name in (*names, "num_with_values", "num_non_tensors", "nbytes")}
+        return {
+            name: getattr(self, name)
+            for name in (*names, "num_with_values", "num_non_tensors", "nbytes", "shared_bytes")
+        }
 
     def sections(self) -> list[tuple[str, list[str]]]:
         """(heading, lines) for people."""
@@ -157,7 +162,8 @@ class Account:
         if not self.num_records:
             return "none yet"
         stats_only = self.num_records - self.num_with_values - self.num_non_tensors
-        parts = [f"{count(self.num_with_values)} with values ({size(self.nbytes)})"]
+        shared = f", {size(self.shared_bytes)} more are shared" if self.shared_bytes else ""
+        parts = [f"{count(self.num_with_values)} with values ({size(self.nbytes)}{shared})"]
         parts += [f"{count(stats_only)} statistics only"] if stats_only else []
         parts += [f"{count(self.num_non_tensors)} not tensors"] if self.num_non_tensors else []
         return f"{count(self.num_records)}: {', '.join(parts)}"
@@ -183,7 +189,8 @@ def account_of(run: Run) -> Account:
         num_records=len(run.records),
         num_with_values=sum(1 for r in run.records if r.entry is not None),
         num_non_tensors=sum(1 for r in run.records if r.dtype is None),
-        nbytes=sum(entry.nbytes for _, entry in entries),
+        nbytes=(nbytes := sum(entry.nbytes for _, entry in entries)),
+        shared_bytes=sum(r.entry.nbytes for r in run.records if r.entry is not None) - nbytes,
         metrics=_metrics(run),
         events=[EventLine(e) for e in run.events() if e.kind not in ("open", "close")],
         odd=_odd(run.records),

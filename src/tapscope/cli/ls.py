@@ -18,8 +18,8 @@ class LsCommand:
 
     $ tapscope ls base --site 'layers.3.*:out' --sort max --limit 10
 
-    Columns: glyph (% not finite, ∅ all zero), step, rank, site, dtype, shape, rms, |max|, nan and inf counts,
-    bytes kept (- where only statistics are).
+    Columns: glyph (% not finite, ∅ all zero), step, rank, site (#occurrence, micro and recompute where they are not the
+    first or the forward), dtype, shape, rms, |max|, nan and inf counts, bytes kept (- where only statistics are).
     """
 
     name = "ls"
@@ -93,10 +93,12 @@ def _table(records: "list[Record]") -> None:
 def _cells(record: "Record") -> tuple[str, ...]:
     from tapscope import dtypes
     from tapscope.dashboard.oddity import oddity_of
+    from tapscope.record import RECOMPUTE
     from tapscope.text import count, number, shape, size
 
     key, stats, odd = record.key, record.stats, oddity_of(record)
-    site = key.site + (f" #{key.occurrence}" if key.occurrence else "")
+    site = key.site + (f" #{key.occurrence}" if key.occurrence else "") + (f" micro {key.micro}" if key.micro else "")
+    site += " recompute" if key.pass_ == RECOMPUTE else ""
     numbers = ("-",) * 4
     if stats is not None:
         numbers = (number(stats.rms), number(stats.absmax), count(stats.nan), count(stats.posinf + stats.neginf))

@@ -34,8 +34,7 @@ class ServeCommand:
         from tapscope.dumper import make_observer
         from tapscope.dumper.control import ControlClient, Guard, bind, make_router, parse_address
         from tapscope.dumper.guard import token_of
-        from tapscope.dumper.network import Endpoint
-        from tapscope.dumper.session import find, require_free
+        from tapscope.dumper.session import require_free
         from tapscope.engine import LLM
         from tapscope.engine.server import make_app, serve
 
@@ -47,7 +46,7 @@ class ServeCommand:
         config = capture.config(args)
         observer = partial(make_observer, out=str(out.absolute()), config=config, force=args.force)
         with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
-            client = ControlClient(Endpoint.of(find(out)))
+            client = ControlClient.of(out)
 
             def announce(url: str) -> None:
                 diagnostics.note(f"serving {args.model} on {url}; run: {out}")
