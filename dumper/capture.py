@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from tapscope.dumper.port import Layout
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_keys = torch._C._dispatch_keys
+
+
+def _plain_keys() -> frozenset[int]:
+    """Dispatch keys of plain tensors, made outside and inside inference mode."""
+    found = set()
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            found.add(_keys(torch.empty(0, device="cpu")).raw_repr())
+    return frozenset(found)
+
+
+_PLAIN_KEYS = _plain_keys()
 is_functional = torch._C._functorch.is_functorch_wrapped_tensor
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
@@ -59,19 +72,17 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is ordinary dense memory of the CPU: nearly every tensor is, and needs no closer look."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.dtype in _NAMES
-        and not (tensor.is_conj() or tensor.is_neg() or is_functional(tensor))
-    )
+    """Whether it is ordinary dense memory of the CPU: nearly every tensor is, and needs no closer look.
+
+    The dispatch keys tell device, layout, lazy conjugation and the transforms of torch.func in one call; asking the
+    tensor for each would also let go of the GIL each time.
+    """
+    return type(tensor) in _PLAIN and tensor.dtype in _NAMES and _keys(tensor).raw_repr() in _PLAIN_KEYS
 
 
 def measure(tensor: torch.Tensor, layout: "Layout", memo: Memo) -> Taken:
     """Statistics, hash and bag of a :func:`local_tensor`; of one on a device by a synchronous copy."""
-    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    dense = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     if not dense.is_cpu:
         dense = dense.cpu()
     address, nbytes, dtype = _address(dense), layout.nbytes, layout.dtype
@@ -116,7 +127,7 @@ def _take_elsewhere(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Si
         return None
     try:
         if layout.count:
-            _memory(slot).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            _memory(slot).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         known = summary.take(slot.address, layout.count, layout.dtype)
     except BaseException:
         sink.cancel(slot)
