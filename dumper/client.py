@@ -1,7 +1,6 @@
 """ControlClient: asks a recorder over ZMQ, on its own host or through the network."""
 
 import uuid
-from pathlib import Path
 from typing import Any
 
 from tapscope import wire
@@ -20,13 +19,6 @@ class ControlClient:
         """``where`` is an endpoint, or the ``address`` in ``recorder.json``."""
         self.endpoint = where if isinstance(where, Endpoint) else Endpoint(where)
         self.timeout_s = timeout_s
-
-    @classmethod
-    def of(cls, run: Path | str) -> "ControlClient":
-        """Of the recorder that writes ``run`` now; raises RecorderError when there is none."""
-        from tapscope.dumper.session import find
-
-        return cls(Endpoint.of(find(Path(run))))
 
     def call(self, verb: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """The HTTP status and body; raises UnreachableError when nothing answers."""

@@ -32,8 +32,9 @@ class ServeCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
         from tapscope.dumper import make_observer
-        from tapscope.dumper.control import ControlClient, Guard, bind, make_router, parse_address
+        from tapscope.dumper.control import Guard, bind, make_router, parse_address
         from tapscope.dumper.guard import token_of
+        from tapscope.dumper.mount import client_of
         from tapscope.dumper.session import require_free
         from tapscope.engine import LLM
         from tapscope.engine.server import make_app, serve
@@ -46,7 +47,7 @@ class ServeCommand:
         config = capture.config(args)
         observer = partial(make_observer, out=str(out.absolute()), config=config, force=args.force)
         with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
-            client = ControlClient.of(out)
+            client = client_of(out)
 
             def announce(url: str) -> None:
                 diagnostics.note(f"serving {args.model} on {url}; run: {out}")

@@ -1,0 +1,28 @@
+"""Mount: the control routes of a run in a host's own FastAPI app."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tapscope.dumper.client import ControlClient
+from tapscope.dumper.guard import Guard
+from tapscope.dumper.network import Endpoint
+from tapscope.dumper.session import find
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+
+def client_of(run: Path | str) -> ControlClient:
+    """Asks the recorder that writes ``run`` now; raises RecorderError when there is none."""
+    return ControlClient(Endpoint.of(find(Path(run))))
+
+
+def router_of(run: Path | str, guard: Guard | None = None, *, metrics: bool = True) -> "APIRouter":
+    """The ``/dumper`` routes and ``/metrics`` for ``app.include_router``; the recorder is looked up at every request.
+
+    ``guard`` checks every request: ``Guard("token")`` where other hosts can reach the app; the default only keeps web
+    pages out. ``metrics`` False leaves ``/metrics`` to a host that has one.
+    """
+    from tapscope.dumper.control import make_router
+
+    return make_router(lambda: client_of(run), guard, metrics=metrics)
