@@ -235,7 +235,7 @@ def is_pinned(drain: Drain) -> bool:
 
 def settle(drain: Drain) -> float:
     """Wait until every copy has come; returns when (perf_counter), and waits until everything is written."""
-    while drain._copies:
+    while drain.clones.num_under_way:
         time.sleep(0.0005)
     arrived = time.perf_counter()
     backlog = drain._backlog

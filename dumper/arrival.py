@@ -86,7 +86,7 @@ class Copy:
 
     def give_up(self, slot: Slot, free: Callable[[Slot], None]) -> None:
         """The record will not be sent: ``free`` the slot as soon as nothing writes there any more."""
-        with self._drain.changed:
+        with self._drain.lock:
             if not self.is_done:
                 self.is_given_up, self.free = True, free
                 return

@@ -17,13 +17,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _keys = torch._C._dispatch_keys
 
 
-def _plain_keys() -> frozenset[int]:
+def _plain_keys() -> set[int]:
     """Dispatch keys of plain tensors, made outside and inside inference mode."""
     found = set()
     for mode in (False, True):
         with torch.inference_mode(mode):
             found.add(_keys(torch.empty(0, device="cpu")).raw_repr())
-    return frozenset(found)
+    return found
 
 
 _PLAIN_KEYS = _plain_keys()
@@ -72,12 +72,18 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is ordinary dense memory of the CPU: nearly every tensor is, and needs no closer look.
+    """Whether it is ordinary dense memory, of the CPU or a device: nearly every tensor is, and needs no closer look.
 
     The dispatch keys tell device, layout, lazy conjugation and the transforms of torch.func in one call; asking the
     tensor for each would also let go of the GIL each time.
     """
     return type(tensor) in _PLAIN and tensor.dtype in _NAMES and _keys(tensor).raw_repr() in _PLAIN_KEYS
+
+
+def learn_plain(tensor: torch.Tensor) -> None:
+    """Tensors like this one, which a device has taken, are plain too; their keys are known only once there is one."""
+    if type(tensor) is torch.Tensor:
+        _PLAIN_KEYS.add(_keys(tensor).raw_repr())
 
 
 def measure(tensor: torch.Tensor, layout: "Layout", memo: Memo) -> Taken:

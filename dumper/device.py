@@ -7,12 +7,15 @@ that memory with the allocator until it looks at its events again, which nothing
 """
 
 import ctypes
+import functools
 import logging
+import math
 import time
 from typing import Any, Protocol
 
 import torch
 
+from tapscope.dumper import capture
 from tapscope.dumper.capture import Unsupported
 from tapscope.dumper.ring import Ring
 from tapscope.dumper.slot import Slot
@@ -103,6 +106,7 @@ class Cuda:
         self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._slack: dict[int, Slack] = {}
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same as elements
 
     def enter(self) -> None:
         """Waiting in this thread must not break a graph that another thread is capturing."""
@@ -126,8 +130,11 @@ class Cuda:
             raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
         index = tensor.get_device()
         current = torch.cuda.current_stream(index)
+        capture.learn_plain(tensor)
         host = self._host(slot, tensor)
-        clone = clone and self._slack.setdefault(index, Slack(index)).admits(tensor.nbytes)
+        if clone:
+            slack = self._slack.get(index) or self._slack.setdefault(index, Slack(index))
+            clone = slack.admits(tensor.nbytes)
         snapshot, ran_out = _snapshot(tensor) if clone else (None, False)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if snapshot is None:
@@ -153,7 +160,10 @@ class Cuda:
         pinned = self._pinned
         offset = slot.address - pinned.data_ptr() if pinned is not None else -1
         if pinned is not None and 0 <= offset <= pinned.numel() - slot.nbytes:
-            return pinned[offset : offset + slot.nbytes].view(tensor.dtype).view(tensor.shape)
+            typed = self._typed.get(tensor.dtype)
+            if typed is None:
+                typed = self._typed[tensor.dtype] = _as_elements(pinned, tensor.dtype)
+            return typed.as_strided(tensor.shape, _dense(tensor.shape), offset // tensor.element_size())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def pin(self, ring: Ring) -> None:
@@ -170,6 +180,7 @@ class Cuda:
     def unpin(self) -> None:
         """Undo :meth:`pin`."""
         pinned, self._pinned = self._pinned, None
+        self._typed.clear()
         if pinned is not None:
             try:
                 torch.cuda.check_error(_runtime().cudaHostUnregister(pinned.data_ptr()))
@@ -200,8 +211,23 @@ class CudaTicket:
 
     def wait(self) -> None:
         """Sleep until the event has come: it was made so that the driver blocks and does not spin."""
-        with torch.cuda.device(self._index):
-            self._event.synchronize()
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self._index):
+                self._event.synchronize()
+
+
+def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory; no view, which would remember the mode it was made in."""
+    with torch.inference_mode(False):
+        typed = torch.empty(0, dtype=dtype, device="cpu")
+        typed.set_(memory.untyped_storage(), 0, (memory.numel() // typed.element_size(),), (1,))
+        return typed
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a dense tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _runtime() -> Any:

@@ -1,16 +1,17 @@
 """Drain: values on their way from a device to host memory, and the thread that waits for them."""
 
 import logging
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from tapscope.dumper.arrival import Copy, NotArrived, Sharing
-from tapscope.dumper.device import Device, Ticket
+from tapscope.dumper.clones import Clones
+from tapscope.dumper.device import Device
 from tapscope.dumper.slot import Sink, Slot
 from tapscope.kernels.native import summary
 
@@ -23,7 +24,9 @@ _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
 """A device that completes no copy for so long is given up, and every value that waits for it."""
 _PREPARE_S = 1.0
-_CHEER_RECORDS = 16
+_NAP_S = 0.01
+_NAP_BYTES = 16 * 1024 * 1024
+_CHEER_RECORDS = 64
 _CHEER_BYTES = 8 * 1024 * 1024
 
 
@@ -31,7 +34,8 @@ class Drain:
     """Starts copies in the forward's thread, and waits for them, in order, in one of its own.
 
     Clones on the device take at most ``limit`` bytes; beyond, a copy is made in the model's own stream, which slows the
-    model down but neither waits nor takes memory.
+    model down but neither waits nor takes memory. The thread lets a step launch before it wakes, where memory allows:
+    the two share the interpreter's lock.
     """
 
     def __init__(
@@ -46,19 +50,17 @@ class Drain:
         self._device = device
         self._lost = lost
         self._backlog = backlog
-        self._limit = limit
+        self.clones = Clones(limit)
         self._time_limit_s = time_limit_s
-        self.changed = threading.Condition()
-        """Guards all of this; notified when a copy is done. Never held while a lock of a sink is taken."""
-        self._copies: deque[Copy] = deque()
-        self._thread: threading.Thread | None = None
-        self._is_ready = self._is_closing = False
-        self._ring: Ring | None = None
         self._wake: Callable[[], None] | None = getattr(backlog, "wake", None)
-        self._held = 0
-        self._since = 0.0  # when the drain began to wait for the copy that is next
-        self._num_direct = 0
-        self._has_said = False
+        self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        """Guards whether a copy is done and who gets its slot. Never held while a lock of a sink is taken."""
+        self._is_hurried = self._is_closing = False
+        self._ready = threading.Event()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ring: Ring | None = None
         self._sharing = Sharing()
 
     # ---- the forward's thread
@@ -81,80 +83,49 @@ class Drain:
         """
         if self._is_closing:
             raise NotArrived("the capture has ended")
-        copy = Copy(self, layout, slot, free, ask)
-        copy.ticket = self._begin(tensor, slot)
-        with self.changed:
-            if not self._copies:
-                self._since = time.monotonic()
-            self._copies.append(copy)
-            self._ensure_thread()
-            self.changed.notify_all()
+        if self._thread is None:
+            self._start_thread()
+        copy, nbytes = Copy(self, layout, slot, free, ask), slot.nbytes
+        clone = self.clones.begin(nbytes)
+        try:
+            copy.ticket = ticket = self._device.start(tensor, slot, clone=clone > 0)
+        except BaseException:
+            self.clones.fail(nbytes, clone)
+            raise
+        self.clones.note(nbytes, clone, ticket.held_bytes, ran_out=ticket.ran_out)
+        self._copies.put(copy)
         return copy
 
     def prepare(self) -> None:
         """Let the ring be page-locked before the first value comes; to be called outside the model's forward."""
-        with self.changed:
-            if not self._is_closing:
-                self._ensure_thread()
-                self.changed.wait_for(lambda: self._is_ready, _PREPARE_S)
+        self._start_thread()
+        self._ready.wait(_PREPARE_S)
 
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tapscope-drain", daemon=True)
-            self._thread.start()
-
-    def _begin(self, tensor: torch.Tensor, slot: Slot) -> Ticket:
-        with self.changed:
-            clone = self._held + slot.nbytes <= self._limit
-            self._held += slot.nbytes if clone else 0
-        held = 0
-        try:
-            ticket = self._device.start(tensor, slot, clone=clone)
-            held = ticket.held_bytes
-        finally:
-            with self.changed:
-                self._held += held - (slot.nbytes if clone else 0)
-        if not held:
-            self._note_direct(ticket)
-        return ticket
-
-    def _note_direct(self, ticket: Ticket) -> None:
-        with self.changed:
-            self._num_direct += 1
-            if ticket.ran_out:  # the model needs what is left: do not ask again for more than is held now
-                self._limit = min(self._limit, self._held)
-        if not self._has_said:
-            self._has_said = True
-            why = f"device_bytes={self._limit} are in use, or the device has little memory left"
-            text = "tapscope: %s: values are copied in the model's own stream, which slows it down; nothing is lost"
-            _log.warning(text, why)
+    def _start_thread(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._is_closing:
+                self._thread = threading.Thread(target=self._run, name="tapscope-drain", daemon=True)
+                self._thread.start()
 
     def resize(self, limit: int) -> None:
-        """Another bound, from now on."""
-        with self.changed:
-            self._limit = limit
+        """Another bound of the clones, from now on."""
+        self.clones.limit = limit
 
     def count_direct(self) -> int:
-        """Copies made in the model's own stream since the last time."""
-        with self.changed:
-            number, self._num_direct = self._num_direct, 0
-            return number
-
-    @property
-    def held_bytes(self) -> int:
-        """Device memory of clones."""
-        return self._held
+        """A step ended, and the processor has time now: copies made in the model's own stream since the last time."""
+        self._is_hurried = True
+        return self.clones.count_direct()
 
     # ---- the pipeline's thread
 
     @property
     def is_overdue(self) -> bool:
         """Whether the device has completed nothing for the time limit although something waits."""
-        return bool(self._copies) and time.monotonic() - self._since > self._time_limit_s
+        return self.clones.num_under_way > 0 and time.monotonic() - self.clones.since > self._time_limit_s
 
     def finish(self, copy: Copy, pending: "Pending") -> None:
         """As :meth:`Copy.finish`; equal bytes of one generation are sent once."""
-        with self.changed:
+        with self.lock:
             if not copy.is_done:
                 slot, pending.slot = pending.slot, None
                 if slot is not None:
@@ -176,9 +147,9 @@ class Drain:
 
     def close(self) -> bool:
         """Wait for what is under way and end the thread; False when that did not happen in time."""
-        with self.changed:
+        with self._starting:
             thread, self._is_closing = self._thread, True
-            self.changed.notify_all()
+        self._copies.put(None)
         if thread is not None:
             thread.join(self._time_limit_s)
         return thread is None or not thread.is_alive()
@@ -193,21 +164,31 @@ class Drain:
         num_records = nbytes = 0
         while True:
             self._follow_ring()
-            with self.changed:
-                self._is_ready = True
-                self.changed.notify_all()
-                self.changed.wait_for(lambda: self._copies or self._is_closing)
-                if not self._copies:
-                    break
-                copy = self._copies[0]
+            self._ready.set()
+            if self._copies.empty():
+                copy = self._copies.get()
+                self._nap()
+            else:
+                copy = self._copies.get()
+            if copy is None:
+                break
             self._complete(copy)
             num_records, nbytes = num_records + 1, nbytes + copy.slot.nbytes
-            if not self._copies or num_records >= _CHEER_RECORDS or nbytes >= _CHEER_BYTES:
+            if self._copies.empty() or num_records >= _CHEER_RECORDS or nbytes >= _CHEER_BYTES:
                 num_records = nbytes = 0
                 if self._wake is not None:
                     self._wake()
         if self._ring is not None:
             self._device.unpin()
+
+    def _nap(self) -> None:
+        """Let the forward's thread launch: a step that ends, the end of the capture or many bytes end the nap."""
+        deadline = time.monotonic() + _NAP_S
+        while not (self._is_hurried or self._is_closing) and time.monotonic() < deadline:
+            if self.clones.bytes_under_way > _NAP_BYTES:
+                break
+            time.sleep(_NAP_S / 20)
+        self._is_hurried = False
 
     def _follow_ring(self) -> None:
         """The ring may come later than the first values: the recorder is then still on its way up."""
@@ -228,17 +209,14 @@ class Drain:
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
         held = ticket.held_bytes
         del ticket  # its memory is free before anybody is told
-        with self.changed:
-            self._copies.popleft()
-            self._since = time.monotonic()
-            self._held -= held
+        with self.lock:
             copy.problem = copy.problem or problem
             copy.is_done = True
             # Wanted after all: who was asked has the slot now. But whoever gave the record up must free it.
             free = copy.free if copy.is_given_up or not copy.is_wanted else None
-            self.changed.notify_all()
         if free is not None:
             free(copy.slot)
+        self.clones.done(copy.slot.nbytes, held)
 
     def _read(self, copy: Copy, address: int) -> None:
         """Statistics and hash of what came; bytes that came elsewhere go to the slot in the same pass."""
