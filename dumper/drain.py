@@ -111,9 +111,12 @@ class Drain:
         """Another bound of the clones, from now on."""
         self.clones.limit = limit
 
-    def count_direct(self) -> int:
-        """A step ended, and the processor has time now: copies made in the model's own stream since the last time."""
+    def hurry(self) -> None:
+        """A step ended: the processor has time now."""
         self._is_hurried = True
+
+    def count_direct(self) -> int:
+        """Copies of more than a few bytes made in the model's own stream since the last time."""
         return self.clones.count_direct()
 
     # ---- the pipeline's thread
