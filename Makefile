@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types contracts snapshots clean
+.PHONY: help install demo test soak check lint types contracts snapshots clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,9 @@ demo: $(VENV)/.installed  ## Capture two runs, name the culprit, steer a live en
 
 test: $(VENV)/.installed  ## Run the tests
 	$(BIN)/pytest
+
+soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off (10 minutes)
+	$(BIN)/python tests/soak.py
 
 lint: $(VENV)/.installed  ## ruff: rules and format
 	$(BIN)/ruff check .

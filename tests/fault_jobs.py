@@ -1,0 +1,267 @@
+"""Jobs that are hurt on purpose, and what must hold of their runs afterwards."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import fault_worker
+from fault_model import expected, sites
+from fault_worker import Spec
+from jobs import wait_until
+from safetensors import safe_open
+
+from tapscope import cli
+from tapscope.dumper.process import is_alive
+from tapscope.repair import repair_run
+from tapscope.run import Run, open_run
+
+SLACK_S = 10.0
+"""What a busy machine may add to a wait; a wait without a bound would be longer."""
+_END_S = 90.0
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "pytest", "tapscope.dumper", "tapscope.dumper.recording", "fault_worker"])
+
+
+class Ranks:
+    """Ranks of one job, each a process; all are ended on exit, and so is their recorder."""
+
+    def __init__(self, run: Path, world: int = 1, *, side: Path | None = None, **spec: Any) -> None:
+        self.run = run
+        self.specs = [Spec(str(run), str(side or run.parent), rank, world, **spec) for rank in range(world)]
+        self.processes: list[BaseProcess] = []
+        self._recorders: set[int] = set()
+
+    def __enter__(self) -> "Ranks":
+        for spec in self.specs:
+            self.start(spec)
+        return self
+
+    def start(self, spec: Spec) -> BaseProcess:
+        """One more process."""
+        process = _processes.Process(target=fault_worker.work, args=(asdict(spec),), daemon=True)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self.find_recorder()
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pid in self._recorders:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGTERM)
+                if not _polled(lambda pid=pid: not is_alive(pid), 10.0):
+                    os.kill(pid, signal.SIGKILL)
+
+    # ---- what is going on
+
+    def marks(self, rank: int = 0) -> list[dict[str, Any]]:
+        """What the rank said so far."""
+        file = self.specs[rank].beside(f"marks-{rank}")
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def mark(self, name: str, rank: int = 0) -> Any:
+        """The newest mark of this name, or None."""
+        return next((each[name] for each in reversed(self.marks(rank)) if name in each), None)
+
+    def log(self, rank: int = 0) -> str:
+        """What the rank wrote on stderr."""
+        return self.specs[rank].beside(f"log-{rank}").read_text()
+
+    def opened(self) -> "Ranks":
+        """Wait until every rank has opened its dumper."""
+        for spec in self.specs:
+            wait_until(lambda rank=spec.rank: self.mark("open", rank) is not None, "a rank opens", _END_S)
+        return self
+
+    def acked(self, step: int, rank: int = 0) -> None:
+        """Wait until the rank knows that this step was acknowledged."""
+        wait_until(lambda: (self.mark("acked", rank) or -1) >= step, f"step {step} is acknowledged", _END_S)
+
+    def finished(self) -> "Ranks":
+        """Wait until every rank has ended by itself."""
+        for process in self.processes:
+            process.join(_END_S)
+        return self
+
+    def find_recorder(self) -> int | None:
+        """Process id of the recorder of this run, also of one that is only starting."""
+        with contextlib.suppress(OSError, ValueError):
+            self._recorders.add(json.loads((self.run / "recorder.json").read_text())["pid"])
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if b"tapscope.dumper.recorder" in words and os.fsencode(self.run) in words:
+                    self._recorders.add(int(folder.name))
+        return next((pid for pid in sorted(self._recorders) if is_alive(pid)), None)
+
+    @property
+    def recorder(self) -> int:
+        """Process id of the recorder, which must be there."""
+        pid = self.find_recorder()
+        assert pid is not None, "no recorder runs"
+        return pid
+
+    @property
+    def lost(self) -> str | None:
+        """Why rank 0 said at its end that the run is incomplete."""
+        lost: str | None = next(each for each in self.marks() if "done" in each)["lost"]
+        return lost
+
+    # ---- hurting it
+
+    def kill(self, rank: int) -> None:
+        """As the kernel does when memory runs out."""
+        self.processes[rank].kill()
+
+    def kill_recorder(self) -> None:
+        """The same for the recorder."""
+        os.kill(self.recorder, signal.SIGKILL)
+
+    # ---- the end
+
+    def end(self, *killed: int) -> None:
+        """Every rank that was not killed computes to its end, with every result right and no unbounded wait."""
+        self.specs[0].beside("stop").touch()
+        for rank, process in enumerate(self.processes):
+            process.join(_END_S)
+            assert process.exitcode is not None, f"rank {rank} hangs"
+            if rank not in killed:
+                assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
+        for spec in self.specs:
+            if spec.rank not in killed:
+                self._check_waits(spec)
+        self.find_recorder()
+        for pid in self._recorders:
+            if not _polled(partial(_gone, pid), 1.0) and is_alive(pid):
+                os.kill(pid, signal.SIGTERM)  # it waits for ranks that will never come
+            wait_until(partial(_gone, pid), "the recorder ends", 30.0)
+
+    def _check_waits(self, spec: Spec) -> None:
+        done = next((each for each in self.marks(spec.rank) if "done" in each), None)
+        assert done is not None, f"rank {spec.rank} never finished"
+        assert done["num_wrong"] == 0, f"{done['num_wrong']} results of rank {spec.rank} are wrong"
+        timeout_s = float(spec.settings.get("block_timeout_s", 1.0))
+        strict_s = max(timeout_s, 1.0) if spec.settings.get("policy") == "strict" else 0.0
+        bound_s = timeout_s + strict_s + SLACK_S
+        assert done["longest_s"] < bound_s, f"a step of rank {spec.rank} took {done['longest_s']:.1f} s, not {bound_s}"
+
+
+def _gone(pid: int) -> bool:
+    return not is_alive(pid)
+
+
+def _polled(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alone(target: Callable[..., None], *args: Any, timeout_s: float = _END_S) -> None:
+    """Run ``target`` in a process of its own; fails when it fails, or hangs."""
+    process = _processes.Process(target=target, args=args)
+    process.start()
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError(f"{target.__name__} hangs")
+    assert process.exitcode == 0, f"{target.__name__} ended with {process.exitcode} (see stderr)"
+
+
+# ---- what must hold of a run
+
+
+def check_values(run: Run, spec: Spec) -> None:
+    """Every value that is there is the right one, bit for bit."""
+    for record in run.records:
+        if record.entry is None:
+            continue
+        key = record.key
+        right = expected(key.rank, key.step, key.site, spec.rows, spec.width, spec.layers)
+        assert run.array(record).tobytes() == right.tobytes(), f"{key} holds other bytes"
+
+
+def check_acknowledged(run: Run, spec: Spec, marks: list[dict[str, Any]]) -> int:
+    """All values of steps that were acknowledged are there; gives the number of these steps."""
+    last = max((mark["acked"] for mark in marks if "acked" in mark), default=-1)
+    found: dict[int, set[str]] = {}
+    for record in run.records:
+        if record.key.rank == spec.rank and record.entry is not None:
+            found.setdefault(record.key.step, set()).add(record.key.site)
+    for step in range(last + 1):
+        line = run.steps.get(step, {}).get(spec.rank)
+        assert line is not None, f"rank {spec.rank}: step {step} was acknowledged and has no line"
+        assert line.counts is not None, f"rank {spec.rank}: step {step} was acknowledged and has no end"
+        assert line.counts.failed == 0, f"rank {spec.rank}: {line.counts.failed} values failed in step {step}"
+        there = found.get(step, set())
+        assert len(there) == line.counts.seen - line.counts.dropped, f"rank {spec.rank}: step {step} lacks values"
+        if not line.counts.dropped and not line.counts.left_out:
+            assert there == sites(spec.layers), f"rank {spec.rank}: step {step} lacks {sites(spec.layers) - there}"
+    return last + 1
+
+
+def verify(path: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and summary of `tapscope verify --json`."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = cli.main(["verify", str(path), "--json"])
+    return code, json.loads(out.getvalue().splitlines()[-1])
+
+
+def check_whole(ranks: Ranks) -> None:
+    """Nothing is missing at all."""
+    code, summary = verify(ranks.run)
+    assert (code, summary["complete"]) == (0, True), summary["missing"]
+    check_recorded(ranks, repair=False)
+
+
+def check_damaged(ranks: Ranks, says: str) -> None:
+    """The run is incomplete and says so; what was acknowledged is there; a repair makes every file whole."""
+    code, summary = verify(ranks.run)
+    assert (code, summary["complete"]) == (1, False)
+    assert any(says in sentence for sentence in summary["missing"]), summary["missing"]
+    assert summary["num_damaged"] == 0, summary
+    check_recorded(ranks, repair=True)
+
+
+def check_recorded(ranks: Ranks, *, repair: bool) -> None:
+    """Values are right and acknowledged ones there, before a repair and after; files then open with safetensors."""
+    for repaired in (False, True) if repair else (False,):
+        if repaired:
+            for done in repair_run(ranks.run):
+                assert done.problems == [], done.problems
+            assert not any(again.needed for again in repair_run(ranks.run)), "a second repair found something to do"
+            check_files(ranks.run)
+        with open_run(ranks.run) as run:
+            bad = [each for each in run.problems if "missing" in each or "truncated" in each]
+            assert bad == [], bad
+            check_values(run, ranks.specs[0])
+            for spec in ranks.specs:
+                check_acknowledged(run, spec, ranks.marks(spec.rank))
+            assert run.ledger().lost == 0 or not repaired, run.ledger().sentences()
+
+
+def check_files(path: Path) -> None:
+    """Every segment is a valid safetensors file that describes all of its bytes."""
+    for file in path.glob("rank-*/seg-*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            assert len(list(tensors.keys())) > 0
