@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from tapscope.dumper.compiled import is_compiling
 from tapscope.dumper.naming import tags_of
 from tapscope.errors import ConfigError
 
@@ -22,6 +23,8 @@ current = _tags.get
 
 def set_ctx(**tags: Any) -> None:
     """Set tags from now on, in this thread or task; None takes one away."""
+    if is_compiling():
+        return
     _tags.set(merged(_tags.get(), tags))
 
 
@@ -86,7 +89,7 @@ class ctx:
         _leave()
 
     def _of(self, args: tuple[Any, ...]) -> Tags:
-        if self._extract is None:
+        if self._extract is None or is_compiling():
             return self._static
         try:
             return dict(self._extract(args[0]))
@@ -95,6 +98,8 @@ class ctx:
 
 
 def _enter(tags: Tags) -> Tags:
+    if is_compiling():
+        return NO_TAGS
     before = _tags.get()
     _outer.set((*_outer.get(), before))
     inside = merged(before, tags)
@@ -103,6 +108,8 @@ def _enter(tags: Tags) -> Tags:
 
 
 def _leave() -> None:
+    if is_compiling():
+        return
     outer = _outer.get()
     _tags.set(outer[-1] if outer else NO_TAGS)
     _outer.set(outer[:-1])

@@ -5,6 +5,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from tapscope.dumper import process
+
 if TYPE_CHECKING:
     from tapscope.dumper.dumper import Dumper
 
@@ -19,6 +21,14 @@ def opened(dumper: "Dumper") -> None:
 def closed(dumper: "Dumper") -> None:
     """It closed by itself."""
     _open.pop(id(dumper), None)
+
+
+def is_recording() -> bool:
+    """Whether any dumper is open."""
+    return bool(_open)
+
+
+assert process  # imported first, so that at exit it lets go of recorders after all dumpers have closed
 
 
 @atexit.register

@@ -91,7 +91,9 @@ def test_the_call_overrules_the_context_and_the_layer_is_in_the_site(tmp_path: P
     ]
 
 
-def test_a_function_is_called_once_and_only_for_a_value_that_is_kept(tmp_path: Path) -> None:
+def test_a_function_is_called_once_and_only_for_a_value_that_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[str] = []
 
     def make(name: str) -> Any:
@@ -113,6 +115,7 @@ def test_a_function_is_called_once_and_only_for_a_value_that_is_kept(tmp_path: P
                 for name in ("kept", "other", "second", "big", "part"):
                     dumper.dump(name, make(name))
     assert calls == ["kept", "big", "part", "kept", "second", "big", "part"]
+    assert "rules that fit nothing that was dumped: *:tap[part.a]=full" in caplog.text
     keys = [(r.key.site, r.key.step) for r in open_run(tmp_path / "run").records]
     assert keys == [(":tap[kept]", 0), (":tap[big]", 0), (":tap[kept]", 1), (":tap[second]", 1), (":tap[big]", 1)]
 
@@ -719,3 +722,20 @@ def test_the_context_holds_for_what_taps_bring_too(tmp_path: Path) -> None:
     tags = {"part": "actor", "note": "<Tensor of shape (3,)>", "rate": "inf"}
     assert [(r.key.site, r.key.step, r.tags) for r in run.records] == [("layers.0:out", 0, tags)]
     assert run.ledger().complete
+
+
+def test_a_compiled_region_leaves_dumps_out_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dumper = Dumper(None, tmp_path / "run", keep="full")
+
+    @ctx(lambda x: {"size": 1})
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        dumper.dump("inside", x * 2)
+        with ctx(layer_id=3):
+            return x + 1
+
+    compiled = torch.compile(compute, backend="eager", fullgraph=True)
+    with dumper:
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+        compute(torch.ones(2))
+    assert caplog.text.count("dump('inside') stands in a compiled region") == 1
+    assert [r.key.site for r in open_run(tmp_path / "run").records] == [":tap[inside]"]
