@@ -221,7 +221,7 @@ def forward(model: nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
 def drain_of(dumper: Dumper) -> Drain:
     recording = dumper._recording
     assert recording is not None
-    return recording.collector._draining()
+    return recording.collector.taker.arrivals.drain()
 
 
 def is_pinned(drain: Drain) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from tapscope.dumper import Dumper
 from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.clones import SMALL
 from tapscope.dumper.collector import Collector
 from tapscope.dumper.cut import Part
 from tapscope.dumper.device import Cuda
@@ -21,7 +22,11 @@ from tapscope.dumper.port import Port
 from tapscope.dumper.ring import Ring
 from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp
+from tapscope.dumper.taker import Taker
 from tapscope.run import Run, open_run
+
+N = SMALL // 2
+"""Floats: more than what the model's own stream copies."""
 
 
 class SlowTicket:
@@ -66,8 +71,8 @@ class SlowDevice:
         self.rings.append(None)
 
 
-class Far(Collector):
-    """A collector to which every tensor is one of the device."""
+class Far(Taker):
+    """A taker to which every tensor is one of the device."""
 
     def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Any, full: bool) -> None:
         if layout.count:
@@ -76,22 +81,22 @@ class Far(Collector):
             super()._record(port, stamp, tensor, layout, full)
 
     def _look(self, port: Port, leaf: torch.Tensor, stamp: Stamp) -> None:
-        self._await(port, stamp, leaf, port.layout(Part(leaf), None, self.complain), "off")
+        self._await(port, stamp, leaf, port.layout(Part(leaf), None, self._account.complain), "off")
 
 
 @contextmanager
 def dumper_of(
     model: nn.Module, run: Path, device: SlowDevice, *, time_limit_s: float = 60.0, **settings: Any
-) -> Iterator[tuple[Dumper, Far, Drain]]:
+) -> Iterator[tuple[Dumper, Collector, Drain]]:
     """A dumper whose values come from ``device``; its gate is opened when the block ends."""
     with Dumper(model, run, **settings) as dumper:
         recording = dumper._recording
         assert recording is not None
         collector = recording.collector
-        collector.__class__ = Far
-        assert isinstance(collector, Far)
-        limit = recording.regime.config.device_bytes
-        drain = collector._drain = Drain(device, collector._backlog, limit, collector._note_lost, time_limit_s)
+        taker, limit = collector.taker, recording.regime.config.device_bytes
+        taker.__class__ = Far
+        drain = Drain(device, collector._backlog, limit, collector.account.lose, time_limit_s)
+        taker.arrivals.opened = drain
         try:
             yield dumper, collector, drain
         finally:
@@ -116,7 +121,7 @@ def _call(dumper: Dumper, x: torch.Tensor) -> None:
 
 
 def values(run: Run) -> dict[str, Any]:
-    return {f"{r.key.step} {r.key.site}": run.array(r).tolist() for r in run.records if r.entry}
+    return {f"{r.key.step} {r.key.site}": set(run.array(r).tolist()) for r in run.records if r.entry}
 
 
 def test_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path) -> None:
@@ -124,14 +129,14 @@ def test_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path)
     with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="full") as (dumper, collector, drain):
         for step in range(3):
             with dumper.step():
-                _call(dumper, torch.full((2,), step + 1.0))
-        assert drain.held_bytes == 3 * 4 * 8  # four sites, two floats each; nobody waited
+                _call(dumper, torch.full((N,), step + 1.0))
+        assert drain.clones.held_bytes == 3 * 4 * 4 * N  # four sites; nobody waited
         assert collector._backlog.is_awaiting
     run = open_run(tmp_path / "run")
     assert run.ledger().complete, run.ledger().sentences()
     assert [r.seq for r in run.records] == list(range(12))
     assert values(run) == {
-        f"{step} {site}": [value, value]
+        f"{step} {site}": {value}
         for step in range(3)
         for site, value in ((":in[x]", step + 1), ("inner:in[input]", step + 1), ("inner:out", step + 1), (":out", 0))
     }
@@ -168,7 +173,7 @@ def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = SlowDevice()
-    x = torch.arange(1024.0)
+    x = torch.arange(float(N))
     with (
         torch.no_grad(),
         dumper_of(nn.Identity(), tmp_path / "run", device, keep="full", device_bytes=3 * x.nbytes) as (
@@ -180,13 +185,28 @@ def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
         for _ in range(4):
             with dumper.step():
                 _call(dumper, x)
-                assert drain.held_bytes <= 3 * x.nbytes
+                assert drain.clones.held_bytes <= 3 * x.nbytes
     run = open_run(tmp_path / "run")
     assert run.ledger().complete
     assert len(values(run)) == 8
     counts = [m.value for m in run.metrics() if m.name == "num_direct_copies"]
     assert counts == [0, 1, 2, 2]
-    assert "device_bytes=12288 are in use" in caplog.text
+    assert f"device_bytes={3 * x.nbytes} are in use" in caplog.text
+
+
+def test_small_values_need_no_clone_unless_larger_copies_are_before_them(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
+        with dumper.step():
+            _call(dumper, torch.ones(16))
+        assert drain.clones.held_bytes == 0
+        with dumper.step():
+            _call(dumper, torch.ones(N))
+            _call(dumper, torch.ones(16))
+        assert drain.clones.held_bytes == 2 * 4 * N + 2 * 4 * 16
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [0, 0]
 
 
 def test_a_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -> None:
@@ -194,9 +214,9 @@ def test_a_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
         for _ in range(2):
             with dumper.step():
-                _call(dumper, torch.ones(8))
-        assert drain.held_bytes == 0
-        assert drain._limit == 0
+                _call(dumper, torch.ones(N))
+        assert drain.clones.held_bytes == 0
+        assert drain.clones.limit == 0
     run = open_run(tmp_path / "run")
     assert run.ledger().complete
     assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [2, 2]
@@ -206,13 +226,13 @@ def test_a_device_that_fails_is_counted_with_its_reason(tmp_path: Path, caplog: 
     device = SlowDevice()
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
         with dumper.step():
-            _call(dumper, torch.ones(8))
+            _call(dumper, torch.ones(N))
         device.problem = "CUDA error: an illegal memory access was encountered"
         device.gate.set()
-        wait_until(lambda: collector.num_failed == 2, "both have failed")
+        wait_until(lambda: collector.account.num_failed == 2, "both have failed")
         device.problem = None
         with dumper.step():
-            _call(dumper, torch.ones(8))
+            _call(dumper, torch.ones(N))
     run = open_run(tmp_path / "run")
     account = run.ledger()
     assert (account.failed, account.lost, account.complete) == (2, 0, False)
@@ -228,14 +248,16 @@ def test_a_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path
         outer = dumper_of(nn.Identity(), tmp_path / "run", device, time_limit_s=0.3, keep="full")
         with outer as (dumper, collector, drain):
             with dumper.step():
-                _call(dumper, torch.ones(8))
-            wait_until(lambda: collector.num_failed == 2, "both are given up")
+                _call(dumper, torch.ones(N))
+            wait_until(lambda: collector.account.num_failed == 2, "both are given up")
             slots = collector._backlog.in_flight_bytes
-            assert slots >= 2 * 32  # memory that the device may still write to is nobody else's
+            assert slots >= 2 * 4 * N  # memory that the device may still write to is nobody else's
             device.gate.set()
-            wait_until(lambda: collector._backlog.in_flight_bytes == 0 and not drain.held_bytes, "it came after all")
+            wait_until(
+                lambda: collector._backlog.in_flight_bytes == 0 and not drain.clones.held_bytes, "it came after all"
+            )
             with dumper.step():
-                _call(dumper, torch.ones(8))
+                _call(dumper, torch.ones(N))
     run = open_run(tmp_path / "run")
     assert run.ledger().failed == 2
     assert {r.key.step for r in run.records} == {1}
@@ -248,7 +270,7 @@ def test_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> Non
         timer = threading.Timer(1.5, device.gate.set)
         timer.start()
         with dumper.step():
-            _call(dumper, torch.ones(8))
+            _call(dumper, torch.ones(N))
         assert collector._backlog.is_empty
         timer.join()
     assert open_run(tmp_path / "run").ledger().complete
@@ -258,7 +280,7 @@ def test_the_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> Non
     device = SlowDevice()
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
         with dumper.step():
-            _call(dumper, torch.ones(8))
+            _call(dumper, torch.ones(N))
         pipeline = dumper._recording.link._pipeline
         heard = pipeline._heard
         wait_until(lambda: pipeline._heard > heard, "the recorder has asked and was answered")
@@ -271,11 +293,11 @@ def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
         for step in range(3):
             with dumper.step():
-                _call(dumper, torch.full((1024,), step + 1.0))
+                _call(dumper, torch.full((N,), step + 1.0))
         flight = collector.keeper._flight
-        assert flight.used > 3 * 2 * 4096  # the forgotten ones are still being written to
+        assert flight.used > 3 * 2 * 4 * N  # the forgotten ones are still being written to
         device.gate.set()
-        wait_until(lambda: flight.used < 2 * 2 * 4096, "they have come and are free")
+        wait_until(lambda: flight.used < 2 * 2 * 4 * N, "they have come and are free")
         collector.keeper.release(None, "the test asks")
     run = open_run(tmp_path / "run")
     assert {r.key.step for r in run.records} == {2}
@@ -286,12 +308,12 @@ def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when
 def test_a_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep: str) -> None:
     device = SlowDevice()
     settings: dict[str, Any] = {"keep": keep, "triggers": (":out: nan -> keep",)}
-    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, _, drain):
         for x in (1.0, float("nan")):
             with dumper.step():
                 _call(dumper, torch.full((8,), x))
         device.gate.set()
-        wait_until(lambda: not collector._drain._copies, "all have come")
+        wait_until(lambda: not drain.clones.num_under_way, "all have come")
     run = open_run(tmp_path / "run")
     assert [(e.fields["step"], e.fields["site"]) for e in run.events() if e.kind == "trigger"] == [(1, ":out")]
     full = {(r.key.step, r.key.site) for r in run.records if r.entry}
