@@ -106,6 +106,7 @@ class Cuda:
         self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._slack: dict[int, Slack] = {}
+        self._learned: set[bool] = set()  # kinds of plain tensors that are known to be
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same as elements
 
     def enter(self) -> None:
@@ -130,7 +131,9 @@ class Cuda:
             raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
         index = tensor.get_device()
         current = torch.cuda.current_stream(index)
-        capture.learn_plain(tensor)
+        if (kind := tensor.is_inference()) not in self._learned:
+            self._learned.add(kind)
+            capture.learn_plain(tensor)
         host = self._host(slot, tensor)
         if clone:
             slack = self._slack.get(index) or self._slack.setdefault(index, Slack(index))

@@ -93,6 +93,8 @@ class Drain:
             self.clones.fail(nbytes, clone)
             raise
         self.clones.note(nbytes, clone, ticket.held_bytes, ran_out=ticket.ran_out)
+        if ask is not None:  # a trigger should fire while its step is open
+            self._is_hurried = True
         self._copies.put(copy)
         return copy
 

@@ -230,11 +230,11 @@ def test_a_trigger_releases_what_the_flight_recorder_holds(tmp_path: Path) -> No
         for step in range(8):
             model(torch.full((256, 64), float("nan") if step == 5 else 1.0, device="cuda"))
             torch.cuda.synchronize()
+            time.sleep(0.1)  # the trigger fires when the value has come, and the recorder holds three steps
     run = open_run(tmp_path / "run")
     assert [(e.fields["step"], e.fields["site"]) for e in run.events() if e.kind == "trigger"] == [(5, "0:out")]
     steps = {r.key.step for r in run.records}
-    assert {3, 4, 5} <= steps
-    assert not steps & {0, 1, 2}
+    assert steps == {3, 4, 5}
 
 
 def test_a_model_that_needs_all_memory_is_not_in_the_way_of_clones(tmp_path: Path) -> None:
