@@ -19,6 +19,7 @@ from torch import nn
 
 from tapscope.dumper import context, experiment
 from tapscope.dumper.captures import Captures
+from tapscope.dumper.compiled import is_compiling, say_skipped
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.dumper import Dumper
 from tapscope.dumper.environment import changes_of
@@ -131,6 +132,9 @@ class ProcessDumper(Dumper):
         **tags: Any,
     ) -> None:
         """See :meth:`Dumper.dump`."""
+        if is_compiling():
+            say_skipped(name)
+            return
         recording = self._recording
         if recording is None:
             if self._is_settled:
@@ -142,7 +146,8 @@ class ProcessDumper(Dumper):
 
     def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
         """See :meth:`Dumper.dump_dict`."""
-        self._open_in_background()
+        if not is_compiling():
+            self._open_in_background()
         super().dump_dict(prefix, data, **tags)
 
     def dump_model(self, model: nn.Module, *, step: int | None = None, prefix: str = "", **tags: Any) -> int:
@@ -174,8 +179,8 @@ class ProcessDumper(Dumper):
         recording = self._recording
         if recording is not None and recording.regime.explicit is not None:
             step = recording.schedule.current()
-            recording.collector.announce(step)
-            recording.collector.metric(step.info.step, name, value)
+            recording.collector.account.announce(step)
+            recording.collector.account.metric(step.info.step, name, value)
 
     def capture_output(self, **settings: Any) -> "_GeneratorContextManager[Captures]":
         """See :meth:`Dumper.capture_output`."""

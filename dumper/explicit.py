@@ -105,7 +105,12 @@ class Explicit:
             if place.may_keep:
                 self._dump(place, name, value, grad, tags)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._collector.fail(self._schedule.current(), f":tap[{part_of(name)}]", error)
+            self._collector.account.fail(self._schedule.current(), f":tap[{part_of(name)}]", error)
+
+    @property
+    def sites(self) -> list[str]:
+        """Where values came, kept or not."""
+        return [port.site for place in self._places.values() for port in [*place.ports.values(), *place.grads.values()]]
 
     def _place(self, name: Any, layer: Any, dims: str | None, dims_grad: str | None) -> Place:
         if len(self._places) >= _MAX_PLACES:
@@ -128,7 +133,7 @@ class Explicit:
                 return
             value = value()
         if not step.announced:
-            self._collector.announce(step)
+            self._collector.account.announce(step)
         for path, leaf in leaves(value):
             self._take(place, path, leaf, stamp, grad)
 

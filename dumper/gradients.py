@@ -50,7 +50,7 @@ class Gradients:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 - the model must go on
             if (collector := self._collector()) is not None:
-                collector.fail(stamp.step, port.site, error)
+                collector.account.fail(stamp.step, port.site, error)
 
     def forget(self) -> None:
         """Hooks that are left do nothing from now on: a new run, or none."""

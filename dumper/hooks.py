@@ -83,7 +83,7 @@ class Hooks:
             self._parameters.end_step(step)
             self._look_after(collector, step.serial)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            collector.complain("step", f"{type(error).__name__}: {error}")
+            collector.account.complain("step", f"{type(error).__name__}: {error}")
 
     def never_fired(self) -> list[str]:
         """One site of every tap in place through which nothing came."""
@@ -100,7 +100,7 @@ class Hooks:
                 self._places.append(_Place(tap, "out", weakref.ref(module), after))
         except RuntimeError as error:
             if collector is not None:
-                collector.complain(f"{tap.path}:{wants[0]}", str(error))
+                collector.account.complain(f"{tap.path}:{wants[0]}", str(error))
 
     def _refresh(self) -> None:
         """Modules may have been added, replaced or taken away since the taps were found."""
@@ -127,7 +127,7 @@ class Hooks:
             if self._model() is not None:
                 self._look(collector, -1)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            collector.complain("step", f"{type(error).__name__}: {error}")
+            collector.account.complain("step", f"{type(error).__name__}: {error}")
 
     def _look(self, collector: "Collector", serial: int) -> None:
         model = self._model()
@@ -135,7 +135,7 @@ class Hooks:
             path = place.tap.path
             if path not in self._said and (problem := _problem(place, model, serial)):
                 self._said.add(path)
-                collector.complain(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
+                collector.account.complain(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
 
 
 def _wants(tap: Tap, kind: str, selection: Selection) -> bool:

@@ -103,7 +103,7 @@ class Parameters:
                     self._put_gradients(collector, holder.tap, module, step, only=uses)
             self._used |= uses
         except Exception as error:  # noqa: BLE001 - the training must go on
-            collector.fail(step, "gradients before the optimiser's step", error)
+            collector.account.fail(step, "gradients before the optimiser's step", error)
 
     def _present(self) -> Iterator[tuple[_Holder, nn.Module]]:
         for holder in self._holders:

@@ -53,7 +53,8 @@ class Recording:
         self._answered = threading.Event()
         if link is not None:
             link.tick = self.collector.keeper.tick
-            link.tell = lambda: {"dropped": self.collector.num_dropped, "failed": self.collector.num_failed}
+            account = self.collector.account
+            link.tell = lambda: {"dropped": account.num_dropped, "failed": account.num_failed}
 
     # ---- life
 
@@ -105,7 +106,7 @@ class Recording:
         if (welcome := link.arrived(wait=True)) is not None:
             self._welcome(welcome)
         collector.close()
-        collector.settle()
+        collector.account.settle()
         fields: dict[str, Any] = {"never_fired": silent, "outside_step": collector.num_outside}
         if interrupted is not None:
             fields["interrupted"] = interrupted
@@ -142,7 +143,7 @@ class Recording:
         self.schedule.turn()
         self.schedule.unturn()
         self.schedule.settle()
-        self.collector.settle()
+        self.collector.account.settle()
         self._num_runs += 1
         self._first = self._first or self.run
         run = self._first.with_name(name or f"{self._first.name}-{self._num_runs}")

@@ -16,7 +16,7 @@ from tapscope.dumper.rules import Selection
 from tapscope.dumper.schedule import Schedule
 from tapscope.dumper.watch import Watch
 from tapscope.observe import RankInfo, StepInfo
-from tapscope.site import describe_layers
+from tapscope.site import Glob, describe_layers
 from tapscope.wire import Message
 
 
@@ -125,7 +125,7 @@ class Regime:
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         self._collector.select(selection)
         if config.console:
-            self._collector.sink = Console(self._collector.sink, self.info.rank)
+            self._collector.account.sink = Console(self._collector.account.sink, self.info.rank)
         for watch in self._watches:
             watch.select(selection, self._collector)
         assert self.schedule is not None
@@ -146,12 +146,12 @@ class Regime:
         """Divert what is recorded into ``captures``, with ``settings`` in force and the dumper enabled."""
         collector = self._collector
         config = self.config.updated({"enabled": True} | dict(settings))
-        collector.captures = [*collector.captures, captures]
+        collector.taker.captures = [*collector.taker.captures, captures]
         self.select(config)
         try:
             yield
         finally:
-            collector.captures = [each for each in collector.captures if each is not captures]
+            collector.taker.captures = [each for each in collector.taker.captures if each is not captures]
             self.select()
 
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
@@ -167,6 +167,14 @@ class Regime:
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
         return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {there}" for rule in rules}
+
+    def unused(self) -> list[str]:
+        """Rules that fit nothing that came, where only explicit values could come; a typing error, most likely."""
+        if self.explicit is None or self._watches:
+            return []
+        globs = {str(rule): Glob(rule.glob) for rule in self.config.rules if rule.keep != "off"}
+        sites = self.explicit.sites
+        return [text for text, glob in globs.items() if not any(glob.matches(site) for site in sites)]
 
     def _configure(self, config: DumperConfig) -> None:
         self.config = config

@@ -79,7 +79,8 @@ class Schedule:
             if step.announced or (self._wanted() and not step.skipped):
                 collector.end(metrics, aborted)
             else:
-                step.ended, collector.step = True, None
+                step.ended = True
+                collector.drop_step()
             self._after()
             return step
 
@@ -150,7 +151,7 @@ class Schedule:
             step.describe(describe(step.info))
         elif step.rows_of_first_call:
             text = f"the model was called again in step {step.info.step}, whose rows are those of the first call"
-            self.collector.complain("step", text)
+            self.collector.account.complain("step", text)
         return None
 
     def leave_call(self, step: OpenStep, aborted: str | None) -> OpenStep | None:

@@ -86,7 +86,7 @@ class StepCalls:
         step = self._recording.collector.step if self._recording is not None else None
         if self._recording is None or step is None:
             raise StepError(f"metric {name!r} came outside a step; call it inside `with dumper.step():`")
-        self._recording.collector.metric(step.info.step, name, value)
+        self._recording.collector.account.metric(step.info.step, name, value)
 
     def _require(self, what: str) -> Recording:
         if self._recording is None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from tapscope.dumper import context
 from tapscope.dumper.captures import Captures
+from tapscope.dumper.compiled import is_compiling, say_skipped
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.explicit import attributes
 from tapscope.dumper.identity import Who
@@ -45,12 +46,18 @@ class ValueCalls:
         ``grad``: None takes the gradient where a rule names it, True also where only the value is kept, False never.
         ``tags`` are recorded with it and overrule the context. Never raises.
         """
+        if is_compiling():
+            say_skipped(name)
+            return
         recording = self._recording
         if recording is not None and recording.regime.explicit is not None:
             recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
 
     def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
         """Dump every value of a mapping, or of an object's public attributes that are no methods, as ``prefix.KEY``."""
+        if is_compiling():
+            say_skipped(prefix)
+            return
         recording = self._recording
         if recording is None or recording.regime.explicit is None:
             return
@@ -61,7 +68,7 @@ class ValueCalls:
         for key, value in found.items():
             self.dump(f"{prefix}.{key}", value, **tags)
         if failed:
-            recording.collector.complain(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
+            recording.collector.account.complain(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
 
     def dump_model(self, model: nn.Module, *, step: int | None = None, prefix: str = "", **tags: Any) -> int:
         """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
@@ -71,7 +78,7 @@ class ValueCalls:
         number is only noted as a tag. Gives how many there were. Never raises.
         """
         recording = self._recording
-        if recording is None or not (recording.regime.config.enabled or recording.collector.captures):
+        if recording is None or not (recording.regime.config.enabled or recording.collector.taker.captures):
             return 0
         where, info = recording.schedule.current(), recording.info
         tags = tags if step is None or step == where.info.step else {"step": step, **tags}

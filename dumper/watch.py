@@ -141,7 +141,7 @@ class Watch:
         try:
             return described(info, args, kwargs)
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
-            recording.collector.complain("step", f"rows unknown: {type(error).__name__}: {error}")
+            recording.collector.account.complain("step", f"rows unknown: {type(error).__name__}: {error}")
             return info
 
 
