@@ -7,6 +7,7 @@ from tapscope.dumper.client import ControlClient
 from tapscope.dumper.guard import Guard
 from tapscope.dumper.network import Endpoint
 from tapscope.dumper.session import find
+from tapscope.errors import RecorderError, UnreachableError
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -25,4 +26,10 @@ def router_of(run: Path | str, guard: Guard | None = None, *, metrics: bool = Tr
     """
     from tapscope.dumper.control import make_router
 
-    return make_router(lambda: client_of(run), guard, metrics=metrics)
+    def client() -> ControlClient:
+        try:
+            return client_of(run)
+        except RecorderError as error:
+            raise UnreachableError(str(error)) from None
+
+    return make_router(client, guard, metrics=metrics)
