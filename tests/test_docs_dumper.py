@@ -125,7 +125,9 @@ def test_the_python_runs_and_prints_what_the_page_shows(tmp_path: Path) -> None:
     shown = [line for _, output in blocks for line in output.splitlines()]
     assert shown
     assert [line for line in shown if line not in said] == []
-    assert _run(tmp_path, "-m", "tapscope", "verify", "run").splitlines()[-1].startswith("complete   yes")
+    (records,) = re.findall(r"^records    .*$", PAGE, re.MULTILINE)
+    assert records in _run(tmp_path, "-m", "tapscope", "info", "run").splitlines()
+    assert "complete   yes" in _run(tmp_path, "-m", "tapscope", "verify", "run").splitlines()
 
 
 def test_the_training_example_prints_what_the_page_shows(tmp_path: Path) -> None:
