@@ -1,6 +1,6 @@
 """What a Dumper costs the model it watches: CPU-time ratios to the plain forward of the same round.
 
-    python benchmarks/dump_overhead.py [--seq 128] [--dtype float32] [--rounds 9] [--out /dev/shm/bench]
+    python benchmarks/dump_overhead.py [--seq 128] [--dtype float32] [--rounds 9] [--out DIR ...]
 
 One process, one torch thread, modes in turn, the order rotated every round, medians. `producer` is the CPU time
 of this process (forward, taps, pipeline thread), `total` adds the recorder process. `of copy` is the fraction of
@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 import statistics
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,23 +64,16 @@ def measure(
             dumper = stack.enter_context(Dumper(model, out, force=True, **settings))
         model(ids)
         if settings is not None:
-            drain(dumper)
+            dumper.flush()
         recorder, cpu, wall = recorder_cpu_s(out), time.process_time(), time.perf_counter()
         for _ in range(repeats):
             model(ids)
         elapsed = time.perf_counter() - wall
         if settings is not None:
-            drain(dumper)
+            dumper.flush()
         cpu = time.process_time() - cpu
         recorder = recorder_cpu_s(out) - recorder if settings is not None else 0.0
     return cpu / repeats, (cpu + recorder) / repeats, elapsed / repeats
-
-
-def drain(dumper: Dumper) -> None:
-    pipeline = dumper._pipeline
-    assert pipeline is not None
-    while pipeline._in_flight_bytes:
-        time.sleep(0.001)
 
 
 def copy_rate() -> float:
@@ -101,28 +95,32 @@ def captured_bytes(model: torch.nn.Module, ids: torch.Tensor, out: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, nargs="+", default=[1, 16, 128])
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path("/dev/shm/tapscope-bench"))
+    places = [Path("/dev/shm/tapscope-bench"), Path(tempfile.gettempdir()) / "tapscope-bench"]
+    parser.add_argument("--out", type=Path, nargs="+", default=places, help="where runs go (default: memory, disk)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = build(args.dtype)
     rate = copy_rate()
-    print(f"12-layer hidden-512 Llama, {args.dtype}, 1 thread, runs on {args.out}; plain copy {rate / 1e9:.1f} GB/s")
-    for seq in args.seq:
-        bench(model, seq, args, rate)
-    shutil.rmtree(args.out, ignore_errors=True)
+    print(f"12-layer hidden-512 Llama, 1 thread; plain copy {rate / 1e9:.1f} GB/s")
+    for dtype in args.dtype:
+        model = build(dtype)
+        for out in args.out:
+            print(f"{dtype}, runs on {out}")
+            for seq in args.seq:
+                bench(model, seq, out, args.rounds, rate)
+            shutil.rmtree(out, ignore_errors=True)
 
 
-def bench(model: torch.nn.Module, seq: int, args: argparse.Namespace, rate: float) -> None:
+def bench(model: torch.nn.Module, seq: int, out: Path, rounds: int, rate: float) -> None:
     ids = torch.arange(seq)[None] % 1000
     repeats = 2 if seq >= 128 else 6
-    nbytes = captured_bytes(model, ids, args.out)
+    nbytes = captured_bytes(model, ids, out)
     taken: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
     names = list(MODES)
-    for number in range(args.rounds):
+    for number in range(rounds):
         for mode in names[number % len(names) :] + names[: number % len(names)]:
-            taken[mode].append(measure(model, ids, mode, args.out, repeats))
+            taken[mode].append(measure(model, ids, mode, out, repeats))
     plain = [cpu for cpu, _, _ in taken["plain"]]
     print(f"seq {seq}: plain {statistics.median(plain) * 1e3:.1f} ms CPU a forward; {nbytes / 1e6:.1f} MB in full")
     for mode, samples in taken.items():

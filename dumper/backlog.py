@@ -12,7 +12,7 @@ from tapscope.wire import Message
 
 Item = Pending | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
-BATCH_RECORDS = 64
+BATCH_RECORDS = 256
 _DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
 
 

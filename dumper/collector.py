@@ -114,6 +114,10 @@ class Collector:
         self._run_began = next(self._serial)
         self.taker.restart()
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the recorder has acknowledged everything that was put; whether it has."""
+        return self._backlog.drained(timeout_s)
+
     def close(self) -> None:
         """No value comes any more: wait for those that are on their way from a device."""
         self.taker.arrivals.close()

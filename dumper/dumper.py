@@ -181,6 +181,10 @@ class Dumper(ValueCalls, StepCalls):
         """
         return self._require("release()").collector.keeper.release(past, reason)
 
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until the recorder has written everything taken so far; False when it had not within ``timeout_s``."""
+        return self._require("flush()").collector.flush(timeout_s)
+
     # ---- Arming -----------------------------------------------------------------------------------------
 
     @property

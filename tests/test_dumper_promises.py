@@ -346,3 +346,14 @@ def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
         for rows in ([(1, 0, 17)], [RowRun(1, 0, 17, 0, 0)]):
             with pytest.raises(StepError, match="is no tapscope.observe.RowRun"), dumper.step(rows=rows):
                 pass
+
+
+def test_what_was_flushed_is_in_the_run_while_it_is_open(tmp_path: Path) -> None:
+    model = build()
+    with torch.no_grad(), Dumper(model, tmp_path / "run") as dumper:
+        for expected in range(1, 4):
+            model(torch.ones(1, 8))
+            assert dumper.flush()
+            assert len(open_run(tmp_path / "run").steps) == expected
+    with pytest.raises(StepError, match=r"flush\(\)"):
+        dumper.flush()
