@@ -134,9 +134,13 @@ class Ranks:
 
     # ---- the end
 
+    def ask_to_end(self) -> None:
+        """Every rank ends after the step it is in."""
+        self.specs[0].beside("stop").touch()
+
     def end(self, *killed: int) -> None:
         """Every rank that was not killed computes to its end, with every result right and no unbounded wait."""
-        self.specs[0].beside("stop").touch()
+        self.ask_to_end()
         for rank, process in enumerate(self.processes):
             process.join(_END_S)
             assert process.exitcode is not None, f"rank {rank} hangs"

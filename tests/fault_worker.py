@@ -1,7 +1,8 @@
 """One rank of a job that is about to be hurt.
 
 It computes until a file named RUN.stop appears, whatever becomes of the recording, and leaves marks in a file, one JSON
-object a line: ``open``, ``refused``, ``acked`` (the recorder has everything of ``run`` up to this step), ``done``.
+object a line: ``open``, ``refused``, ``at`` (a step was computed), ``acked`` (the recorder has everything of ``run`` up
+to this step), ``done``.
 """
 
 import ctypes
@@ -68,8 +69,8 @@ class Worker:
     def run(self) -> None:
         """Everything."""
         dumper = self._open()
-        stop, step = self.spec.beside("stop"), 0
-        while step < self.spec.max_steps and not stop.exists():
+        stop, step, parent = self.spec.beside("stop"), 0, os.getppid()
+        while step < self.spec.max_steps and not stop.exists() and os.getppid() == parent:
             if dumper is None:
                 self._compute(step)
             else:
@@ -110,6 +111,7 @@ class Worker:
         except RecorderError:
             acked = False
         self.longest_s = max(self.longest_s, time.monotonic() - began)
+        self.mark(at=number)
         recording = dumper._recording
         assert recording is not None
         assert recording.link is not None

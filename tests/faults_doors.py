@@ -169,7 +169,7 @@ def two_writers(place: Path, rng: random.Random) -> None:
         assert "already has a writer" in refused[0], refused
         opened[0].acked(10)
         for each in (ranks, others):
-            each.specs[0].beside("stop").touch()
+            each.ask_to_end()
         ranks.end()
         others.end()
         check_whole(opened[0])

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fault_jobs import Ranks, check_damaged, check_recorded, verify
+from fault_jobs import Ranks, check_damaged, check_recorded, check_whole, verify
 from fault_list import fault
 from jobs import wait_until
 
@@ -26,7 +26,8 @@ def _settings(rng: random.Random) -> dict[str, Any]:
 
 
 def _job(place: Path, rng: random.Random, world: int) -> Ranks:
-    return Ranks(place / "run", world, rows=rng.choice([1, 16, 64]), pause_s=0.0, settings=_settings(rng))
+    pace = {"mark_every": rng.choice([1, 1, 5]), "pause_s": rng.choice([0.0, 0.005, 0.02])}
+    return Ranks(place / "run", world, rows=rng.choice([1, 16, 64]), settings=_settings(rng), **pace)
 
 
 def _some_time(rng: random.Random) -> None:
@@ -101,6 +102,8 @@ def recorder_killed_at_birth(place: Path, rng: random.Random) -> None:
         refused = ranks.mark("refused")
         if refused is not None:  # one clear error, and the model computes without a recording
             assert refused.startswith("RecorderError: "), refused
+        elif ranks.lost is None:  # it died before the rank had said hello, and another one was started
+            check_whole(ranks)
         else:
             check_damaged(ranks, "still recording, or killed with its recorder")
 

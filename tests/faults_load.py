@@ -8,20 +8,27 @@ from pathlib import Path
 
 from fault_jobs import Ranks, check_damaged, check_values, check_whole, verify
 from fault_list import CannotTry, fault
+from jobs import wait_until
 
 from tapscope.run import open_run
 
 
 @fault("recorder stopped for a while", 1, 20)
 def recorder_stopped(place: Path, rng: random.Random) -> None:
-    settings = {"queue_bytes": 500_000, "block_timeout_s": 0.3, "policy": rng.choice(["block", "drop", "strict"])}
+    settings = {"queue_bytes": 2_200_000, "block_timeout_s": 0.3, "policy": rng.choice(["block", "drop", "strict"])}
     settings |= {"ring_bytes": rng.choice([0, 4 << 20])}
-    with Ranks(place / "run", 1, pause_s=0.01, settings=settings) as ranks:
+    with Ranks(place / "run", 1, rows=256, pause_s=0.01, settings=settings) as ranks:  # 8 steps fill the queue
         ranks.opened().acked(5)
         for _ in range(rng.randrange(1, 3)):
             recorder = ranks.recorder
             os.kill(recorder, signal.SIGSTOP)
-            time.sleep(rng.uniform(0.5, 2.0))
+            time.sleep(rng.uniform(0.5, 1.5))
+            if settings["policy"] == "block":
+                wait_until(lambda: "tapscope drops values" in ranks.log(), "the queue is full", 8.0)
+            computed = ranks.mark("at")
+            wait_until(
+                lambda at=computed: ranks.mark("at") >= at + 3, "the model goes on while the recorder stands", 8.0
+            )
             os.kill(recorder, signal.SIGCONT)
             last = ranks.mark("acked") or 0
             ranks.acked(last + 10)  # it goes on
@@ -35,6 +42,25 @@ def recorder_stopped(place: Path, rng: random.Random) -> None:
             assert "tapscope drops values" in ranks.log()
         else:
             check_whole(ranks)
+
+
+@fault("recorder stopped for good", 0, 5)
+def recorder_stopped_for_good(place: Path, rng: random.Random) -> None:
+    settings = {"queue_bytes": 2_200_000, "block_timeout_s": 0.3, "policy": rng.choice(["block", "drop", "strict"])}
+    with Ranks(place / "run", 1, rows=256, pause_s=0.01, settings=settings) as ranks:
+        ranks.opened().acked(5)
+        recorder = ranks.recorder
+        os.kill(recorder, signal.SIGSTOP)
+        wait_until(lambda: "has said nothing for" in ranks.log(), "the rank gives the recorder up", 40.0)
+        if rng.random() < 0.5:
+            os.kill(recorder, signal.SIGCONT)  # too late
+        computed = ranks.mark("at")
+        wait_until(lambda: ranks.mark("at") >= computed + 3, "the model goes on", 8.0)
+        ranks.ask_to_end()
+        ranks.finished()
+        os.kill(recorder, signal.SIGCONT)
+        ranks.end()
+        check_damaged(ranks, "died while recording: rank 0")
 
 
 @fault("shared memory too small", 1, 10)
