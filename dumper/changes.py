@@ -170,7 +170,7 @@ class Changes:
 
     def _ranks(self) -> dict[str, Any]:
         present = frozenset(peer.rank for peer in self._recorder.present())
-        return {"members": present, "absent": state.absent_ranks(self._recorder)}
+        return {"members": present, "absent": state.absent_ranks(self._recorder.roll)}
 
     def _broadcast(self, message: Message) -> None:
         for peer in self._recorder.present():

@@ -7,15 +7,15 @@ from tapscope.dumper.transaction import ranks_text
 
 if TYPE_CHECKING:
     from tapscope.dumper.peer import Peer
-    from tapscope.dumper.recorder import Recorder
+    from tapscope.dumper.roll import Roll
 
 DRIFT_S = 10.0
 """A rank that lags behind the others for so long gets a hint."""
 
 
-def rank_states(recorder: "Recorder") -> list[dict[str, Any]]:
+def rank_states(roll: "Roll") -> list[dict[str, Any]]:
     """One object a rank that ever came, in order."""
-    return [_rank_state(peer) for _, peer in sorted(recorder.peers.items())]
+    return [_rank_state(peer) for _, peer in sorted(roll.peers.items())]
 
 
 def _rank_state(peer: "Peer") -> dict[str, Any]:
@@ -37,32 +37,32 @@ def _rank_state(peer: "Peer") -> dict[str, Any]:
     }
 
 
-def absent_ranks(recorder: "Recorder") -> dict[int, str]:
+def absent_ranks(roll: "Roll") -> dict[int, str]:
     """Ranks of the world that cannot be asked -> why."""
-    absent = dict.fromkeys(range(recorder.world_size), "missing")
-    for rank, peer in recorder.peers.items():
+    absent = dict.fromkeys(range(roll.world_size), "missing")
+    for rank, peer in roll.peers.items():
         absent.pop(rank, None)
         if peer.gone is not None:
             absent[rank] = peer.gone
     return absent
 
 
-def hints(recorder: "Recorder") -> list[str]:
+def hints(roll: "Roll") -> list[str]:
     """What suggests that not all ranks make the same calls; empty when nothing does."""
-    present = recorder.present()
-    found = [_missing(recorder), *(_silent(peer) for peer in present), _uneven_calls(present), _hopeless(recorder)]
+    present = roll.present()
+    found = [_missing(roll), *(_silent(peer) for peer in present), _uneven_calls(present), _hopeless(roll)]
     found += [_lagging(peer, present) for peer in present]
     return [hint for hint in found if hint]
 
 
-def _missing(recorder: "Recorder") -> str | None:
-    missing = [rank for rank in range(recorder.world_size) if rank not in recorder.peers]
-    waited_s = time.monotonic() - recorder.changed
-    if not recorder.peers or not missing or waited_s < DRIFT_S:
+def _missing(roll: "Roll") -> str | None:
+    missing = [rank for rank in range(roll.world_size) if rank not in roll.peers]
+    waited_s = time.monotonic() - roll.changed
+    if not roll.peers or not missing or waited_s < DRIFT_S:
         return None
-    came = recorder.world_size - len(missing)
+    came = roll.world_size - len(missing)
     return (
-        f"{came} of {recorder.world_size} ranks came, the last {waited_s:.0f} s ago; {ranks_text(missing)} did not: "
+        f"{came} of {roll.world_size} ranks came, the last {waited_s:.0f} s ago; {ranks_text(missing)} did not: "
         "does every rank open a Dumper with this run?"
     )
 
@@ -96,10 +96,10 @@ def _uneven_calls(present: list["Peer"]) -> str | None:
     return None
 
 
-def _hopeless(recorder: "Recorder") -> str | None:
+def _hopeless(roll: "Roll") -> str | None:
     """A rule of the first configuration that no rank of a complete job matches."""
-    peers = list(recorder.peers.values())
-    if len(peers) < recorder.world_size:
+    peers = list(roll.peers.values())
+    if len(peers) < roll.world_size:
         return None
     rules = set.intersection(*(set(peer.unmatched) for peer in peers)) if peers else set()
     return peers[0].unmatched[min(rules)] + " on any rank" if rules else None

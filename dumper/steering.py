@@ -77,20 +77,20 @@ class Steering:
             "run": str(self.changes.run_path),
             "epoch": self.changes.epoch,
             "config": self.changes.config,
-            "world_size": recorder.world_size,
-            "ranks": state.rank_states(recorder),
-            "hints": state.hints(recorder),
-            "live": recorder.live_address,
+            "world_size": recorder.roll.world_size,
+            "ranks": state.rank_states(recorder.roll),
+            "hints": state.hints(recorder.roll),
+            "live": recorder.doors.live_address,
             "change_under_way": self.changes.busy,
             "capture_under_way": self.changes.running_capture(),
-            "write_s": {str(peer.rank): round(peer.write_s, 6) for peer in recorder.peers.values()},
+            "write_s": {str(peer.rank): round(peer.write_s, 6) for peer in recorder.roll.peers.values()},
         }
 
     def _do_get_state(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer:
         _only(body, "get_state", ())
         ranks = [
             {"config": self.changes.config, "dump_index": peer.writer.lines_written, "step": peer.step}
-            for _, peer in sorted(self._recorder.peers.items())
+            for _, peer in sorted(self._recorder.roll.peers.items())
         ]
         return 200, {"ranks": ranks}
 
