@@ -1,5 +1,6 @@
 """Dumper: taps models, takes explicit values, and streams what its rules select into a run."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -208,8 +209,19 @@ def _models_of(model: Any) -> dict[str, nn.Module]:
     return models
 
 
+class _Hosted(Dumper):
+    """A dumper that a host closes, on its way out of a failure too: all that it can see of one is the exception."""
+
+    def close(self) -> None:
+        error = sys.exc_info()[0]
+        if error is None:
+            super().close()
+        else:
+            self._close(error.__name__)
+
+
 def make_observer(
     model: nn.Module, info: RankInfo, *, out: str, config: DumperConfig | None = None, force: bool = False
 ) -> Dumper:
     """An :data:`~tapscope.observe.ObserverFactory` once ``out`` and ``config`` are bound (functools.partial)."""
-    return Dumper(model, out, config=config, force=force, info=info).open()
+    return _Hosted(model, out, config=config, force=force, info=info).open()

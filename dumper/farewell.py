@@ -21,7 +21,7 @@ def say(
         (len(silent), f"taps that never fired ({len(silent)}): {', '.join(silent[:4])}"),
         (len(unused), f"rules that fit nothing that was dumped: {', '.join(unused[:4])}"),
         (collector.num_outside, f"{collector.num_outside} firings outside a step were not kept; use step()"),
-        (account.num_dropped, f"{account.num_dropped} values were dropped; {run} is incomplete"),
+        (account.num_dropped if run else 0, f"{account.num_dropped} values were dropped; {run} is incomplete"),
         (account.num_failed, f"{account.num_failed} values could not be captured (tapscope info says why)"),
         (lost if run else None, f"{run} is incomplete: {lost}"),
     ]

@@ -174,7 +174,7 @@ def test_mistakes_on_the_command_line_are_one_line_each(
         (["diff", str(reference), run], 3, "is no run"),
         (["ctl", "127.0.0.1:1", "state"], 4, "nothing answers at 127.0.0.1:1"),
         (["frobnicate"], 2, "commands are dump"),
-        (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "loopback only"),
+        (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "it needs a token"),
     ]
     for words, code, says in cases:
         capsys.readouterr()

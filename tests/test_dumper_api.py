@@ -24,7 +24,7 @@ from tapscope.dumper import Dumper
 from tapscope.dumper.api import ProcessDumper
 from tapscope.dumper.context import ctx
 from tapscope.dumper.naming import site_of, tags_of
-from tapscope.errors import ConfigError, RuleError, RunExistsError, StepError
+from tapscope.errors import ConfigError, RecorderError, RuleError, RunExistsError, StepError
 from tapscope.run import Run, open_run
 
 
@@ -640,7 +640,6 @@ def test_the_ranks_of_a_job_agree_on_a_name_and_jobs_stay_apart(tmp_path: Path) 
 
 def test_a_rank_that_nobody_names_the_run_for_says_so(tmp_path: Path) -> None:
     from tapscope.dumper.experiment import Naming
-    from tapscope.errors import RecorderError
 
     with pytest.raises(RecorderError, match=r"rank 1: rank 0 has not named the run in time \(0\.1 s\)"):
         Naming(tmp_path, rank=1, world_size=2).agree(timeout_s=0.1)
@@ -739,3 +738,27 @@ def test_a_compiled_region_leaves_dumps_out_and_says_so(tmp_path: Path, caplog: 
         compute(torch.ones(2))
     assert caplog.text.count("dump('inside') stands in a compiled region") == 1
     assert [r.key.site for r in open_run(tmp_path / "run").records] == [":tap[inside]"]
+
+
+def test_a_second_process_dumper_of_the_same_rank_is_refused_and_its_model_runs_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {"ENABLED": "1", "DIR": str(tmp_path), "EXP_NAME": "run"}.items():
+        monkeypatch.setenv(f"TAPSCOPE_{name}", text)
+    first, second, third = ProcessDumper(), ProcessDumper(), ProcessDumper()
+    first.step()
+    model = build()
+    plain = model(torch.ones(1, 8))
+    for _ in range(3):
+        second.dump("x", model(torch.ones(1, 8)))
+    second.close()
+    with pytest.raises(RecorderError, match="already has a writer"):
+        third.attach(model)
+    third.dump("x", 1)  # not tried again
+    assert third.get_state()["open"] is False
+    torch.testing.assert_close(model(torch.ones(1, 8)), plain)
+    assert "forward" not in model.__dict__
+    first.dump("x", 1)
+    first.close()
+    assert "tapscope records nothing: rank 0 of" in caplog.text
+    assert len(open_run(tmp_path / "run").records) == 1

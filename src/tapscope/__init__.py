@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from tapscope._version import __version__
 
 if TYPE_CHECKING:
-    from tapscope import dumper
     from tapscope.dumper import Dumper, DumperConfig
     from tapscope.engine import LLM
     from tapscope.errors import TapscopeError
