@@ -76,7 +76,9 @@ class Schedule:
                 return None
             self._last, self._is_early = step, False
             self._ending(step)
-            if step.announced or (self._wanted() and not step.skipped):
+            if step.skipped and self._wanted():
+                collector.account.announce(step)  # the line says that nothing of it was taken; it needs no other
+            if not step.skipped and (step.announced or self._wanted()):
                 collector.end(metrics, aborted)
             else:
                 step.ended = True

@@ -33,6 +33,8 @@ class StepCalls:
         """
         if wrong := [run for run in rows if not isinstance(run, RowRun) or not isinstance(run.request, str)]:
             raise StepError(f"rows: {wrong[0]!r} is no tapscope.observe.RowRun with a text for its request")
+        if kind not in (None, "warmup", "dummy"):
+            raise StepError(f"kind={kind!r}: must be warmup or dummy, or None for an ordinary step")
         recording = self._require("step()")
 
         def begin() -> StepInfo:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tapscope import open_run
 from tapscope.dumper import Dumper
 from tapscope.dumper.context import ctx, current
+from tapscope.errors import StepError
 
 ROOT = Path(__file__).resolve().parent.parent
 _NEVER = {"eval", "exec", "__import__"}
@@ -83,3 +84,18 @@ def test_the_dumper_calls_no_collective() -> None:
     for file in (ROOT / "dumper").rglob("*.py"):
         called = {name for call in _calls(ast.parse(file.read_text())) if (name := call.rpartition(".")[2])}
         assert not called & collectives, file
+
+
+def test_a_step_of_an_unknown_kind_is_refused_and_a_warm_up_is_skipped(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
+        with pytest.raises(StepError, match="kind='wrmup': must be warmup or dummy"):
+            dumper.step(kind="wrmup")
+        for kind in ("warmup", None, "dummy"):
+            with dumper.step(kind=kind):
+                model(torch.ones(1, 2))
+    run = open_run(tmp_path / "run")
+    assert {r.key.step for r in run.records} == {1}
+    assert [run.steps[step][0].skipped for step in sorted(run.steps)] == [True, False, True]
+    assert run.ledger().complete
+    assert run.ledger().skipped_steps
