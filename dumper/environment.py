@@ -22,6 +22,7 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NULL = ("", "none", "null")
 _HINTS = typing.get_type_hints(DumperConfig)
 _FIELDS = tuple(each.name for each in fields(DumperConfig))
+_PLACES = ("dir", "exp_name", "cleanup_previous")  # read by the dumper of the process, see experiment
 
 
 def parse_words(words: Iterable[str]) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
             continue
         if name in _FIELDS:
             changes[name] = _named(variable, name, text)
-        elif near := difflib.get_close_matches(name, _FIELDS, 1, 0.8):
+        elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.8)):
             _log.warning("tapscope: %s sets nothing; did you mean %s%s?", variable, prefix, near[0].upper())
     return changes
 
