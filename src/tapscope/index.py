@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope import record
-from tapscope.manifest import COMPACTED, INDEX
+from tapscope.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.record import Record
 
 
@@ -139,9 +139,17 @@ def _add(index: RankIndex, line: dict[str, Any], rank: int) -> None:
             )
         )
     elif kind == "event":
-        index.events.append(Event(rank, line["kind"], {k: v for k, v in line.items() if k not in ("type", "kind")}))
+        _add_event(index, line, rank)
     else:
         raise ValueError(f"unknown line type {kind!r}")
+
+
+def _add_event(index: RankIndex, line: dict[str, Any], rank: int) -> None:
+    kind = line["kind"]
+    mesh, coords = line.get("mesh") or {}, line.get("coords") or {}
+    if kind in ("open", "mesh") and not (is_mesh(mesh) and isinstance(coords, dict)):
+        raise ValueError(f"mesh {mesh!r} with coords {coords!r}: both must be objects of axis and number")
+    index.events.append(Event(rank, kind, {k: v for k, v in line.items() if k not in ("type", "kind")}))
 
 
 def _add_step(index: RankIndex, step: int, line: dict[str, Any]) -> None:

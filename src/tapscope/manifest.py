@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ HASH_VERSION = 2
 """Version of the hash that this tapscope computes; hashes of another version can not be compared with it."""
 MANIFEST = "run.json"
 INDEX = "records.jsonl"
+MAX_RANKS = 1_000_000
+"""A manifest that says more is damaged."""
 TABLE = "records.parquet"
 """The records of a compacted rank; a second compaction makes ``records-2.parquet``, and so on."""
 COMPACTED = "compacted"
@@ -66,15 +69,45 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunNotFoundError(f"{path} is no run: {hint}; make one with: tapscope dump MODEL -o {path}") from None
     except NotADirectoryError:
         raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunCorruptError(f"{file} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
     version = manifest.get("version")
-    if not isinstance(version, int):
-        raise RunCorruptError(f"{file} has no format version")
+    if not _is_count(version):
+        raise RunCorruptError(f"{file} has no format version: it must be a whole number from 1, not {_short(version)}")
     if version > VERSION:
         raise RunVersionError(
             f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
         )
+    for name, (is_good, words) in _MEMBERS.items():
+        if (value := manifest.get(name)) is not None and not is_good(value):
+            raise RunCorruptError(f"{file}: {name} is {_short(value)}; it must be {words}")
     return manifest
+
+
+def is_mesh(value: object) -> bool:
+    """Whether it says how large each axis of a mesh is."""
+    return isinstance(value, dict) and all(_is_count(size) for size in value.values())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+_MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "hash_version": (_is_count, "a whole number from 1"),
+    "world_size": (_is_count, f"a whole number from 1 to {MAX_RANKS:,}"),
+    "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
+    **dict.fromkeys(("framework", "model", "dtype", "created", "tapscope"), (_is_text, "a text")),
+}
+"""Member of the manifest that readers rely on -> its check, and what it must be."""

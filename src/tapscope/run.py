@@ -64,12 +64,12 @@ class Run:
     @property
     def world_size(self) -> int:
         """Number of ranks the job had."""
-        return int(self.manifest.get("world_size", len(self._ranks)))
+        return int(self.manifest.get("world_size") or len(self._ranks))
 
     @property
     def hash_version(self) -> int:
         """Which hash its records have; equal or unequal hashes of different versions mean nothing."""
-        return int(self.manifest.get("hash_version", self.manifest["version"]))
+        return int(self.manifest.get("hash_version") or self.manifest["version"])
 
     @property
     def mesh(self) -> dict[str, int]:

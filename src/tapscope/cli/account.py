@@ -143,7 +143,7 @@ class Account:
         ]
 
     def _captured(self) -> str:
-        mesh = " ".join(f"{axis}{num}" for axis, num in self.manifest.get("mesh", {}).items())
+        mesh = " ".join(f"{axis}{num}" for axis, num in (self.manifest.get("mesh") or {}).items())
         facts = [str(self.manifest.get(name) or "") for name in ("framework", "model")]
         facts += [dtypes.short(self.manifest["dtype"]) if self.manifest.get("dtype") else "", mesh]
         facts += [f"{len(self.ranks)} of {plural(self.world_size, 'rank')}", str(self.manifest.get("created") or "")]
