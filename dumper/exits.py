@@ -77,7 +77,8 @@ class _Exits:
         try:
             self._numbers[number] = signal.signal(number, self._on_signal)
         except (ValueError, OSError) as error:
-            _log.warning("tapscope does not listen to %s: %s", number.name, error)
+            text = "tapscope: %s does not release the flight recorder here (%s); ask over control, or by release()"
+            _log.warning(text, number.name, error)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         for holder in list(self._holders):

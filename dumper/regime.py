@@ -163,10 +163,9 @@ class Regime:
             for path, names in known.items():
                 ports.setdefault(path, []).extend(names)
             opened += takes_more
-        there = describe_layers(f"{path}:out" for path in ports)
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
-        return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {there}" for rule in rules}
+        return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {_there(rule.glob, ports)}" for rule in rules}
 
     def unused(self) -> list[str]:
         """Rules that fit nothing that came, where only explicit values could come; a typing error, most likely."""
@@ -183,3 +182,13 @@ class Regime:
         self.note()
         if self._link is not None:
             self._link.note(capture_left=self._capture_left)
+
+
+def _there(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
+    """What there is instead of ``glob``: ports where its modules exist, else layers."""
+    head, colon, _ = glob.rpartition(":")
+    modules = Glob(f"{head}:*")
+    near = [path for path in ports if head and modules.matches(f"{path}:out") and ports[path]] if colon else []
+    if near:
+        return f"ports of {near[0]} are {', '.join(dict.fromkeys(ports[near[0]]))}"
+    return describe_layers(f"{path}:out" for path in ports)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tapscope import open_run
 from tapscope.dumper import Dumper
 from tapscope.dumper.context import ctx, current
-from tapscope.errors import StepError
+from tapscope.errors import RuleError, StepError
 
 ROOT = Path(__file__).resolve().parent.parent
 _NEVER = {"eval", "exec", "__import__"}
@@ -99,3 +99,11 @@ def test_a_step_of_an_unknown_kind_is_refused_and_a_warm_up_is_skipped(tmp_path:
     assert [run.steps[step][0].skipped for step in sorted(run.steps)] == [True, False, True]
     assert run.ledger().complete
     assert run.ledger().skipped_steps
+
+
+def test_a_rule_with_a_wrong_port_is_told_the_ports_that_are_there(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
+    with pytest.raises(RuleError, match=r"ports of layers.0 are in\[input\], out, param\[weight\], param\[bias\]"):
+        Dumper(model, tmp_path / "run", rules=["layers.0:output=full"]).open()
+    with pytest.raises(RuleError, match="layers run 0"):
+        Dumper(model, tmp_path / "run", rules=["layers.7:out=full"]).open()
