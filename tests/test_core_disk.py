@@ -6,14 +6,16 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from tapscope import record
 from tapscope.directory import create_run
@@ -21,6 +23,7 @@ from tapscope.disk import Disk
 from tapscope.errors import RecorderError
 from tapscope.record import Key, Record
 from tapscope.run import open_run
+from tapscope.segment import SegmentWriter, read_header
 from tapscope.writer import RankWriter
 
 
@@ -426,3 +429,53 @@ def test_numpy_and_shared_memory_views_are_payloads_as_they_are(tmp_path: Path) 
     writer.close()
     with open_run(tmp_path) as run:
         np.testing.assert_array_equal(run.array(run.records[0]), array)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_sealed_segment_is_valid_though_nobody_flushed_it(tmp_path: Path, flush: bool) -> None:
+    segment = SegmentWriter(tmp_path / "seg.safetensors")
+    segment.place("one", "uint8", [3], b"abc")
+    if flush:
+        segment.flush()
+    segment.place("two", "uint8", [5], b"defgh")
+    segment.seal()
+    found = load_file(tmp_path / "seg.safetensors")
+    assert (bytes(found["one"]), bytes(found["two"])) == (b"abc", b"defgh")
+
+
+def test_a_segment_that_cannot_be_brought_back_to_its_last_batch_is_valid_once_it_is_sealed(tmp_path: Path) -> None:
+    class Stuck(Disk):
+        """Writes half of what it is given and fails; cannot truncate at first."""
+
+        fails = False
+
+        def write(self, fd: int, path: Path, parts: Sequence[Any], offset: int | None) -> None:
+            if self.fails and path.suffix == ".safetensors" and offset != 8:
+                os.pwrite(fd, bytes(parts[-1])[: len(parts[-1]) // 2], offset or 0)
+                raise OSError(errno.ENOSPC, "full", str(path))
+            super().write(fd, path, parts, offset)
+
+        def truncate(self, fd: int, path: Path, size: int) -> None:
+            if self.fails:
+                raise OSError(errno.EIO, "stuck", str(path))
+            super().truncate(fd, path, size)
+
+    disk = Stuck()
+    writer = RankWriter(tmp_path, 0, disk=disk)
+    writer.record(b'{"n":0}', "one", "uint8", [3], b"abc")
+    disk.fails = True
+    with pytest.raises(OSError, match="full"):
+        writer.record(b'{"n":1}', "two", "uint8", [100], bytes(100))
+    disk.fails = False
+    writer.close()
+    assert list(load_file(tmp_path / "rank-00000/seg-000000.safetensors")) == ["one"]
+
+
+def test_a_segment_whose_bytes_are_gone_is_not_sealed(tmp_path: Path) -> None:
+    segment = SegmentWriter(tmp_path / "seg.safetensors")
+    segment.place("one", "uint8", [300], bytes(300))
+    segment.flush()
+    os.truncate(tmp_path / "seg.safetensors", segment.header_bytes + 10)
+    with pytest.raises(OSError, match="were written"):
+        segment.seal()
+    assert read_header((tmp_path / "seg.safetensors").read_bytes()[8 : segment.header_bytes]) is None

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tapscope.errors import RunCorruptError, RunNotFoundError, RunVersionError
 
@@ -91,7 +91,7 @@ def is_mesh(value: object) -> bool:
     return isinstance(value, dict) and all(_is_count(size) for size in value.values())
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS
 
 

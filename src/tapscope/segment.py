@@ -5,6 +5,7 @@ A segment begins with an 8-byte header length and a reserved, blank header; payl
 the header into the reserved place. Before that, the record lines say what is where.
 """
 
+import errno
 import json
 import os
 from collections.abc import Container, Sequence
@@ -140,11 +141,16 @@ class SegmentWriter:
         self._disk.truncate(self._fd, self.path, self.header_bytes + mark.end)
 
     def seal(self, *, sync: bool = False) -> None:
-        """Write the header; the file is then valid safetensors. An empty segment is removed."""
+        """Write what was placed, then the header; the file is then valid safetensors. An empty segment is removed.
+
+        Raises OSError, and leaves the file unsealed, where it cannot be brought to the length the header tells.
+        """
         if not self._pieces:
             self.discard()
             return
         try:
+            self.flush()
+            self._fit()
             header = ("{" + ",".join(self._pieces) + "}").encode()
             self._write([header], 8)
             if sync:
@@ -156,6 +162,14 @@ class SegmentWriter:
         """Remove the file."""
         self._close()
         self._disk.remove(self.path)
+
+    def _fit(self) -> None:
+        """Cut off what a failed write left; bytes that are gone are an error."""
+        size, expected = os.fstat(self._fd).st_size, self.header_bytes + self._end
+        if size > expected:
+            self._disk.truncate(self._fd, self.path, expected)
+        elif size < expected:
+            raise OSError(errno.EIO, f"it has {size} bytes, {expected} were written", str(self.path))
 
     def _close(self) -> None:
         if self._fd >= 0:
