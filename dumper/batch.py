@@ -96,6 +96,8 @@ class Batch:
     shared: list[list[int]] = field(default_factory=list)
     """[line, number of the payload that holds the same bytes]."""
     slots: list[Slot] = field(default_factory=list)
+    frames: list[Any] = field(default_factory=list)
+    """The bytes of payloads that are not in the ring, in their order."""
     num_records: int = 0
 
     def add(self, item: Pending) -> None:
@@ -118,6 +120,8 @@ class Batch:
             name = item.stamp.key(item.port).tensor_name
             self.payloads.append([line, item.payload, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
             self.slots.append(slot)
+            if slot.buffer is not None:
+                self.frames.append(slot.buffer.data)
         elif item.payload is not None:
             self.shared.append([line, item.payload])
 
@@ -126,8 +130,7 @@ class Batch:
         """Bytes its records were charged for."""
         return self.num_records * LINE_COST + sum(slot.nbytes for slot in self.slots)
 
-    def message(self, number: int, sharing: int, **fields: Any) -> Message:
+    def message(self, sharing: int, **fields: Any) -> Message:
         """The ``batch`` message; ``sharing`` is the generation within which payloads are shared."""
-        content = {"n": number, "payloads": self.payloads, "shared": self.shared, "sharing_step": sharing, **fields}
-        frames = [slot.buffer.data for slot in self.slots if slot.buffer is not None]
-        return Message("batch", content, [b"\n".join(self.lines), *frames])
+        content = {"payloads": self.payloads, "shared": self.shared, "sharing_step": sharing, **fields}
+        return Message("batch", content, [b"\n".join(self.lines), *self.frames])

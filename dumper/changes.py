@@ -59,7 +59,7 @@ class Changes:
         elif message.kind == "alarm":  # what one rank met concerns all
             for other in self._recorder.present():
                 if other is not peer:
-                    self._recorder.send(other.identity, message)
+                    self._recorder.tell(other, message)
         elif message.kind == "called":
             peer.calls[str(message["method"])], peer.called = int(message["count"]), time.monotonic()
             self.config = message.fields.get("config") or self.config
@@ -174,7 +174,7 @@ class Changes:
 
     def _broadcast(self, message: Message) -> None:
         for peer in self._recorder.present():
-            self._recorder.send(peer.identity, message)
+            self._recorder.tell(peer, message)
 
     def _reply(self, identity: bytes, request: Any, status: int, body: dict[str, Any]) -> None:
         self._recorder.send(identity, Message("reply", {"id": request, "status": status, "body": body}))

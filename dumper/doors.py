@@ -31,6 +31,7 @@ class Doors:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 1000
+        self._router.router_handover = True  # a rank that connects again, by its own name, goes on
         self._router.sndhwm = 0  # a ROUTER at its mark would silently drop acknowledgements
         self._live = context.socket(zmq.PUB)
         self._live.linger = 0

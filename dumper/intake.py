@@ -28,7 +28,7 @@ class Intake:
         return RankWriter(run, rank, segment_bytes=int(options["segment_bytes"]), fsync=fsync)
 
     def batch(self, peer: Peer, message: Message) -> None:
-        """Write it, acknowledge it, publish it; a rank whose batch cannot be written leaves."""
+        """Write it and publish it; a rank whose batch cannot be written leaves."""
         recorder = self._recorder
         blob = bytes(message.frames[0])
         lines = blob.split(b"\n") if blob else []
@@ -37,13 +37,11 @@ class Intake:
         try:
             written = peer.writer.batch(lines, payloads, message["shared"], message["sharing_step"])
         except OSError as error:
-            recorder.roll.leave(peer, "disk", f"writing failed: {error}")
-            reason = f"the recorder cannot write {recorder.path}: {error}"
-            recorder.send(peer.identity, Message("failing", {"reason": reason}))
+            farewell = Message("failing", {"reason": f"the recorder cannot write {recorder.path}: {error}"})
+            recorder.roll.leave(peer, "disk", f"writing failed: {error}", farewell)
             return
         peer.write_s += time.monotonic() - started
         peer.capture_left = message.fields.get("capture_left")
-        recorder.send(peer.identity, Message("ack", {"n": message["n"]}))
         recorder.floor.wrote(sum(payload[-1].nbytes for payload in payloads))
         self._num_published += 1
         content = {"rank": peer.rank, "n": self._num_published}
@@ -54,7 +52,7 @@ class Intake:
         run, manifest = Path(message["run"]), message.fields.get("manifest")
         if manifest is not None:
             problem = self._open_run(run, manifest)
-            self._recorder.send(peer.identity, Message("reopened", {"problem": problem}))
+            self._recorder.tell(peer, Message("reopened", {"problem": problem}))
             if problem is not None:
                 return
             peer.opening = message.fields.get("opening", peer.opening)

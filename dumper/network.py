@@ -8,6 +8,7 @@ who runs the job can read; whoever reads RUN on another host (shared files, or a
 
 import os
 import re
+import secrets
 import socket as sockets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from tapscope.errors import ConfigError, ListenError, RecorderError, UnreachableError
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _WHERE = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<host>[^:\[\]]+|[^\[\]]*:[^\[\]]*:[^\[\]]*?))(?::(?P<port>\d+))?")
+_HEARTBEAT_MS = 1000
+_BROKEN_MS = 3000  # a connection through which nothing came for so long is made anew
 _SLICE_S = 0.25  # how often a waiting caller looks whether there is still someone to wait for
 
 
@@ -51,6 +53,8 @@ class Endpoint:
             socket.curve_serverkey, socket.curve_secretkey = server_key, secret_key
             socket.curve_publickey = zmq.curve_public(secret_key)
             socket.ipv6 = "[" in self.address
+            socket.routing_id = secrets.token_hex(16).encode()  # the name by which it is known when it connects again
+            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _BROKEN_MS
             socket.get_monitor_socket(_FAILED)  # before connecting: a refusal is said once
         socket.connect(self.address)
 
@@ -95,6 +99,8 @@ class Endpoint:
     def _check_refusal(self, socket: "zmq.Socket[bytes]") -> None:
         if self.keys is None:
             return
+        from zmq.utils.monitor import recv_monitor_message  # loads asyncio, which takes as long as zmq itself
+
         events = socket.get_monitor_socket(_FAILED)
         if events.poll(timeout=0):
             reason = str(zmq.Event(recv_monitor_message(events)["event"]).name).lower().replace("_", " ")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.dumper.ring import RingView
+from tapscope.dumper.stream import Incoming, Outgoing
 from tapscope.errors import RecorderError
 from tapscope.wire import Message
 from tapscope.writer import RankWriter
@@ -48,6 +49,12 @@ class Peer:
     """Lines and bytes it wrote into runs that a reset has ended."""
     write_s: float = 0.0
     """Seconds spent in writing what it sent."""
+    received: Incoming = field(default_factory=Incoming)
+    """How far its messages have come."""
+    sent: Outgoing[Message] = field(default_factory=Outgoing)
+    """What it was told and may not have heard."""
+    farewell: Message | None = None
+    """What it is told when it speaks though it has left."""
 
     def hear(self, message: Message) -> None:
         """It said something; most messages tell its step."""

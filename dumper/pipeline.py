@@ -14,6 +14,7 @@ from tapscope.dumper.batch import Batch
 from tapscope.dumper.network import Endpoint
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.ring import Ring
+from tapscope.dumper.stream import Incoming, Outgoing
 from tapscope.errors import RecorderError, TapscopeError, UnreachableError
 from tapscope.ledger import encode_line
 from tapscope.wire import Message
@@ -21,6 +22,7 @@ from tapscope.wire import Message
 _log = logging.getLogger("tapscope")
 _IDLE_S = 0.05  # how long control messages may lie unread while nothing is captured
 _SILENCE_S = 10.0  # a local recorder that lives but says nothing for so long is given up
+_PING_S = 1.0  # after so much silence a rank on another host asks whether the connection still leads there
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
 
 
@@ -31,7 +33,8 @@ class TryAgain(RecorderError):
 class Pipeline:
     """One rank's connection to its recorder.
 
-    Its thread sends what the backlog holds, receives what the recorder says and hands it to ``on_message``.
+    Its thread sends what the backlog holds, receives what the recorder says and hands it to ``on_message``. Where a
+    connection to another host breaks, both sides send again what the other has not got.
     """
 
     def __init__(
@@ -55,11 +58,12 @@ class Pipeline:
         self.tell: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._num_batches = 0
-        self._unacknowledged: dict[int, Batch] = {}
+        self._sent: Outgoing[tuple[list[Any], Batch | None]] = Outgoing()  # frames, and the batch they are of
+        self._received = Incoming()
         self._generation = -1
         self._closing = False
         self._closed = False
-        self._heard = time.monotonic()
+        self._heard = self._pinged = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded in bytes by the backlog; a full socket would block the thread
@@ -130,7 +134,7 @@ class Pipeline:
         last_progress = time.monotonic()
         try:
             while True:
-                if items := self.backlog.take(0.002 if self._unacknowledged else _IDLE_S):
+                if items := self.backlog.take(0.002 if self._sent else _IDLE_S):
                     self.backlog.sent(self._send(items))
                 if self._receive() or not self._closing or self.backlog.is_awaiting:
                     last_progress = time.monotonic()
@@ -152,7 +156,7 @@ class Pipeline:
         for item in items:
             if isinstance(item, Message):
                 batch = self._send_batch(batch)
-                self._socket.send_multipart(wire.encode(item))
+                self._post(item)
             elif isinstance(item, bytes):
                 batch.lines.append(item)
             else:
@@ -166,12 +170,16 @@ class Pipeline:
     def _send_batch(self, batch: Batch) -> Batch:
         """Send it unless it is empty; returns a new one."""
         if batch.lines:
-            number, self._num_batches = self._num_batches, self._num_batches + 1
-            self._unacknowledged[number] = batch
-            message = batch.message(number, self._generation, at=self.at, capture_left=self.capture_left)
-            # copy=False: the slots stay untouched until the recorder acknowledges the batch.
-            self._socket.send_multipart(wire.encode(message), copy=False)
+            self._num_batches += 1
+            self._post(batch.message(self._generation, at=self.at, capture_left=self.capture_left), batch)
         return Batch()
+
+    def _post(self, message: Message, batch: Batch | None = None) -> None:
+        """Send what must not be lost."""
+        frames = wire.encode(Message(message.kind, message.fields | {"n": self._sent.count}, message.frames))
+        self._sent.keep((frames, batch))
+        # copy=False: the slots stay untouched until the recorder acknowledges the batch.
+        self._socket.send_multipart(frames, copy=False)
 
     def _receive(self) -> bool:
         progress = False
@@ -185,29 +193,48 @@ class Pipeline:
                 message = wire.decode(frames)
             except TapscopeError:
                 continue
-            progress = self._dispatch(message) or progress
+            if "n" not in message.fields or self._received.take(message["n"]):
+                progress = self._dispatch(message) or progress
 
     def _dispatch(self, message: Message) -> bool:
         if message.kind == "ack":
-            if (batch := self._unacknowledged.pop(message["n"], None)) is not None:
-                self.backlog.acknowledged(batch)
-            return True
+            return self._acknowledged(message["has"])
         if message.kind in ("failing", "refused"):
             self._die(str(message.fields.get("reason")))
         elif message.kind == "closed":
             self._closed = True
         elif message.kind == "alive":
-            self._socket.send_multipart(wire.encode(Message("at", {"at": self.at, "load": self.load()})))
+            self._say_where(is_missing=self._received.is_missing(message["sent"], again=True))
+            return self._acknowledged(message["has"])
+        elif message.kind == "resume":
+            for frames, _ in self._sent.since(message["has"]):
+                self._socket.send_multipart(frames, copy=False)
         else:
             answer = self._on_message(message)
             if answer is not None:
-                self._socket.send_multipart(wire.encode(answer))
+                self._post(answer)
         return False
 
+    def _acknowledged(self, num: int) -> bool:
+        """The recorder has handled the first ``num`` messages; whether that is news."""
+        arrived = self._sent.arrived(num)
+        for _, batch in arrived:
+            if batch is not None:
+                self.backlog.acknowledged(batch)
+        return bool(arrived)
+
+    def _say_where(self, *, is_missing: bool = False) -> None:
+        fields = {"at": self.at, "load": self.load(), "sent": self._sent.count, "has": self._received.count}
+        self._socket.send_multipart(wire.encode(Message("at", fields | {"is_missing": is_missing})))
+
     def _check_recorder(self) -> None:
-        silence = time.monotonic() - self._heard
-        if self.dead or silence < 1.0:
+        now = time.monotonic()
+        silence = now - self._heard
+        if self.dead or silence < _PING_S:
             return
+        if self._recorder_pid is None and now - self._pinged > _PING_S:
+            self._pinged = now
+            self._say_where()
         if self._recorder_pid is not None and not is_alive(self._recorder_pid):
             self._die(f"{self._recorder} died")
         elif silence > _SILENCE_S:
@@ -215,5 +242,5 @@ class Pipeline:
 
     def _die(self, reason: str) -> None:
         if self.backlog.abandon(reason):
-            self._unacknowledged.clear()
+            self._sent.forget()
             _log.warning("tapscope stops recording from step %d on: %s; the model goes on", self.at, reason)

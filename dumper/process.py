@@ -2,10 +2,13 @@
 
 import atexit
 import os
-import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-_started: list[subprocess.Popen[bytes]] = []
+if TYPE_CHECKING:
+    import subprocess
+
+_started: "list[subprocess.Popen[bytes]]" = []
 
 
 def is_alive(pid: int) -> bool:
@@ -23,7 +26,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def remember(process: subprocess.Popen[bytes]) -> None:
+def remember(process: "subprocess.Popen[bytes]") -> None:
     """Keep a recorder that outlives its starter's interest, and reap those that have ended."""
     _started[:] = [each for each in _started if each.poll() is None] + [process]
 

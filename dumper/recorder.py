@@ -88,6 +88,12 @@ class Recorder:
         """To a rank or control client; one that is gone loses it."""
         self.doors.send(identity, message)
 
+    def tell(self, peer: Peer, message: Message) -> None:
+        """Send a rank what it must not miss."""
+        message = Message(message.kind, message.fields | {"n": peer.sent.count}, message.frames)
+        peer.sent.keep(message)
+        self.send(peer.identity, message)
+
     def present(self) -> list[Peer]:
         """Ranks that are connected, in order."""
         return self.roll.present()
@@ -118,8 +124,33 @@ class Recorder:
         elif (peer := self.roll.find(identity)) is None:
             raise RecorderError(f"a {message.kind!r} message came from a rank that did not say hello")
         elif peer.gone is None:
-            peer.hear(message)
+            self._hear(peer, message)
+        elif peer.farewell is not None:
+            self.send(identity, peer.farewell)
+
+    def _hear(self, peer: Peer, message: Message) -> None:
+        """A rank said something: handle it, unless it came before, or something before it is lost."""
+        peer.hear(message)
+        if message.kind == "at":
+            self._catch_up(peer, message)
+            return
+        number = int(message["n"])
+        if peer.received.take(number):
             self._handle_rank(peer, message)
+        elif peer.received.is_missing(number + 1, again=False):
+            self.send(peer.identity, Message("resume", {"has": peer.received.count}))
+            return
+        if peer.gone is None:
+            self.send(peer.identity, Message("ack", {"has": peer.received.count}))
+
+    def _catch_up(self, peer: Peer, at: Message) -> None:
+        """Send again what a broken connection has lost, and ask for what it lost on the other way."""
+        peer.sent.arrived(at["has"])
+        if at["is_missing"]:
+            for message in peer.sent.since(at["has"]):
+                self.send(peer.identity, message)
+        if peer.received.is_missing(at["sent"], again=True):
+            self.send(peer.identity, Message("resume", {"has": peer.received.count}))
 
     def _handle_rank(self, peer: Peer, message: Message) -> None:
         if message.kind == "batch":
@@ -129,9 +160,8 @@ class Recorder:
         elif message.kind == "modules":
             self.steering.add_modules(message["modules"])
         elif message.kind == "close":
-            self.roll.leave(peer, "closed")
-            self.send(peer.identity, Message("closed"))
-        elif message.kind != "at":
+            self.roll.leave(peer, "closed", farewell=Message("closed"))
+        else:
             self.steering.changes.from_rank(peer, message)
 
 

@@ -6,14 +6,13 @@ behind however either side ends. This module needs no torch: the recorder uses :
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import secrets
 import time
 from collections import deque
 from pathlib import Path
-
-import numpy as np
 
 from tapscope.dumper.process import is_alive
 
@@ -42,7 +41,7 @@ class Ring:
             self.memory = _create(self.path, self.nbytes)
         except OSError as error:
             raise RingError(f"no {self.nbytes} bytes of shared memory in {_SHARED_MEMORY}: {error.strerror}") from None
-        self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         """Of its first byte in this process."""
         self._places: deque[int] = deque()  # offsets in use, in order of allocation
         self._freed: set[int] = set()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tapscope.dumper.recorder import Recorder
 
 _JOIN_WAIT_S = 60.0  # for the first rank
+_REFUSED_WAIT_S = 2.0  # for another rank, once one was refused and nobody is there
 _STRAGGLER_WAIT_S = 10.0  # for the rest of the world once those that came have left
 _REMOTE_SILENCE_S = 30.0  # a rank on another host that says nothing for so long has left
 
@@ -32,6 +33,8 @@ class Roll:
         self._started = time.monotonic()
         self.changed = self._started
         """When a rank last came or left."""
+        self._refused: float | None = None
+        """When a rank was last refused."""
         self._is_over = False
 
     def find(self, identity: bytes) -> Peer | None:
@@ -49,7 +52,8 @@ class Roll:
         if self._is_over:
             return True
         if not self.peers:
-            return now - self._started > _JOIN_WAIT_S
+            is_refused = self._refused is not None and now - self._refused > _REFUSED_WAIT_S
+            return is_refused or now - self._started > _JOIN_WAIT_S
         if self.present():
             return False
         return len(self.peers) >= self.world_size or now - self.changed > _STRAGGLER_WAIT_S
@@ -57,7 +61,8 @@ class Roll:
     # ---- coming
 
     def hello(self, identity: bytes, message: Message) -> None:
-        """A rank asks to come in: it is welcomed or refused; raises TapscopeError for a refusal too."""
+        """A rank asks to come in: it is welcomed, or refused; raises whatever is wrong with what it says."""
+        self._refused = time.monotonic()
         recorder, opening = self._recorder, message["opening"]
         rank = int(message["rank"])
         if (refusal := self._refuses(rank)) is not None:
@@ -68,6 +73,7 @@ class Roll:
         peer = Peer(identity, rank, int(opening["pid"]), local, {"rank": rank, **opening}, writer)
         peer.ring = self._map_ring(message) if local else None
         self.peers[rank] = self._by_identity[identity] = peer
+        self._refused = None
         self.world_size = int(opening["world_size"])
         self.changed = time.monotonic()
         peer.unmatched = dict(message.fields.get("unmatched") or {})
@@ -123,14 +129,15 @@ class Roll:
                 self.leave(peer, "died", f"process {peer.pid} of rank {peer.rank} died")
             elif not peer.local and time.monotonic() - peer.heard > _REMOTE_SILENCE_S:
                 reason = f"rank {peer.rank} on {peer.opening['host']} has said nothing for {_REMOTE_SILENCE_S:g} s"
-                self.leave(peer, "silent", reason)
-                self._recorder.send(peer.identity, Message("failing", {"reason": reason}))
+                self.leave(peer, "silent", reason, farewell=Message("failing", {"reason": reason}))
             else:
-                self._recorder.send(peer.identity, Message("alive"))
+                counts = {"has": peer.received.count, "sent": peer.sent.count}
+                self._recorder.send(peer.identity, Message("alive", counts))
 
-    def leave(self, peer: Peer, why: str, reason: str = "") -> None:
-        """A rank has left: what it wrote is sealed."""
+    def leave(self, peer: Peer, why: str, reason: str = "", farewell: Message | None = None) -> None:
+        """A rank has left: what it wrote is sealed, and it is told ``farewell``."""
         peer.gone = why
+        peer.farewell = farewell
         self.changed = time.monotonic()
         try:
             with contextlib.closing(peer.writer):  # sealed as far as it goes, also where the line does not fit any more
@@ -139,6 +146,8 @@ class Roll:
         except OSError as error:
             self._recorder.log(f"rank {peer.rank}: sealing failed: {error}")
         self._recorder.steering.changes.rank_left(peer)
+        if farewell is not None:
+            self._recorder.send(peer.identity, farewell)
 
     def end(self) -> None:
         """The recorder was stopped, and with it the recording of whoever is still there."""

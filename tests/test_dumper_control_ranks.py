@@ -216,10 +216,15 @@ class Peer:
         self._socket.linger = 0
         self._socket.connect(find(run)["address"])
         opening = {"world_size": world, "mesh": {}, "coords": {}, "pid": os.getpid(), "host": socket.gethostname()}
-        self.say("hello", rank=rank, opening=opening, manifest={}, modules=[], config={})
+        self._num_said = self._num_heard = 0
+        self._send("hello", rank=rank, opening=opening, manifest={}, modules=[], config={})
         assert self.hear("welcome").kind == "welcome"
 
     def say(self, kind: str, **fields: Any) -> None:
+        self._send(kind, n=self._num_said, **fields)
+        self._num_said += 1
+
+    def _send(self, kind: str, **fields: Any) -> None:
         self._socket.send_multipart(wire.encode(Message(kind, fields)))
 
     def hear(self, kind: str) -> Message:
@@ -227,9 +232,10 @@ class Peer:
         while True:
             assert self._socket.poll(timeout=10_000), f"no {kind} came"
             message = wire.decode(self._socket.recv_multipart())
+            self._num_heard += "n" in message.fields
             if message.kind == kind:
                 return message
-            self.say("at", at=0)
+            self._send("at", at=0, sent=self._num_said, has=self._num_heard, is_missing=False)
 
     def close(self) -> None:
         self.say("close", at=0)

@@ -1,35 +1,36 @@
 """Names, widths and numpy types of tensor elements, bf16 and fp8 included (through ml_dtypes)."""
 
 from collections.abc import Sequence
-from typing import Any
-
-import ml_dtypes
-import numpy as np
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from tapscope.errors import RunCorruptError
 
-# name (as torch spells it) -> (numpy type, safetensors name)
-_TABLE: dict[str, tuple[Any, str]] = {
-    "float64": (np.float64, "F64"),
-    "float32": (np.float32, "F32"),
-    "float16": (np.float16, "F16"),
-    "bfloat16": (ml_dtypes.bfloat16, "BF16"),
-    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
-    "float8_e5m2": (ml_dtypes.float8_e5m2, "F8_E5M2"),
-    "float8_e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, "F8_E4M3FNUZ"),
-    "float8_e5m2fnuz": (ml_dtypes.float8_e5m2fnuz, "F8_E5M2FNUZ"),
-    "float8_e8m0fnu": (ml_dtypes.float8_e8m0fnu, "F8_E8M0"),
-    "int64": (np.int64, "I64"),
-    "int32": (np.int32, "I32"),
-    "int16": (np.int16, "I16"),
-    "int8": (np.int8, "I8"),
-    "uint64": (np.uint64, "U64"),
-    "uint32": (np.uint32, "U32"),
-    "uint16": (np.uint16, "U16"),
-    "uint8": (np.uint8, "U8"),
-    "bool": (np.bool_, "BOOL"),
-    "complex64": (np.complex64, "C64"),
-    "complex128": (np.complex128, "F64"),  # safetensors has no name for it: pairs, see safetensors_form
+if TYPE_CHECKING:
+    import numpy as np
+
+# name (as torch spells it) -> (bytes of one element, safetensors name)
+_TABLE: dict[str, tuple[int, str]] = {
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (1, "F8_E8M0"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint64": (8, "U64"),
+    "uint32": (4, "U32"),
+    "uint16": (2, "U16"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
+    "complex64": (8, "C64"),
+    "complex128": (16, "F64"),  # safetensors has no name for it: pairs, see safetensors_form
 }
 
 NAMES: tuple[str, ...] = tuple(_TABLE)
@@ -37,9 +38,6 @@ NAMES: tuple[str, ...] = tuple(_TABLE)
 
 COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """Complex element type -> the type of its two parts."""
-
-_NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, (kind, _) in _TABLE.items()}
-_SAFETENSORS = {name: st for name, (_, st) in _TABLE.items()}
 
 _SHORT = {
     "float64": "fp64",
@@ -68,23 +66,31 @@ _EPSILON = {
 }
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
+@lru_cache
+def numpy_dtype(name: str) -> "np.dtype[Any]":
     """The numpy type of ``name``; raises RunCorruptError for a name this version does not know."""
+    import ml_dtypes  # only here: a recorder, which must start quickly, moves bytes and needs no arrays
+    import numpy as np
+
+    _known(name)
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _known(name: str) -> tuple[int, str]:
     try:
-        return _NUMPY[name]
+        return _TABLE[name]
     except KeyError:
         raise RunCorruptError(f"unknown dtype {name!r}; known: {', '.join(NAMES)}") from None
 
 
 def itemsize(name: str) -> int:
     """Bytes of one element."""
-    return int(numpy_dtype(name).itemsize)
+    return _known(name)[0]
 
 
 def to_safetensors(name: str) -> str:
     """The name safetensors files use, e.g. ``bfloat16`` -> ``BF16``; ``complex128`` is a pair of ``F64``."""
-    numpy_dtype(name)
-    return _SAFETENSORS[name]
+    return _known(name)[1]
 
 
 def safetensors_form(name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
