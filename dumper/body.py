@@ -8,6 +8,7 @@ from tapscope.dumper.guard import Refusal
 if TYPE_CHECKING:
     from fastapi import Request
 
+_MAX_DEPTH = 16
 MAX_BYTES = 1024 * 1024
 """A longer body is refused with a 413 before it is held in memory."""
 
@@ -39,6 +40,8 @@ def parse_object(content: bytes) -> dict[str, Any]:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise Refusal(400, f"the body is no JSON: {error}") from None
+    if _is_deep(body):
+        raise Refusal(400, "the body is nested too deeply")
     if not isinstance(body, dict):
         raise Refusal(400, "the body must be a JSON object")
     return body
@@ -70,3 +73,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the member {next(n for n in names if names.count(n) > 1)!r} comes twice")
     return members
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether anything lies below _MAX_DEPTH containers; some interpreters parse thousands."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)

@@ -133,6 +133,7 @@ def test_metrics_are_prometheus_text_and_grow(job: Job) -> None:
     wait_until(
         lambda: _metrics(job)["tapscope_payload_bytes", "0"] > before["tapscope_payload_bytes", "0"], "bytes come"
     )
+    wait_until(lambda: all(("tapscope_values_dropped", rank) in _metrics(job) for rank in "01"), "each tells its load")
     now = _metrics(job)
     for rank in "01":
         assert now["tapscope_rank_up", rank] == 1
@@ -236,7 +237,7 @@ def test_a_host_may_keep_its_own_metrics_and_ask_for_a_token(tmp_path: Path) -> 
         app = FastAPI()
         app.include_router(make_router(lambda: client, Guard(TOKEN), metrics=False))
         listener = bind("127.0.0.1", 0)
-        server = ControlServer(app, listener)
+        server = ControlServer(lambda: app, listener)
         server.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert send(address, "/metrics")[:2] == (404, {"detail": "Not Found"})
@@ -247,7 +248,7 @@ def test_a_host_may_keep_its_own_metrics_and_ask_for_a_token(tmp_path: Path) -> 
 
 def test_a_recorder_that_is_no_recorder_is_an_error_and_no_500() -> None:
     listener = bind("127.0.0.1", 0)
-    server = ControlServer(make_app(ControlClient("ipc:///nowhere/at/all")), listener)
+    server = ControlServer(lambda: make_app(ControlClient("ipc:///nowhere/at/all")), listener)
     server.start()
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     for path, body in (("/dumper/state", None), ("/metrics", None), ("/dumper/capture", {"steps": 1})):

@@ -1,17 +1,20 @@
 """Lines written in a hurry are those of the record, byte for byte."""
 
+import json
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.dumper import capture
-from tapscope.dumper.batch import Pending
+from tapscope.dumper.batch import Batch, Pending
 from tapscope.dumper.choice import Choice
 from tapscope.dumper.cut import Part
 from tapscope.dumper.memo import Memo
 from tapscope.dumper.port import Port
+from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.steps import OpenStep
 from tapscope.kernels.native.summary import summarize
@@ -54,3 +57,19 @@ def test_the_line_of_a_pending_record_is_that_of_the_record(
         )
     )
     assert fast == slow
+
+
+def test_a_record_that_cannot_be_written_takes_no_other_s_bytes_with_it() -> None:
+    pool = np.arange(4, dtype=np.uint8), np.arange(4, 8, dtype=np.uint8)
+    batch = Batch()
+    for number, (said, buffer) in enumerate(zip(({"bad": object()}, None), pool, strict=True)):
+        stamp = Stamp(OpenStep(StepInfo(step=0), 0), 0, tags=said)
+        layout = Port(":out", Choice(), {}).layout(Part(torch.zeros(4, dtype=torch.uint8)), None, lambda *_: None)
+        slot = Slot(buffer.ctypes.data, 4, -1, buffer)
+        batch.add(Pending(Port(f":out[{number}]", Choice(), {}), stamp, 0, layout, b'"hash":""', 0, number, slot))
+    message = batch.message(0)
+    assert [json.loads(line)["type"] for line in message.frames[0].split(b"\n")] == ["event", "record"]
+    (described,) = message["payloads"]
+    assert described[:2] == [1, 1]
+    assert [bytes(frame) for frame in message.frames[1:]] == [b"\x04\x05\x06\x07"]
+    assert len(batch.slots) == 2  # both are free again once it is acknowledged
