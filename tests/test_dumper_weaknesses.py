@@ -107,3 +107,11 @@ def test_a_rule_with_a_wrong_port_is_told_the_ports_that_are_there(tmp_path: Pat
         Dumper(model, tmp_path / "run", rules=["layers.0:output=full"]).open()
     with pytest.raises(RuleError, match="layers run 0"):
         Dumper(model, tmp_path / "run", rules=["layers.7:out=full"]).open()
+
+
+def test_firings_outside_a_step_are_told_by_the_run(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
+        model(torch.ones(1, 2))
+        model[0](torch.ones(1, 2))  # its input and its output
+    assert open_run(tmp_path / "run").ledger().sentences() == ["2 firings outside a step were not kept"]

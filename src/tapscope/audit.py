@@ -79,6 +79,8 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
     if any(e.fields.get("interrupted") for e in closes):
         account.interrupted_ranks.append(rank)
     account.never_fired += [site for e in closes for site in e.fields.get("never_fired", [])]
+    outside = [e.fields.get("outside_step") for e in closes]
+    account.outside_step += sum(number for number in outside if isinstance(number, int))
     for event in events:
         if event.kind == "budget":
             limit, value = event.fields.get("limit"), event.fields.get("value")

@@ -165,6 +165,8 @@ class Ledger:
     """Ranks that died, or whose recorder was stopped."""
     never_fired: list[str] = field(default_factory=list)
     """Sites with a tap through which no tensor ever came."""
+    outside_step: int = 0
+    """Firings outside any step, which were not kept."""
     interrupted_ranks: list[int] = field(default_factory=list)
     """Ranks that closed because of an exception or a signal."""
     open_ranks: list[int] = field(default_factory=list)
@@ -198,6 +200,7 @@ class Ledger:
             (len(self.budgets), f"a budget ended the capture: {_some(self.budgets)}"),
             (self.left_out, f"{self.left_out:,} values left out of the step in which a budget was reached"),
             (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {_some(self.skipped_steps)}"),
+            (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {_some(self.never_fired)}"),
         ]
         return [sentence for amount, sentence in facts if amount] + self.problems
