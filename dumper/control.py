@@ -10,6 +10,7 @@ from tapscope.dumper.guard import Guard, Refusal, bind, parse_address
 from tapscope.errors import TapscopeError, UnreachableError
 
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import APIRouter, FastAPI, Request, Response
     from fastapi.routing import APIRoute
 
@@ -111,16 +112,19 @@ def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -
 
 
 class ControlServer:
-    """uvicorn on a bound socket, in a thread."""
+    """uvicorn on a bound socket, in a thread.
 
-    def __init__(self, app: "FastAPI", bound: socket.socket) -> None:
-        import uvicorn
+    FastAPI takes longer to load than a recorder to start: that is done in the thread too, while first requests wait in
+    the socket's queue.
+    """
 
+    def __init__(self, make: "Callable[[], FastAPI]", bound: socket.socket) -> None:
+        """``make`` gives the app to serve; ``bound`` is closed when it fails, and the reason goes to stderr."""
+        self._make = make
         self._socket = bound
-        # Warnings are about bytes that are no HTTP: anyone could fill the log with them.
-        config = uvicorn.Config(app, log_level="error", lifespan="off", access_log=False, server_header=False)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([bound],), name="tapscope-control", daemon=True)
+        self._server: uvicorn.Server | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="tapscope-control", daemon=True)
 
     def start(self) -> None:
         """Serve from now on."""
@@ -128,6 +132,23 @@ class ControlServer:
 
     def stop(self) -> None:
         """Finish what is being answered, at most two seconds."""
-        self._server.should_exit = True
+        self._is_stopped = True
+        if self._server is not None:
+            self._server.should_exit = True
         self._thread.join(timeout=2)
         self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            import uvicorn
+
+            # Warnings are about bytes that are no HTTP: anyone could fill the log with them.
+            config = uvicorn.Config(
+                self._make(), log_level="error", lifespan="off", access_log=False, server_header=False
+            )
+            self._server = uvicorn.Server(config)
+            if not self._is_stopped:
+                self._server.run([self._socket])
+        except BaseException:
+            self._socket.close()
+            raise

@@ -66,7 +66,7 @@ class Doors:
         bound = bind(host, port)
         host, port = bound.getsockname()[:2]
         self.http = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._server = ControlServer(make_app(ControlClient(self.address), guard), bound)
+        self._server = ControlServer(lambda: make_app(ControlClient(self.address), guard), bound)
         self._server.start()
 
     def described(self) -> dict[str, Any]:
