@@ -51,6 +51,7 @@ class Recording:
         self._first: Path | None = None
         self._answer: dict[str, Any] = {}
         self._answered = threading.Event()
+        self._told_lost: OpenStep | None = None
         if link is not None:
             link.tick = self.collector.keeper.tick
             account = self.collector.account
@@ -192,14 +193,18 @@ class Recording:
         return self.regime.is_on or self.regime.is_due
 
     def check_strict(self, step: OpenStep) -> None:
-        """With the strict policy, raise RecorderError when anything up to the end of ``step`` was lost."""
+        """With the strict policy, raise RecorderError when anything up to the end of ``step`` was lost.
+
+        Once a step: whoever opens the next one asks again, for explicit values that came in between.
+        """
         link, config = self.link, self.regime.config
-        if config.policy != "strict" or link is None:
+        if config.policy != "strict" or link is None or step is self._told_lost:
             return
         lost = step.counts.dropped + step.counts.failed
         if lost or not link.backlog.drained(max(config.block_timeout_s, 1.0)):
             reason = link.backlog.dead or ("see the events of the run" if lost else "the recorder does not acknowledge")
             number = step.info.step
+            self._told_lost = step
             raise RecorderError(f"values up to step {number} were lost ({lost} in this step): {reason}")
 
     def _before_step(self, info: StepInfo) -> int:

@@ -103,13 +103,16 @@ class Worker:
 
     def _step(self, dumper: Dumper) -> None:
         number, run, acked = dumper.next_step, "", dumper.config.policy == "strict"
+        computed = False
         began = time.monotonic()
         try:
             with dumper.step(phase="toy") as info:
                 number, run = info.step, str(dumper.out)  # a reset may have come
                 self._compute(number)
-        except RecorderError:
+                computed = True
+        except RecorderError:  # strict, and at the end of the step
             acked = False
+        self.num_wrong += not computed
         self.longest_s = max(self.longest_s, time.monotonic() - began)
         self.mark(at=number)
         recording = dumper._recording
