@@ -1,7 +1,6 @@
 """The list of faults, each tried a few times; `make soak` tries them many times (tests/soak.py)."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,22 +10,35 @@ FAULTS = all_faults()
 TRIALS = [(name, seed) for name, fault in FAULTS.items() for seed in range(fault.short)]
 
 
+class Summary:
+    """One line a fault at the end of the session: how often it was tried and survived."""
+
+    def __init__(self) -> None:
+        self.tried: Counter[str] = Counter()
+        self.survived: Counter[str] = Counter()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("faults")
+        for name, number in self.tried.items():
+            terminalreporter.write_line(f"{name:<44} {number:>3} tried {self.survived[name]:>3} survived")
+
+
 @pytest.fixture(scope="session")
-def survived(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
-    """How often each fault was survived; said at the end, one line a fault."""
-    counts: Counter[str] = Counter()
-    yield counts
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and len(counts) > 1:
-        lines = [f"{name:<44} {FAULTS[name].short} tried {number} survived" for name, number in counts.items()]
-        reporter.write_line("\n" + "\n".join(lines))
+def summary(request: pytest.FixtureRequest) -> Summary:
+    """Counts what the session tries."""
+    counts = Summary()
+    request.config.pluginmanager.register(counts)
+    return counts
 
 
 @pytest.mark.parametrize(("name", "seed"), TRIALS, ids=[f"{name}, seed {seed}" for name, seed in TRIALS])
-def test_survives(name: str, seed: int, tmp_path: Path, survived: Counter[str]) -> None:
-    survived[name] += 0
+def test_survives(name: str, seed: int, tmp_path: Path, summary: Summary) -> None:
     try:
         FAULTS[name].attempt(seed, tmp_path)
     except CannotTry as reason:
         pytest.skip(str(reason))
-    survived[name] += 1
+    except BaseException:
+        summary.tried[name] += 1
+        raise
+    summary.tried[name] += 1
+    summary.survived[name] += 1
