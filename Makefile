@@ -33,7 +33,7 @@ types: $(VENV)/.installed  ## mypy --strict
 	$(BIN)/mypy
 
 contracts: $(VENV)/.installed  ## import-linter: arrows only point down
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 check: lint types contracts test  ## The whole gate
 
