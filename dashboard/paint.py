@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tapscope import dtypes
 from tapscope.dashboard.digest import Corner, Digest, Histogram, Strip
+from tapscope.dashboard.notes import occasion, part
 from tapscope.dashboard.rows import RowMap, dims_words
 from tapscope.record import Record, Stats
 from tapscope.text import count, number, plural, shape, size
@@ -40,25 +41,24 @@ def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
     facts = [f"step {key.step} {phase}".rstrip(), f"rank {key.rank}"]
     if num_firings > 1 or key.occurrence:
         facts.append(f"occurrence {key.occurrence} of {num_firings}")
-    if key.micro:
-        facts.append(f"micro {key.micro}")
-    if key.pass_ != "forward":
-        facts.append(key.pass_)
-    if key.model:
-        facts.append(f"model {key.model}")
-    return facts
+    return facts + occasion(key)
 
 
 def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
-    """Dtype, shape, bytes, dims and whose rows."""
+    """Dtype, shape, bytes, dims, whose rows, and which part of the tensor it is."""
     if record.dtype is None:
-        return [Text(f"no tensor: {_value_words(record.value)}")]
+        return [Text(f"no tensor: {_value_words(record.value)}"), *flow(part(record), width)]
     items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", dims_words(record))]
     if record.entry is not None:
         items.insert(1, ("", size(record.nbytes)))
     if rows is not None:
         items.append(("rows", rows.describe() + (" (axes inferred from the shape)" if rows.inferred else "")))
-    return flow(items, width)
+    return flow(items + part(record), width)
+
+
+def digest_lines(record: Record, width: int) -> list[Text]:
+    """Hash and bag."""
+    return flow([(name, text) for name in ("hash", "bag") if (text := getattr(record, name)) is not None], width)
 
 
 def _value_words(value: Any) -> str:
@@ -219,6 +219,8 @@ def no_values_text(record: Record) -> str:
     """Why there is nothing but statistics, and what would keep the values."""
     if record.dtype is None:
         return "Not a tensor: the value above is all there is."
+    if record.cap is not None:
+        return f"Statistics only: the tensor is larger than the cap of its rule, {size(record.cap)}."
     return "Statistics only: no values were kept at this site. To keep them, capture with --keep full."
 
 

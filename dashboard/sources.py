@@ -9,6 +9,7 @@ from threading import Lock
 
 from tapscope import dtypes
 from tapscope.dashboard.digest import Digest, digest
+from tapscope.dashboard.notes import flags
 from tapscope.dashboard.oddity import oddity_of
 from tapscope.dashboard.rows import RowMap, row_map
 from tapscope.dashboard.tree import SiteNode, ancestors, build_tree, contains
@@ -153,6 +154,7 @@ class RunSource:
         if record is not None:
             words[1:] = ["show", str(self.run.path), record.key.site, "--step", str(record.key.step)]
             words += ["--rank", str(record.key.rank), "--occurrence", str(record.key.occurrence)]
+            words += flags(record.key, (each.key for each in self.run.records))
         else:
             words += ["--steps", str(query.step), "--ranks", str(query.rank)]
         return shlex.join(words)

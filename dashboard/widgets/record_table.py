@@ -7,6 +7,7 @@ from textual import events
 
 from tapscope import dtypes
 from tapscope.dashboard.keys import RECORDS
+from tapscope.dashboard.notes import firing
 from tapscope.dashboard.oddity import oddity_of
 from tapscope.dashboard.tree import relative
 from tapscope.dashboard.widgets.row_list import RowList
@@ -79,7 +80,7 @@ class RecordTable(RowList):
         record = self.records[row]
         odd = oddity_of(record)
         key, stats = record.key, record.stats
-        site = relative(self._path, key.site) + (f" #{key.occurrence}" if key.occurrence else "")
+        site = " ".join([relative(self._path, key.site), *firing(key)])
         cells = {
             "step": str(key.step),
             "rank": str(key.rank),

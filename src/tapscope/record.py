@@ -133,6 +133,9 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         line.get("pass", FORWARD),
         line.get("model", ""),
     )
+    cap, tags = line.get("cap"), line.get("tags")
+    if not (cap is None or isinstance(cap, int)) or not (tags is None or isinstance(tags, dict)):
+        raise TypeError(f"cap {cap!r} is no number of bytes, or tags {tags!r} are no object")
     stats, rows, entry, part = line.get("stats"), line.get("rows"), line.get("entry"), line.get("slice")
     return Record(
         key,
@@ -147,8 +150,8 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         None if entry is None else Entry(intern(entry[0]), int(entry[1]), int(entry[2])),
         line.get("value"),
         None if part is None else _slice_from_json(part),
-        line.get("cap"),
-        line.get("tags"),
+        cap,
+        tags,
     )
 
 

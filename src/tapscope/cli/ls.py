@@ -18,8 +18,9 @@ class LsCommand:
 
     $ tapscope ls base --site 'layers.3.*:out' --sort max --limit 10
 
-    Columns: glyph (% not finite, ∅ all zero), step, rank, site (#occurrence, micro and recompute where they are not the
-    first or the forward), dtype, shape, rms, |max|, nan and inf counts, bytes kept (- where only statistics are).
+    Columns: glyph (% not finite, ∅ all zero), step, rank, site (#occurrence, micro, pass and model where they are not
+    the first or usual), dtype, shape, rms, |max|, nan and inf counts, bytes kept (- where only statistics are); then
+    slice, cap and tags, where a record has any.
     """
 
     name = "ls"
@@ -82,9 +83,24 @@ def _table(records: "list[Record]") -> None:
     rows = [_cells(record) for record in records]
     if not rows:
         return
-    head = ("", "step", "rank", "site", "dtype", "shape", "rms", "|max|", "nan", "inf", "bytes")
+    head: tuple[str, ...] = (
+        "",
+        "step",
+        "rank",
+        "site",
+        "dtype",
+        "shape",
+        "rms",
+        "|max|",
+        "nan",
+        "inf",
+        "bytes",
+        "notes",
+    )
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    left = (0, 3, 4)
+    left = (0, 3, 4, 11)
     for row in (head, *rows):
         cells = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         output.write_line("  ".join(cells).rstrip())
@@ -92,13 +108,11 @@ def _table(records: "list[Record]") -> None:
 
 def _cells(record: "Record") -> tuple[str, ...]:
     from tapscope import dtypes
+    from tapscope.dashboard.notes import firing, part
     from tapscope.dashboard.oddity import oddity_of
-    from tapscope.record import RECOMPUTE
     from tapscope.text import count, number, shape, size
 
     key, stats, odd = record.key, record.stats, oddity_of(record)
-    site = key.site + (f" #{key.occurrence}" if key.occurrence else "") + (f" micro {key.micro}" if key.micro else "")
-    site += " recompute" if key.pass_ == RECOMPUTE else ""
     numbers = ("-",) * 4
     if stats is not None:
         numbers = (number(stats.rms), number(stats.absmax), count(stats.nan), count(stats.posinf + stats.neginf))
@@ -106,11 +120,12 @@ def _cells(record: "Record") -> tuple[str, ...]:
         odd.glyph if odd else "",
         str(key.step),
         str(key.rank),
-        site,
+        " ".join([key.site, *firing(key)]),
         dtypes.short(record.dtype),
         shape(record.shape) if record.dtype else "value",
         *numbers,
         size(record.nbytes) if record.entry else "-",
+        ", ".join(f"{name} {words}" for name, words in part(record)),
     )
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tapscope.run import Run
 
 SCHEMA = "tapscope.show/1"
+_CHOICES = ("step", "rank", "occurrence", "micro", "pass_", "model")
+"""Members of a key that flags choose."""
 MAX_SLICE_ROWS = 64
 """Rows of a slice printed as text; --json prints all."""
 
@@ -34,6 +36,9 @@ class ShowCommand:
         parser.add_argument("--step", type=int, metavar="N", help="step (default: the first that has the site)")
         parser.add_argument("--rank", type=int, metavar="N", help="rank (default: the first that has the site)")
         parser.add_argument("--occurrence", type=int, metavar="N", help="which firing within the step, from 0")
+        parser.add_argument("--micro", type=int, metavar="N", help="micro-batch within the step")
+        parser.add_argument("--pass", dest="pass_", metavar="PASS", help="forward, recompute or backward")
+        parser.add_argument("--model", metavar="NAME", help="which of several models")
         parser.add_argument(
             "--slice", metavar="INDEX", help="these values only, as in Python: '0,:8', '...,-1', --slice=-1"
         )
@@ -68,27 +73,37 @@ def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
     found = run.select([args.site])
     exact = [record for record in found if record.key.site == args.site]
     found = exact or found
-    wanted = {"step": args.step, "rank": args.rank, "occurrence": args.occurrence}
+    wanted = {name: getattr(args, name) for name in _CHOICES}
     matches = [r for r in found if all(v is None or getattr(r.key, k) == v for k, v in wanted.items())]
     if not matches:
-        asked = " ".join(f"--{name} {value}" for name, value in wanted.items() if value is not None)
+        asked = " ".join(f"--{name.rstrip('_')} {value}" for name, value in wanted.items() if value is not None)
         raise RuleError(f"{args.site} has no record with {asked} in {run.path}; it has {_have(found)}")
     return sorted(matches, key=lambda r: (r.key.step, r.key.rank, r.seq))
 
 
 def _have(records: "list[Record]") -> str:
+    from tapscope.record import FORWARD
     from tapscope.site import compact_ranges
 
-    numbers = {name: {getattr(r.key, name) for r in records} for name in ("step", "rank", "occurrence")}
-    return ", ".join(f"{name}{'s' * (len(n) > 1)} {compact_ranges(n)}" for name, n in numbers.items())
+    found = {name: {getattr(r.key, name) for r in records} for name in _CHOICES}
+    words = [
+        f"{name}{'s' * (len(values) > 1)} {compact_ranges(values)}"
+        for name, values in found.items()
+        if name in _CHOICES[:3] or (name == "micro" and values != {0})
+    ]
+    words += [f"pass {' or '.join(sorted(found['pass_']))}"] if found["pass_"] != {FORWARD} else []
+    words += [f"model {' or '.join(map(repr, sorted(found['model'])))}"] if found["model"] != {""} else []
+    return ", ".join(words)
 
 
 def _others(matches: "list[Record]") -> str:
     """Which record is shown out of several, and the flags that choose another."""
+    from tapscope.dashboard.notes import flags
+
     key = matches[0].key
     sites = sorted({record.key.site for record in matches})
     shown = f"{len(matches):,} records match; shown: {key.site} --step {key.step} --rank {key.rank}"
-    shown += f" --occurrence {key.occurrence}"
+    shown += " ".join([f" --occurrence {key.occurrence}", *flags(key, (record.key for record in matches))])
     if len(sites) == 1:
         return f"{shown} (there are {_have(matches)})"
     more = f" and {len(sites) - 4} more" if len(sites) > 4 else ""
@@ -110,6 +125,7 @@ def _print(run: "Run", record: "Record", rows: "RowMap | None", firings: int, ph
     width = max(console.width, 40)
     lines = [Text(f"{record.key.site}   {' · '.join(paint.title_facts(record, firings, phase))}", style="bold")]
     lines += paint.what_lines(record, rows, width)
+    lines += paint.digest_lines(record, width)
     lines += [Text(), *paint.stats_lines(record, width)] if record.dtype else []
     digest = _digest(run, record, rows)
     if digest is None:
