@@ -8,7 +8,6 @@ who runs the job can read; whoever reads RUN on another host (shared files, or a
 
 import os
 import re
-import secrets
 import socket as sockets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,7 +52,7 @@ class Endpoint:
             socket.curve_serverkey, socket.curve_secretkey = server_key, secret_key
             socket.curve_publickey = zmq.curve_public(secret_key)
             socket.ipv6 = "[" in self.address
-            socket.routing_id = secrets.token_hex(16).encode()  # the name by which it is known when it connects again
+            socket.routing_id = os.urandom(16).hex().encode()  # the name by which it is known when it connects again
             socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _BROKEN_MS
             socket.get_monitor_socket(_FAILED)  # before connecting: a refusal is said once
         socket.connect(self.address)

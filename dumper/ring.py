@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import secrets
 import time
 from collections import deque
 from pathlib import Path
@@ -36,7 +35,7 @@ class Ring:
         if self.nbytes < MIN_BYTES:
             raise RingError(f"{nbytes} bytes are too few for a ring; at least {MIN_BYTES} are needed")
         _sweep()
-        self.path = _SHARED_MEMORY / f"tapscope-{os.getpid()}-{secrets.token_hex(8)}"
+        self.path = _SHARED_MEMORY / f"tapscope-{os.getpid()}-{os.urandom(8).hex()}"
         try:
             self.memory = _create(self.path, self.nbytes)
         except OSError as error:
