@@ -140,6 +140,9 @@ class Ranks:
 
     def end(self, *killed: int) -> None:
         """Every rank that was not killed computes to its end, with every result right and no unbounded wait."""
+        for spec, process in zip(self.specs, self.processes, strict=True):
+            if spec.rank not in killed:
+                self._goes_on(spec.rank, process)
         self.ask_to_end()
         for rank, process in enumerate(self.processes):
             process.join(_END_S)
@@ -154,6 +157,11 @@ class Ranks:
             if not _polled(partial(_gone, pid), 1.0) and is_alive(pid):
                 os.kill(pid, signal.SIGTERM)  # it waits for ranks that will never come
             wait_until(partial(_gone, pid), "the recorder ends", 30.0)
+
+    def _goes_on(self, rank: int, process: BaseProcess) -> None:
+        """A few more steps, unless it has come to its end by itself."""
+        at = self.mark("at", rank) or 0
+        wait_until(lambda: not process.is_alive() or (self.mark("at", rank) or 0) >= at + 4, "the model goes on", 30.0)
 
     def _check_waits(self, spec: Spec) -> None:
         done = next((each for each in self.marks(spec.rank) if "done" in each), None)

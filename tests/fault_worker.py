@@ -75,6 +75,7 @@ class Worker:
                 self._compute(step)
             else:
                 self._step(dumper)
+            self.mark(at=step)
             step += 1
             time.sleep(self.spec.pause_s)
         self.mark(done=step, longest_s=self.longest_s, num_wrong=self.num_wrong, lost=self._close(dumper))
@@ -114,7 +115,6 @@ class Worker:
             acked = False
         self.num_wrong += not computed
         self.longest_s = max(self.longest_s, time.monotonic() - began)
-        self.mark(at=number)
         recording = dumper._recording
         assert recording is not None
         assert recording.link is not None
