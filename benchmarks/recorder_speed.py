@@ -135,6 +135,7 @@ class RealRecorder:
             time.sleep(0.01)
         self._ring = Ring(64 << 20)
         self._ring.memory[:] = data[: self._ring.nbytes]
+        self._num_said = 0
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(json.loads((run / RECORDER_FILE).read_text())["address"])
         opening = {"world_size": 1, "mesh": {}, "coords": {}, "pid": os.getpid(), "host": socket.gethostname()}
@@ -147,12 +148,12 @@ class RealRecorder:
         names = [_key("layers.{}.mlp:out", n).tensor_name for n in range(len(lines))]
         places = range(0, self._ring.nbytes - nbytes + 1, -(-nbytes // 64) * 64 or 64)
         cpu, begun, waiting = cpu_seconds(self.process.pid), time.perf_counter(), 0
-        for number, first in enumerate(range(0, len(lines), per_batch)):
+        for first in range(0, len(lines), per_batch):
             chunk = range(first, min(first + per_batch, len(lines)))
             heads = [[n - first, n, names[n], "float32", [nbytes // 4], places[n % len(places)], nbytes] for n in chunk]
-            fields = {"n": number, "payloads": heads if nbytes else [], "shared": [], "sharing_step": 0}
+            fields = {"payloads": heads if nbytes else [], "shared": [], "sharing_step": 0}
             blob = b"\n".join(lines[chunk.start : chunk.stop])
-            self._socket.send_multipart(wire.encode(Message("batch", fields, [blob])))
+            self._say(Message("batch", fields, [blob]))
             waiting += 1
             while waiting == 8:
                 waiting -= self._acknowledged()
@@ -162,14 +163,20 @@ class RealRecorder:
 
     def close(self) -> None:
         """Say goodbye and wait for the end."""
-        self._socket.send_multipart(wire.encode(Message("close")))
+        self._say(Message("close"))
         self._socket.close()
         self.process.wait()
+
+    def _say(self, message: Message) -> None:
+        fields = message.fields | {"n": self._num_said}
+        self._num_said += 1
+        self._socket.send_multipart(wire.encode(Message(message.kind, fields, message.frames)))
 
     def _acknowledged(self) -> int:
         message = wire.decode(self._socket.recv_multipart())
         if message.kind == "alive":
-            self._socket.send_multipart(wire.encode(Message("at", {"at": 0})))
+            at = {"at": 0, "sent": self._num_said, "has": 0, "is_missing": False}
+            self._socket.send_multipart(wire.encode(Message("at", at)))
         elif message.kind != "ack":
             raise SystemExit(f"the recorder answered {message}")
         return message.kind == "ack"
