@@ -140,6 +140,7 @@ class Ranks:
 
     def end(self, *killed: int) -> None:
         """Every rank that was not killed computes to its end, with every result right and no unbounded wait."""
+        self.find_recorder()  # while it can be seen: its lock is held until its very end
         for spec, process in zip(self.specs, self.processes, strict=True):
             if spec.rank not in killed:
                 self._goes_on(spec.rank, process)
