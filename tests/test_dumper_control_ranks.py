@@ -25,6 +25,7 @@ from tapscope.dumper import Dumper
 from tapscope.dumper.adoption import Adoption
 from tapscope.dumper.client import ControlClient
 from tapscope.dumper.network import Endpoint
+from tapscope.dumper.process import is_alive
 from tapscope.dumper.session import find
 from tapscope.errors import ConfigError, RecorderError, RuleError, TapscopeError
 from tapscope.observe import RankInfo
@@ -359,7 +360,7 @@ def test_a_killed_recorder_leaves_an_address_that_is_known_to_be_dead(tmp_path: 
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0"):
         found = find(tmp_path / "run")
         os.kill(found["pid"], signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{found['pid']}/exe").exists(), "it is gone")
+        wait_until(lambda: not is_alive(found["pid"]), "it is gone")
         with pytest.raises(RecorderError, match="was killed; tapscope info says what is there"):
             find(tmp_path / "run")
     model = build()
