@@ -1,6 +1,7 @@
 """Jobs that are hurt on purpose, and what must hold of their runs afterwards."""
 
 import contextlib
+import fcntl
 import io
 import json
 import multiprocessing
@@ -158,6 +159,7 @@ class Ranks:
             if not _polled(partial(_gone, pid), 1.0) and is_alive(pid):
                 os.kill(pid, signal.SIGTERM)  # it waits for ranks that will never come
             wait_until(partial(_gone, pid), "the recorder ends", 30.0)
+        wait_until(lambda: _is_free(self.run), "the lock of the run is free", 30.0)
 
     def _goes_on(self, rank: int, process: BaseProcess) -> None:
         """A few more steps, unless it has come to its end by itself."""
@@ -176,6 +178,21 @@ class Ranks:
 
 def _gone(pid: int) -> bool:
     return not is_alive(pid)
+
+
+def _is_free(run: Path) -> bool:
+    """Whether nobody holds the lock of the run: a thread of a recorder may outlive its first one by a moment."""
+    try:
+        lock = os.open(run / ".lock", os.O_RDWR)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def _polled(condition: Callable[[], bool], timeout_s: float) -> bool:
