@@ -31,7 +31,8 @@ class Backlog:
         self._block_timeout_s = block_timeout_s
         self.ring = ring
         self._ring_address = ring.address if ring else 0
-        self.lock = threading.Condition()
+        self._mutex = threading.RLock()
+        self.lock = threading.Condition(self._mutex)
         """Guards all of this; notified when anything changes. What lends slots may share it."""
         self._queue: deque[Item] = deque()
         self._waiting_records = 0
@@ -53,7 +54,7 @@ class Backlog:
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Memory for a payload; None when it had to be given up."""
-        with self.lock:
+        with self._mutex:
             if not self._admits(nbytes):
                 return None
             self.in_flight_bytes += nbytes
@@ -65,7 +66,7 @@ class Backlog:
 
     def cancel(self, slot: Slot) -> None:
         """The payload is not needed after all."""
-        with self.lock:
+        with self._mutex:
             self._release(slot)
 
     def put(self, pending: Pending) -> bool:
@@ -74,17 +75,20 @@ class Backlog:
         Whoever has a slot was let in already, and waits for no room again: it may be the slot that fills everything.
         """
         slot = pending.slot
-        with self.lock:
-            if self.dead or (slot is None and not self._admits(LINE_COST)):
+        with self._mutex:
+            full = slot is None and self.in_flight_bytes + LINE_COST > self.limit
+            if self.dead or (full and not self._admits(LINE_COST)):
                 pending.give_up(self.cancel)
                 return False
             self.in_flight_bytes += LINE_COST
             self._waiting_records += 1
+            before = self._waiting_bytes
             if slot is not None:
                 self._waiting_bytes += slot.nbytes
             self._queue.append(pending)
             pending.stamp.step.tally.sent += 1
-            if self._waiting_records >= BATCH_RECORDS or self._waiting_bytes >= BATCH_BYTES:
+            # Only who makes a batch full wakes the pipeline: while it works it looks by itself.
+            if self._waiting_records == BATCH_RECORDS or before < BATCH_BYTES <= self._waiting_bytes:
                 self.lock.notify_all()
         return True
 
@@ -112,7 +116,7 @@ class Backlog:
 
     def append(self, item: bytes | Message) -> None:
         """Queue a line that is no record, or a message; small, so never refused while the recorder lives."""
-        with self.lock:
+        with self._mutex:
             if not self.dead:
                 self._queue.append(item)
 

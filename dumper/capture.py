@@ -88,10 +88,8 @@ def learn_plain(tensor: torch.Tensor) -> None:
 
 def measure(tensor: torch.Tensor, layout: "Layout", memo: Memo) -> Taken:
     """Statistics, hash and bag of a :func:`local_tensor`; of one on a device by a synchronous copy."""
-    dense = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    if not dense.is_cpu:
-        dense = dense.cpu()
-    address, nbytes, dtype = _address(dense), layout.nbytes, layout.dtype
+    dense = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
+    address, nbytes, dtype = _address(dense, layout), layout.nbytes, layout.dtype
     if nbytes < SMALL:
         return *summary.take(address, layout.count, dtype), None, None
     known = memo.recall(address, nbytes, dtype)
@@ -108,7 +106,7 @@ def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Take
     """
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return _take_elsewhere(tensor, layout, memo, sink)
-    address, nbytes, dtype = _address(tensor), layout.nbytes, layout.dtype
+    address, nbytes, dtype = _address(tensor, layout), layout.nbytes, layout.dtype
     if nbytes >= SMALL and (known := memo.recall(address, nbytes, dtype)) is not None:
         payload = memo.payload(known[1], nbytes)
         if payload is not None:
@@ -159,8 +157,8 @@ def _memory(slot: Slot) -> torch.Tensor:
     return memory
 
 
-def _address(dense: torch.Tensor) -> int:
+def _address(dense: torch.Tensor, layout: "Layout") -> int:
     address = dense.data_ptr()
-    if not address and dense.numel():
+    if not address and layout.count:
         raise Unsupported(f"a {type(dense).__name__} has no memory")
     return address
