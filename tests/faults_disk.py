@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from fault_jobs import Ranks, check_damaged, check_recorded, check_whole, verify
+from fault_checks import check_damaged, check_recorded, check_whole, verify
+from fault_jobs import Ranks
 from fault_list import CannotTry, fault
 from jobs import wait_until
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import zmq
-from fault_jobs import Ranks, alone, check_recorded, check_whole
+from fault_checks import check_recorded, check_whole
+from fault_jobs import Ranks, alone
 from fault_list import fault
 from jobs import ask, wait_until
 

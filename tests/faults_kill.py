@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fault_jobs import Ranks, check_damaged, check_recorded, check_whole, verify
+from fault_checks import check_damaged, check_recorded, check_whole, verify
+from fault_jobs import Ranks
 from fault_list import fault
 from jobs import wait_until
 

@@ -6,7 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from fault_jobs import Ranks, check_damaged, check_values, check_whole, verify
+from fault_checks import check_damaged, check_values, check_whole, verify
+from fault_jobs import Ranks
 from fault_list import CannotTry, fault
 from jobs import wait_until
 

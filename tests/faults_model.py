@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fault_jobs import alone, verify
+from fault_checks import verify
+from fault_jobs import alone
 from fault_list import fault
 from fault_model import Chain, expected, given
 from faults_process import SHAPE, check_values

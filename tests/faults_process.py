@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fault_jobs import alone, verify
+from fault_checks import verify
+from fault_jobs import alone
 from fault_list import fault
 from fault_model import Chain, expected, given
 

@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fault_jobs import Ranks, check_values
+from fault_checks import check_values
+from fault_jobs import Ranks
 from fault_list import fault
 from jobs import ask
 
