@@ -85,6 +85,7 @@ def _meet_other_recorder(path: str, how: str) -> None:
         Dumper(model, run).open()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model(given(0, 0, 2, 2)).shape == (2, 2)
+    thread.join()  # libzmq aborts when a socket is closed while another thread is in it
     router.close(linger=0)
 
 
