@@ -75,9 +75,13 @@ def _meet_other_recorder(path: str, how: str) -> None:
     about = {"pid": os.getpid(), "host": socket.gethostname(), "wire": version, "address": f"ipc://{run}.socket"}
     (run / "recorder.json").write_text(json.dumps(about | {"http": None, "live": None, "network": None}))
 
+    done = threading.Event()
+
     def answer() -> None:
-        identity, *_ = router.recv_multipart()
-        router.send_multipart([identity, b'{"tapscope":999,"kind":"welcome"}'])
+        while not done.is_set():
+            if router.poll(timeout=50):
+                identity, *_ = router.recv_multipart()
+                router.send_multipart([identity, b'{"tapscope":999,"kind":"welcome"}'])
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
@@ -85,6 +89,7 @@ def _meet_other_recorder(path: str, how: str) -> None:
         Dumper(model, run).open()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model(given(0, 0, 2, 2)).shape == (2, 2)
+    done.set()
     thread.join()  # libzmq aborts when a socket is closed while another thread is in it
     router.close(linger=0)
 
