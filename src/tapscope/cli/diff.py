@@ -2,11 +2,10 @@
 
 import argparse
 
-from tapscope.cli import diagnostics, output
+from tapscope.cli import comparison, diagnostics, output
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.report.table import TOP, render
 from tapscope.run import Run, open_run
-from tapscope.site import parse_ranges
 
 
 class DiffCommand:
@@ -28,16 +27,7 @@ class DiffCommand:
         """Add the flags."""
         parser.add_argument("baseline", metavar="BASELINE", help="the run to trust")
         parser.add_argument("target", metavar="TARGET", help="the run to judge")
-        choose = parser.add_argument_group("selection, on both runs")
-        choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites; repeatable")
-        choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these; repeatable")
-        choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
-        choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
-        choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
-        judge = parser.add_argument_group("judgement")
-        judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
-        judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
-        judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
+        comparison.add_flags(parser)
         show = parser.add_argument_group("output")
         show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
         show.add_argument("--all", action="store_true", help="one row for every site, nothing folded")
@@ -45,16 +35,7 @@ class DiffCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""
-        options = CompareOptions(
-            sites=tuple(args.site),
-            skip=tuple(args.skip),
-            layers=args.layers,
-            steps=args.steps,
-            ranks=args.ranks,
-            rtol=args.rtol,
-            atol=args.atol,
-            allow_partial=args.allow_partial,
-        )
+        options = comparison.options_of(args)
         with open_run(args.baseline) as baseline, open_run(args.target) as target:
             report = _compare(baseline, target, options)
         if args.json:

@@ -1,0 +1,34 @@
+"""The flags that say how two runs are compared, for every verb that compares."""
+
+import argparse
+
+from tapscope.comparator import CompareOptions
+from tapscope.site import parse_ranges
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the selection and of the judgement."""
+    choose = parser.add_argument_group("selection, on both runs")
+    choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites; repeatable")
+    choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these; repeatable")
+    choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
+    choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
+    choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
+    judge = parser.add_argument_group("judgement")
+    judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
+    judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
+    judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
+
+
+def options_of(args: argparse.Namespace) -> CompareOptions:
+    """What the flags ask for; raises ConfigError for a tolerance that cannot be meant."""
+    return CompareOptions(
+        sites=tuple(args.site),
+        skip=tuple(args.skip),
+        layers=args.layers,
+        steps=args.steps,
+        ranks=args.ranks,
+        rtol=args.rtol,
+        atol=args.atol,
+        allow_partial=args.allow_partial,
+    )
