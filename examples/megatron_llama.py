@@ -1,0 +1,232 @@
+"""A Megatron-core GPTModel with the weights of a Hugging Face checkpoint, on CPU: Llama, Qwen2 (bias), Qwen3 (qk norm).
+
+Every module says what its tensors look like (`tap_dims`), so that runs of any tensor-parallel size can be compared.
+Used by megatron_team.py, which starts the ranks. Needs megatron-core 0.16.1.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+Weights = dict[str, torch.Tensor]
+
+
+def settings_of(checkpoint: Path) -> dict[str, Any]:
+    """``config.json`` with the defaults that the three families share; raises ValueError for what is not built here."""
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    if config["model_type"] not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"{checkpoint}: {config['model_type']} is no llama, qwen2 or qwen3")
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)} | (
+        config.get("rope_scaling") or {}
+    )
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"{checkpoint}: rope_type {rope['rope_type']} is not built here, only the default one")
+    heads = config["num_attention_heads"]
+    return config | {
+        "rope_theta": rope["rope_theta"],
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "qkv_bias": config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+        "qk_norm": config["model_type"] == "qwen3",
+    }
+
+
+def read_weights(checkpoint: Path) -> Weights:
+    """Every tensor of the checkpoint by its Hugging Face name; a tied head is there under its own name too."""
+    from safetensors.torch import load_file
+
+    weights: Weights = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        weights |= load_file(file)
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    return weights
+
+
+def build(checkpoint: Path, *, dtype: str = "float32", sequence_parallel: bool = False) -> nn.Module:
+    """This rank's part of the model; ``parallel_state`` must be initialised."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    settings = settings_of(checkpoint)
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    # Its rotary embedding asks for the current CUDA device by this name and by no other.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    model: nn.Module = GPTModel(
+        _config(settings, tp, getattr(torch, dtype), sequence_parallel),
+        _layer_spec(settings, sequence_parallel),
+        vocab_size=settings["vocab_size"],
+        max_sequence_length=settings["max_position_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=settings["rope_theta"],
+        parallel_output=False,
+    )
+    parts = shards(settings, read_weights(checkpoint), tp, rank)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parts.pop(name))
+    if parts:
+        raise ValueError(f"{checkpoint}: no place in the model for {', '.join(sorted(parts))}")
+    annotate(model, sequence_parallel=sequence_parallel)
+    return model
+
+
+def _config(settings: dict[str, Any], tp: int, dtype: torch.dtype, sequence_parallel: bool) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    fused = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
+    return TransformerConfig(
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        ffn_hidden_size=settings["intermediate_size"],
+        num_attention_heads=settings["num_attention_heads"],
+        num_query_groups=settings["num_key_value_heads"],
+        kv_channels=settings["head_dim"],
+        layernorm_epsilon=settings["rms_norm_eps"],
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=settings["qkv_bias"],
+        qk_layernorm=settings["qk_norm"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **dict.fromkeys(fused, False),
+    )
+
+
+class RMSNorm(nn.Module):
+    """Megatron's own torch norm refuses sequence parallelism; this one marks its weight for it."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
+        self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [s, b, h]."""
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _layer_spec(settings: dict[str, Any], sequence_parallel: bool) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=settings["qk_norm"])
+    if not sequence_parallel:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    layers = [spec] * settings["num_hidden_layers"]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def shards(settings: dict[str, Any], weights: Weights, tp: int, rank: int) -> Weights:
+    """Megatron parameter name -> this rank's part.
+
+    Rows of ``linear_qkv`` come by query group, [q heads of g | k of g | v of g]; ``linear_fc1`` is [gate; up] on every
+    rank; linear_proj and linear_fc2 are cut by columns, the embedding and the head by rows (vocabulary).
+    """
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(tp, dim=0)[rank]
+
+    found = {
+        "embedding.word_embeddings.weight": rows(weights["model.embed_tokens.weight"]),
+        "output_layer.weight": rows(weights["lm_head.weight"]),
+        "decoder.final_layernorm.weight": weights["model.norm.weight"],
+    }
+    for layer in range(settings["num_hidden_layers"]):
+        hf, mine = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        for kind in ("weight", "bias") if settings["qkv_bias"] else ("weight",):
+            q, k, v = (weights[f"{hf}.self_attn.{name}_proj.{kind}"] for name in "qkv")
+            found[f"{mine}.self_attention.linear_qkv.{kind}"] = rows(grouped(q, k, v, settings["num_key_value_heads"]))
+        for name in ("q", "k") if settings["qk_norm"] else ():
+            found[f"{mine}.self_attention.{name}_layernorm.weight"] = weights[f"{hf}.self_attn.{name}_norm.weight"]
+        gate, up = (weights[f"{hf}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        found[f"{mine}.mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+        found[f"{mine}.self_attention.linear_proj.weight"] = weights[f"{hf}.self_attn.o_proj.weight"].chunk(tp, dim=1)[
+            rank
+        ]
+        found[f"{mine}.mlp.linear_fc2.weight"] = weights[f"{hf}.mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
+        found[f"{mine}.input_layernorm.weight"] = weights[f"{hf}.input_layernorm.weight"]
+        found[f"{mine}.pre_mlp_layernorm.weight"] = weights[f"{hf}.post_attention_layernorm.weight"]
+    return found
+
+
+def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
+    """Join along the first axis by query group: [q_0 | k_0 | v_0 | q_1 | k_1 | v_1 | ...]."""
+    parts = [each.unflatten(0, (groups, -1)) for each in (q, k, v)]
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+WHOLE = "s b h # tp:replicated"
+"""A tensor that every rank holds."""
+HEADS = "s b a[tp] d"
+BLOCK = {"in[hidden_states]": "SEQ", "in[attention_mask]": "1 1 q k", "in[rotary_pos_emb]": "s 1 1 d"}
+
+DIMS: dict[str, dict[str, str]] = {
+    "": {"in[input_ids]": "b s", "in[position_ids]": "b s", "in[attention_mask]": "1 1 q k", "out": "b s v"},
+    "embedding": {"in[input_ids]": "b s", "in[position_ids]": "b s", "out": "SEQ"},
+    "word_embeddings": {"in[input_]": "b s", "out": "b s h", "param[weight]": "v[tp] h"},
+    "embedding_dropout": {"in[input]": "SEQ", "out": "SEQ"},
+    "rotary_pos_emb": {"out": "s 1 1 d"},
+    "decoder": BLOCK | {"out": "SEQ"},
+    "layer": BLOCK | {"out[0]": "SEQ"},
+    "norm": {"in[input]": "SEQ", "in[x]": "SEQ", "out": "SEQ", "param[weight]": "h"},
+    "self_attention": BLOCK | {"out[0]": "SEQ"},
+    "linear_qkv": {
+        "in[input_]": "SEQ",
+        "out[0]": "s b qkv[tp]",
+        "param[weight]": "qkv[tp] h",
+        "param[bias]": "qkv[tp]",
+    },
+    "q_layernorm": {
+        "in[x]": HEADS,
+        "in[input]": HEADS,
+        "out": HEADS,
+        "param[weight]": "d",
+        "param[weight].grad": "d[tp:partial]",
+    },
+    "core_attention": {
+        **{f"in[{name}]": HEADS for name in ("query", "key", "value")},
+        "in[attention_mask]": "1 1 q k",
+        "out": "s b h[tp]",
+    },
+    "scale_mask_softmax": {"in[input]": "b a[tp] s k", "in[mask]": "1 1 q k", "out": "b a[tp] s k"},
+    "attention_dropout": {"in[input]": "b a[tp] s k", "out": "b a[tp] s k"},
+    "linear_proj": {"in[input_]": "s b h[tp]", "out[0]": "SEQ", "param[weight]": "o h[tp]"},
+    "mlp": {"in[hidden_states]": "SEQ", "out[0]": "SEQ"},
+    "linear_fc1": {"in[input_]": "SEQ", "out[0]": "s b f[tp]", "param[weight]": "f[tp] h"},
+    "linear_fc2": {"in[input_]": "s b f[tp]", "out[0]": "SEQ", "param[weight]": "o f[tp]"},
+    "output_layer": {"in[input_]": "SEQ", "out[0]": "s b v", "param[weight]": "v[tp] h"},
+}
+"""Last part of a module's path -> port -> dims. SEQ: whole, or with sequence parallelism a shard of the sequence."""
+
+_ALIKE = {"k_layernorm": "q_layernorm"} | dict.fromkeys(
+    ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "pre_cross_attn_layernorm", "cross_attention"), "norm"
+)
+
+
+def annotate(model: nn.Module, *, sequence_parallel: bool = False) -> None:
+    """Give every module its ``tap_dims``."""
+    for path, module in model.named_modules():
+        last = path.rpartition(".")[2]
+        dims = DIMS.get("layer" if last.isdecimal() else _ALIKE.get(last, last), {})
+        module.tap_dims = {port: _spelt(text, sequence_parallel) for port, text in dims.items()}  # type: ignore[assignment]
+
+
+def _spelt(text: str, sequence_parallel: bool) -> str:
+    if text == "SEQ":
+        return "s[tp] b h" if sequence_parallel else WHOLE
+    return text if "[tp" in text else f"{text} # tp:replicated"

@@ -1,0 +1,203 @@
+"""Ranks of a Megatron-core job on this machine that capture what they are told, one job after another.
+
+    python examples/megatron_team.py CHECKPOINT OUT [--tp 2] [--dtype bfloat16] [--backward] [--sequence-parallel]
+
+Importing Megatron takes seconds, a capture of a small model far less than one: a team stays up for many::
+
+    with Team(tp=2) as team:
+        team.capture(Job(checkpoint="tiny", out="run-megatron", prompts={"0": [1, 2, 3]}))
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 49))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One capture."""
+
+    checkpoint: str
+    """Directory of a Hugging Face checkpoint: llama, qwen2 or qwen3."""
+    out: str
+    """The run; replaced when it exists."""
+    prompts: Mapping[str, Sequence[int]] = field(default_factory=lambda: PROMPTS)
+    """Request -> token ids; one right-padded batch."""
+    dtype: str = "float32"
+    backward: bool = False
+    """Also the backward of the mean cross-entropy of every next token, with the gradients of ports and parameters."""
+    num_steps: int = 1
+    """Steps over the same prompts; nothing is trained."""
+    sequence_parallel: bool = False
+    patch: str | None = None
+    """``FILE.py:FUNCTION``, called with the built model on every rank: a seeded bug."""
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"keep": "full"})
+    """Settings of the Dumper."""
+
+
+class Team:
+    """``tp`` ranks, started once; a context manager."""
+
+    def __init__(self, tp: int = 1, *, timeout_s: float = 120.0) -> None:
+        self.tp, self.timeout_s = tp, timeout_s
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> "Team":
+        context, port = multiprocessing.get_context("spawn"), _free_port()
+        for rank in range(self.tp):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.tp, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()  # the rank reads the end of the pipe and leaves
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._ranks.clear()
+
+    def capture(self, job: Job) -> str:
+        """Run one job on every rank and give its run; raises RuntimeError with what a rank said."""
+        for _, pipe in self._ranks:
+            pipe.send(job)
+        said = []
+        for rank, (_, pipe) in enumerate(self._ranks):
+            if not pipe.poll(self.timeout_s):
+                raise RuntimeError(f"rank {rank} of {self.tp} said nothing within {self.timeout_s:.0f} s")
+            said.append(pipe.recv())
+        if problems := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+            raise RuntimeError("\n".join(problems))
+        return job.out
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, tp: int, port: int, pipe: Connection) -> None:
+    """One rank: jobs until the pipe is closed."""
+    _join(rank, tp, port)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            break
+        try:
+            run(job)
+        except Exception:  # noqa: BLE001 - the caller is told, whatever it is
+            pipe.send(traceback.format_exc(limit=-6))
+        else:
+            pipe.send("")
+    import torch
+
+    torch.distributed.destroy_process_group()
+
+
+def _join(rank: int, tp: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(tp))
+    warnings.simplefilter("ignore")  # it has a dozen, of libraries for GPUs that are not there
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    initialize_rng_tracker(inference_rng_tracker=True)  # without it dropout asks for a CUDA generator
+
+
+def run(job: Job) -> None:
+    """Build, patch and capture, on this rank."""
+    from pathlib import Path
+
+    import torch
+    from megatron_llama import build
+
+    from tapscope import Dumper
+
+    model = build(Path(job.checkpoint), dtype=job.dtype, sequence_parallel=job.sequence_parallel)
+    if job.patch is not None:
+        load_patch(job.patch)(model)
+    ids, step = batch(job.prompts)
+    length = ids.shape[1]
+    positions = torch.arange(length).expand_as(ids)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]  # True is masked
+    grads = {"grads": True, "params": True} if job.backward else {}
+    with Dumper(model, job.out, force=True, **(grads | dict(job.settings))) as dumper:
+        for _ in range(job.num_steps):
+            with torch.set_grad_enabled(job.backward), dumper.step(**step):
+                logits = model(ids, positions, hidden)
+                if job.backward:
+                    loss(logits, job.prompts).backward()
+                    dumper.metric("loss", float(loss(logits.detach(), job.prompts)))
+            model.zero_grad()
+
+
+def batch(prompts: Mapping[str, Sequence[int]]) -> tuple[Any, dict[str, Any]]:
+    """Token ids [b, s], padded on the right, and what ``dumper.step`` is told of them."""
+    import torch
+
+    from tapscope.observe import RowRun
+
+    length = max(map(len, prompts.values()))
+    ids = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in prompts.values()])
+    rows = [RowRun(name, 0, len(tokens), 0, i * length) for i, (name, tokens) in enumerate(prompts.items())]
+    token_ids = [token for tokens in prompts.values() for token in tokens]
+    return ids, {"phase": "prefill", "grid": tuple(ids.shape), "rows": rows, "token_ids": token_ids}
+
+
+def loss(logits: Any, prompts: Mapping[str, Sequence[int]]) -> Any:
+    """Mean cross-entropy of every next token; logits: [b, s, v]."""
+    import torch
+
+    rows = [logits[i, : len(tokens) - 1] for i, tokens in enumerate(prompts.values())]
+    labels = [torch.tensor(tokens[1:]) for tokens in map(list, prompts.values())]
+    return torch.nn.functional.cross_entropy(torch.cat(rows).float(), torch.cat(labels))
+
+
+def load_patch(text: str) -> Callable[[Any], object]:
+    """The function that ``FILE.py:FUNCTION`` names."""
+    file, _, name = text.rpartition(":")
+    spec = importlib.util.spec_from_file_location("_patch", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{text!r} names no Python file; write FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[Any], object] = getattr(module, name)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("out")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--prompts", type=json.loads, default=PROMPTS, help="JSON object of request and token ids")
+    parser.add_argument("--patch", help="FILE.py:FUNCTION, called with the model on every rank")
+    options = vars(parser.parse_args())
+    with Team(options.pop("tp")) as team:
+        print(f"next: tapscope ls {team.capture(Job(**options))}")
+
+
+if __name__ == "__main__":
+    main()
