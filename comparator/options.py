@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tapscope.comparator.mapfile import MapFile
 from tapscope.errors import ConfigError, RuleError
 from tapscope.record import Record
 from tapscope.run import Run
@@ -28,6 +29,8 @@ class CompareOptions:
     """With ``atol``: every element must obey abs(target - baseline) <= atol + rtol * abs(baseline)."""
     atol: float | None = None
     """See ``rtol``; giving either replaces the noise floor, and the other one is then 0."""
+    mapping: MapFile = field(default_factory=MapFile)
+    """What the user's map files say of names, fused tensors, dims and rules, see :func:`.mapfile.read_maps`."""
     allow_partial: bool = False
     """Let a comparison of partial data pass when everything that could be compared agrees."""
 

@@ -28,7 +28,7 @@ def _line(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def _options(report: "Report") -> dict[str, Any]:
-    options = asdict(report.options)
+    options = asdict(report.options) | {"mapping": report.options.mapping.files}
     return {
         k: sorted(v) if isinstance(v, frozenset) else list(v) if isinstance(v, tuple) else v for k, v in options.items()
     }

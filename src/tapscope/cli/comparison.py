@@ -3,6 +3,7 @@
 import argparse
 
 from tapscope.comparator import CompareOptions
+from tapscope.comparator.mapfile import read_maps
 from tapscope.site import parse_ranges
 
 
@@ -14,6 +15,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
     choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
     choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
+    meet = parser.add_argument_group("matching")
+    meet.add_argument(
+        "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules; repeatable"
+    )
     judge = parser.add_argument_group("judgement")
     judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
     judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
@@ -21,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> CompareOptions:
-    """What the flags ask for; raises ConfigError for a tolerance that cannot be meant."""
+    """What the flags ask for; raises ConfigError for a tolerance or a map file that cannot be meant."""
     return CompareOptions(
         sites=tuple(args.site),
         skip=tuple(args.skip),
@@ -30,5 +35,6 @@ def options_of(args: argparse.Namespace) -> CompareOptions:
         ranks=args.ranks,
         rtol=args.rtol,
         atol=args.atol,
+        mapping=read_maps(args.map),
         allow_partial=args.allow_partial,
     )
