@@ -17,7 +17,7 @@ from tapscope.comparator.pieces import Joined
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.spread import NOTHING, Spread, row_errors, spread_of
-from tapscope.comparator.summaries import compare_stats, compare_values
+from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
 from tapscope.errors import DataError
 from tapscope.kernels.native import RowMeasures
 
@@ -25,6 +25,7 @@ Array = np.ndarray[Any, Any]
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
+PERMUTED = "permuted: the same elements in another order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,9 @@ class Examined:
     unequal: tuple[int, ...] = ()
     """Row pairs whose integers differ, the first few; -1 where there are no token rows."""
     num_unequal: int = 0
+    """Rows that are not equal bit for bit as numbers; where only statistics were kept, firings whose hashes differ."""
+    permuted: bool = False
+    """Whether somewhere unequal tensors hold the same elements, in another order."""
     replicas: str = ""
     """What is wrong with the replicas of one side, if anything."""
     notes: tuple[str, ...] = ()
@@ -112,6 +116,7 @@ class Examiner:
         errors = row_errors(measured)
         row = int(np.argmax(np.where(measured.rows.nonfinite_mismatch > 0, np.inf, errors)))
         odd = np.flatnonzero(measured.rows.equal < measured.rows.width)
+        permuted = _is_permuted(measured, odd, ready)
         return replace(
             one,
             basis="values",
@@ -120,6 +125,8 @@ class Examiner:
             steps=_steps(measured, errors, ready.right),
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
             num_unequal=len(odd),
+            permuted=permuted,
+            notes=(PERMUTED, *one.notes) if permuted else one.notes,
         )
 
     def _place(self, measured: Measured, row: int, ready: Prepared) -> Place:
@@ -145,12 +152,26 @@ class Examiner:
         )
 
 
+def _is_permuted(measured: Measured, odd: Array, ready: Prepared) -> bool:
+    """Whether some firing whose rows ``odd`` are not equal has equal bags: rounding never gives the same elements."""
+    unequal = set(zip(measured.baseline_firing[odd].tolist(), measured.target_firing[odd].tolist(), strict=True))
+    return any(ready.equal_by_bag(join) for join in ready.plan.joins if (join.baseline, join.target) in unequal)
+
+
 def _examine_stats(one: Examined, ready: Prepared) -> Examined:
     problem, spread = compare_stats(ready)
+    num_unequal, padded = unequal_hashes(ready)
+    if num_unequal and padded and one.is_exact and not problem:
+        problem = "the hashes differ, maybe in the padding alone: capture with keep=full to compare these"
     if problem:
         return replace(one, problem=problem)
-    note = "only statistics were kept: what leaves mean, rms and maximum alone is not seen"
-    return replace(one, basis="stats", spread=spread, notes=(*one.notes, note))
+    odd = [join for join in ready.plan.joins if not ready.equal_by_hash(join)]
+    permuted = bool(num_unequal) and any(map(ready.equal_by_bag, odd))
+    notes = [PERMUTED] if permuted else ["the hashes differ, the statistics do not"] * (num_unequal and spread.is_zero)
+    notes.append("only statistics were kept: what leaves mean, rms and maximum alone is not seen")
+    return replace(
+        one, basis="stats", spread=spread, num_unequal=num_unequal, permuted=permuted, notes=(*notes, *one.notes)
+    )
 
 
 def _examine_values(pair: Pair) -> Examined:
@@ -197,6 +218,7 @@ def _numbers(measured: Measured) -> Numbers:
         total.max_abs,
         total.mean_abs,
         total.rel_l2,
+        total.rel,
         total.cosine,
         total.equal + measured.num_hashed,
         total.count + measured.num_hashed,

@@ -67,6 +67,8 @@ class Numbers:
     max_abs: float
     mean_abs: float
     rel_l2: float
+    rel: float
+    """1 - 2 a.b / (a.a + b.b), which SGLang's comparator judges by; from 0 to 2."""
     cosine: float
     equal: int
     count: int
@@ -150,7 +152,8 @@ class Finding:
     floor: float = 0.0
     """What rounding explains of it."""
     test: str = ""
-    """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``."""
+    """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``,
+    ``permuted``."""
     growth: float = 0.0
     """error / floor of the site alone, given the errors of its own inputs; above 1 it adds error of its own."""
     inputs: str = ""

@@ -1,5 +1,6 @@
 """Judge: a verdict for every site, from its own errors, those of its inputs, and the floor that rounding explains."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,8 +101,12 @@ class Judge:
         return _finding(one, order, Verdict.DIFFERS, test="exact", error=float(one.num_unequal), growth=float("inf"))
 
     def _by_floor(self, one: Examined, node: int, order: int, case: _Case) -> Finding:
+        if one.permuted:  # rounding leaves no value where it was and none where another was
+            error = case.spread.errors[-1]
+            return _finding(one, order, Verdict.DIFFERS, error=error, test="permuted", growth=math.inf, inputs=case.how)
         if case.spread.is_zero and not case.spread.gain:
-            return _finding(one, order, Verdict.SAME, inputs=case.how)
+            verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
+            return _finding(one, order, verdict, inputs=case.how)
         local, floor = self._floors(node, case)
         error, limit, test = floor.worst(case.spread)
         own_error, own_limit, _ = local.worst(case.spread)

@@ -98,6 +98,13 @@ def leaves(piece: Piece) -> Iterator[Record]:
             yield from leaves(part)
 
 
+def is_joined(piece: Piece) -> bool:
+    """Whether the whole holds the elements of its records, each once: shards do, summands do not."""
+    if isinstance(piece, Leaf):
+        return True
+    return isinstance(piece, Joined) and all(map(is_joined, piece.parts))
+
+
 def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...], offset: int = 0) -> Iterator[Block]:
     """The piece as column blocks of [rows, width], where ``token_axes`` are flattened to rows.
 

@@ -38,6 +38,11 @@ class Prepared:
         digest = self.left[join.baseline].digest
         return digest is not None and digest == self.right[join.target].digest
 
+    def equal_by_bag(self, join: Join) -> bool:
+        """Whether both tensors hold the same elements in whatever order, as far as their bags tell."""
+        bag = self.left[join.baseline].bag
+        return bag is not None and bag == self.right[join.target].bag
+
 
 @dataclass(slots=True)
 class Preparer:

@@ -7,7 +7,7 @@ from functools import reduce
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Series
-from tapscope.comparator.pieces import Joined, Leaf, Piece, leaves
+from tapscope.comparator.pieces import is_joined, leaves
 from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.spread import NOTHING, QUANTILES, Spread
 from tapscope.record import Stats
@@ -58,6 +58,21 @@ def compare_stats(ready: Prepared) -> tuple[str, Spread]:
     return "", Spread(1, errors, 0.0, gain, 0.0)
 
 
+def unequal_hashes(ready: Prepared) -> tuple[int, bool]:
+    """(joins whose hashes are of one layout and differ, whether padding may be all that differs)."""
+    odd, padded = 0, False
+    for join in ready.plan.joins:
+        one, two = ready.left[join.baseline], ready.right[join.target]
+        alike = join.aligned and ready.layouts[0] == ready.layouts[1] and _are_alike(one, two, ready.layouts)
+        if not alike or one.dtype != two.dtype or one.digest is None or two.digest is None:
+            continue
+        if len(one.digest) == len(two.digest) and one.digest != two.digest:
+            odd += 1
+            num_pairs = 0 if join.pairs is None else len(join.pairs)
+            padded |= join.pairs is not None and not _holds_only(one, ready.layouts[0], num_pairs)
+    return odd, padded
+
+
 def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
     """Whether the tensor holds the compared rows and nothing else, no padding either."""
     count = 1
@@ -72,18 +87,11 @@ def _are_alike(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> bool:
 
 
 def _stats(whole: Whole) -> Stats | None:
-    if whole.piece is None or not _is_joined(whole.piece):
+    if whole.piece is None or not is_joined(whole.piece):
         return None
     parts = [record.stats for record in leaves(whole.piece)]
     known = [p for p in parts if p is not None]
     return reduce(Stats.merge, known) if len(known) == len(parts) else None
-
-
-def _is_joined(piece: Piece) -> bool:
-    """Whether statistics of the parts add up to those of the whole: shards do, summands do not."""
-    if isinstance(piece, Leaf):
-        return True
-    return isinstance(piece, Joined) and all(map(_is_joined, piece.parts))
 
 
 def _differences(one: Stats, two: Stats) -> tuple[float, float, float]:

@@ -214,7 +214,7 @@ def test_nothing_to_compare_gives_empty_measures(kind, shape):
     got = compare_rows(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
     assert len(got) == shape[0]
     assert got.total() == Measure(
-        max_abs=0.0, worst_row=-1, worst_col=-1, mean_abs=0.0, rel_l2=0.0, cosine=1.0, equal=0, count=0, over=0,
+        max_abs=0.0, worst_row=-1, worst_col=-1, mean_abs=0.0, rel_l2=0.0, rel=0.0, cosine=1.0, equal=0, count=0, over=0,
         finite=0, nonfinite_baseline=0, nonfinite_target=0, nonfinite_mismatch=0,
     )  # fmt: skip
 
@@ -289,20 +289,22 @@ def test_the_total_is_the_rows_flattened(kind):
     got, flat = compare_rows(a, b).total(), compare_rows(a.reshape(1, -1), b.reshape(1, -1)).total()
     assert (got.worst_row, got.worst_col) == (4, 600)
     assert flat.worst_col == 4 * 700 + 600
-    for name in ("max_abs", "mean_abs", "rel_l2", "cosine", "equal", "count", "over"):
+    for name in ("max_abs", "mean_abs", "rel_l2", "rel", "cosine", "equal", "count", "over"):
         assert getattr(got, name) == pytest.approx(getattr(flat, name), rel=1e-6)
     x, y = a.astype(np.float64), b.astype(np.float64)
     assert got.rel_l2 == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-6)
+    assert got.rel == pytest.approx(1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum()), rel=1e-6)
     assert got.cosine == pytest.approx((x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-6)
     assert got.mean_abs == pytest.approx(np.abs(x - y).mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("base", "target", "rel", "cosine"), [(0, 0, 0.0, 1.0), (0, 1, math.inf, 0.0), (1, 0, 1.0, 0.0)]
+    ("base", "target", "rel_l2", "rel", "cosine"),
+    [(0, 0, 0.0, 0.0, 1.0), (0, 1, math.inf, 1.0, 0.0), (1, 0, 1.0, 1.0, 0.0), (1, -1, 2.0, 2.0, -1.0)],
 )
-def test_relative_error_and_cosine_of_zeros(kind, base, target, rel, cosine):
+def test_relative_errors_and_cosine_at_their_ends(kind, base, target, rel_l2, rel, cosine):
     got = compare_rows(np.full((2, 3), base, np.float32), np.full((2, 3), target, np.float32)).total()
-    assert (got.rel_l2, got.cosine) == (rel, cosine)
+    assert (got.rel_l2, got.rel, got.cosine) == (rel_l2, rel, cosine)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 65536])

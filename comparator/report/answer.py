@@ -105,7 +105,7 @@ def _amount(finding: Finding) -> str:
         return f"{int(finding.error):,} values not finite on one side only"
     if finding.test == "exact":
         return f"{int(finding.error):,} rows of integers unequal"
-    if finding.test in ("replicas", "tolerance"):
+    if finding.test in ("replicas", "tolerance", "permuted"):
         return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
     if finding.test == "gain":
         return f"scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"

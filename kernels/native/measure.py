@@ -24,8 +24,11 @@ class Measure:
     mean_abs: float
     rel_l2: float
     """sqrt(sum of squared differences / sum of squared baseline); 0 if both are zero, inf if only the baseline is."""
+    rel: float
+    """1 - 2 a.b / (a.a + b.b), from 0 to 2, as SGLang's comparator and DeepGEMM's ``calc_diff`` have it, but worked out as
+    (a - b).(a - b) / (a.a + b.b), which does not cancel; 0 if both sides are zero, 1 if only one is."""
     cosine: float
-    """1 if both sides are zero, 0 if only one is."""
+    """1 if both sides are zero, 0 if only one is, or if squares leave float64 (which makes both ``rel`` infinite)."""
     equal: int
     """Positions with the same value; NaN equals NaN and an infinity equals itself."""
     count: int
@@ -112,6 +115,7 @@ class RowMeasures:
             worst_col=int(self.argmax[row]) if row >= 0 else -1,
             mean_abs=float(self.sum_abs.sum()) / finite if finite else 0.0,
             rel_l2=_relative(diff, base),
+            rel=_share(diff, base, target),
             cosine=_cosine(dot, base, target),
             count=count,
             finite=finite,
@@ -136,8 +140,17 @@ def _relative(diff: float, base: float) -> float:
     return math.sqrt(diff / base)
 
 
+def _share(diff: float, base: float, target: float) -> float:
+    whole = base + target
+    if math.isinf(whole) or math.isinf(diff):
+        return math.inf
+    return diff / whole if whole else 0.0
+
+
 def _cosine(dot: float, base: float, target: float) -> float:
     if base == 0.0 or target == 0.0:
         return 1.0 if base == target else 0.0
+    if math.isinf(base) or math.isinf(target) or not math.isfinite(dot):
+        return 0.0
     # Two roots: the product of the squares may leave float64 where neither does.
     return max(-1.0, min(1.0, dot / (math.sqrt(base) * math.sqrt(target))))
