@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tapscope.dumper.hyperparameters import hyperparameters
 from tapscope.observe import RankInfo
 
 _AXES = {
@@ -50,6 +51,7 @@ def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
         framework=framework or "torch",
         model=name,
         dtype=dtype,
+        model_config=hyperparameters(model) if model is not None else {},
     )
 
 

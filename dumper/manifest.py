@@ -42,6 +42,7 @@ def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:
         "framework": info.framework,
         "model": info.model,
         "dtype": info.dtype,
+        "model_config": dict(info.model_config),
         "mesh": dict(info.mesh),
         "world_size": info.world_size,
         "command": _without(token_of(config.control_token)),

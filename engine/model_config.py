@@ -45,6 +45,19 @@ class ModelConfig:
     dtype: str | None
     """Type the weights were saved in, as config.json names it."""
 
+    def facts(self) -> dict[str, int | float]:
+        """The numbers that tell how tensors are made up, under the names of config.json."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+        }
+
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
         """Read ``folder/config.json`` (and end tokens from generation_config.json); raises CheckpointError."""

@@ -46,6 +46,7 @@ class Runner:
                 framework="tapscope",
                 model=config.model,
                 dtype=self.dtype,
+                model_config=model_config.facts(),
             )
             self.observer = observer(self.model, info)
 

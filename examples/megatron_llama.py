@@ -178,12 +178,12 @@ BLOCK = {"in[hidden_states]": "SEQ", "in[attention_mask]": "1 1 q k", "in[rotary
 DIMS: dict[str, dict[str, str]] = {
     "": {"in[input_ids]": "b s", "in[position_ids]": "b s", "in[attention_mask]": "1 1 q k", "out": "b s v"},
     "embedding": {"in[input_ids]": "b s", "in[position_ids]": "b s", "out": "SEQ"},
-    "word_embeddings": {"in[input_]": "b s", "out": "b s h", "param[weight]": "v[tp] h"},
+    "word_embeddings": {"in[input_]": "b s", "out": "EMB", "param[weight]": "v[tp] h"},
     "embedding_dropout": {"in[input]": "SEQ", "out": "SEQ"},
     "rotary_pos_emb": {"out": "s 1 1 d"},
     "decoder": BLOCK | {"out": "SEQ"},
     "layer": BLOCK | {"out[0]": "SEQ"},
-    "norm": {"in[input]": "SEQ", "in[x]": "SEQ", "out": "SEQ", "param[weight]": "h"},
+    "norm": {"in[input]": "SEQ", "in[x]": "SEQ", "out": "SEQ", "param[weight]": "h", "param[weight].grad": "NORM"},
     "self_attention": BLOCK | {"out[0]": "SEQ"},
     "linear_qkv": {
         "in[input_]": "SEQ",
@@ -211,7 +211,10 @@ DIMS: dict[str, dict[str, str]] = {
     "linear_fc2": {"in[input_]": "s b f[tp]", "out[0]": "SEQ", "param[weight]": "o f[tp]"},
     "output_layer": {"in[input_]": "SEQ", "out[0]": "s b v", "param[weight]": "v[tp] h"},
 }
-"""Last part of a module's path -> port -> dims. SEQ: whole, or with sequence parallelism a shard of the sequence."""
+"""Last part of a module's path -> port -> dims; capitals are looked up in one of the two tables below."""
+
+_PLAIN = {"SEQ": WHOLE, "EMB": "b s h", "NORM": "h"}
+_SEQUENCE_PARALLEL = {"SEQ": "s[tp] b h", "EMB": "s[tp] b h", "NORM": "h[tp:partial]"}
 
 _ALIKE = {"k_layernorm": "q_layernorm"} | dict.fromkeys(
     ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "pre_cross_attn_layernorm", "cross_attention"), "norm"
@@ -227,6 +230,5 @@ def annotate(model: nn.Module, *, sequence_parallel: bool = False) -> None:
 
 
 def _spelt(text: str, sequence_parallel: bool) -> str:
-    if text == "SEQ":
-        return "s[tp] b h" if sequence_parallel else WHOLE
-    return text if "[tp" in text else f"{text} # tp:replicated"
+    text = (_SEQUENCE_PARALLEL if sequence_parallel else _PLAIN).get(text, text)
+    return text if "tp" in text else f"{text} # tp:replicated"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 49))}
+PROMPTS = {"0": list(range(3, 21)), "1": list(range(40, 49))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,8 @@ def run(job: Job) -> None:
     model = build(Path(job.checkpoint), dtype=job.dtype, sequence_parallel=job.sequence_parallel)
     if job.patch is not None:
         load_patch(job.patch)(model)
-    ids, step = batch(job.prompts)
+    tp = torch.distributed.get_world_size()
+    ids, step = batch(job.prompts, multiple_of=tp if job.sequence_parallel else 1)
     length = ids.shape[1]
     positions = torch.arange(length).expand_as(ids)
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]  # True is masked
@@ -150,13 +151,13 @@ def run(job: Job) -> None:
             model.zero_grad()
 
 
-def batch(prompts: Mapping[str, Sequence[int]]) -> tuple[Any, dict[str, Any]]:
+def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1) -> tuple[Any, dict[str, Any]]:
     """Token ids [b, s], padded on the right, and what ``dumper.step`` is told of them."""
     import torch
 
     from tapscope.observe import RowRun
 
-    length = max(map(len, prompts.values()))
+    length = -(-max(map(len, prompts.values())) // multiple_of) * multiple_of
     ids = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in prompts.values()])
     rows = [RowRun(name, 0, len(tokens), 0, i * length) for i, (name, tokens) in enumerate(prompts.items())]
     token_ids = [token for tokens in prompts.values() for token in tokens]

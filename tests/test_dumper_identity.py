@@ -4,12 +4,14 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from tapscope.dumper import identity
+from tapscope.dumper.hyperparameters import hyperparameters
 from tapscope.run import open_run
 
 
@@ -78,3 +80,17 @@ def test_device_meshes_tell_the_coordinates_also_of_groups_that_come_late(tmp_pa
     early = open_run(tmp_path / "early-0")
     assert (early.mesh, early.coords(0)) == ({"tp": 2}, {"tp": 0})
     assert "open the run after init_process_group" in said[1]
+
+
+def test_hyperparameters_have_one_spelling_whatever_the_framework() -> None:
+    def of(**config: object) -> dict[str, int | float]:
+        model = nn.Identity()
+        model.config = SimpleNamespace(**config)  # type: ignore[assignment]
+        return hyperparameters(model)
+
+    llama = of(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, num_hidden_layers=3)
+    megatron = of(hidden_size=64, num_attention_heads=4, num_query_groups=2, layernorm_epsilon=1e-6, num_layers=3)
+    assert llama == megatron
+    assert llama["head_dim"] == 16
+    assert of(n_embd=32, n_head=4)["num_key_value_heads"] == 4
+    assert hyperparameters(nn.Identity()) == {}

@@ -95,6 +95,10 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS
 
 
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(n, int | float) for n in value.values())
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -107,6 +111,7 @@ def _short(value: object) -> str:
 _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "hash_version": (_is_count, "a whole number from 1"),
     "world_size": (_is_count, f"a whole number from 1 to {MAX_RANKS:,}"),
+    "model_config": (_is_numbers, 'an object of name and number, e.g. {"num_attention_heads": 8}'),
     "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
     **dict.fromkeys(("framework", "model", "dtype", "created", "tapscope"), (_is_text, "a text")),
 }

@@ -103,6 +103,8 @@ class RankInfo:
     model: str = ""
     """Name or path of the model, for the manifest."""
     dtype: str = ""
+    model_config: Mapping[str, int | float] = field(default_factory=dict)
+    """Hyperparameters as Hugging Face's Llama spells them, e.g. ``num_key_value_heads``; of the whole model."""
 
 
 ObserverFactory = Callable[[Any, RankInfo], StepObserver]

@@ -77,6 +77,11 @@ class Run:
         later = next((e.fields.get("mesh") for e in self.events() if e.kind == "mesh"), None)
         return dict(self.manifest.get("mesh") or later or {})
 
+    @property
+    def model_config(self) -> dict[str, int | float]:
+        """Hyperparameters as Hugging Face's Llama spells them, e.g. ``num_key_value_heads``; empty when unknown."""
+        return dict(self.manifest.get("model_config") or {})
+
     def coords(self, rank: int) -> dict[str, int]:
         """Mesh axis -> coordinate of the rank."""
         said = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]

@@ -1,0 +1,59 @@
+"""Hyperparameters: the numbers of a model's config that tell how its tensors are made up, under one set of names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "vocab_size": (),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("ffn_hidden_size", "n_inner"),
+    "num_hidden_layers": ("num_layers", "n_layer"),
+    "num_attention_heads": ("n_head", "num_heads"),
+    "num_key_value_heads": ("num_query_groups", "num_kv_heads"),
+    "head_dim": ("kv_channels",),
+    "rms_norm_eps": ("layernorm_epsilon", "layer_norm_epsilon"),
+    "num_experts": ("num_moe_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("moe_router_topk",),
+}
+"""Name, as Hugging Face's Llama spells it -> what Megatron, GPT-2 and others call it."""
+
+
+def hyperparameters(model: nn.Module) -> dict[str, int | float]:
+    """What ``model.config`` says, of a Hugging Face or a Megatron model; empty for one without. Never raises."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    if callable(text):
+        try:
+            config = text()
+        except Exception:  # noqa: BLE001 - somebody's config; the outer one still tells what it can
+            config = getattr(model, "config", None)
+    found = {name: _number(config, (name, *others)) for name, others in _SPELLINGS.items()}
+    if found["vocab_size"] is None:
+        found["vocab_size"] = _number(model, ("vocab_size",))  # where Megatron has it
+    if not found["num_experts"]:
+        found["num_experts_per_tok"] = None  # Megatron has one for dense models too
+    return complete({name: value for name, value in found.items() if value is not None})
+
+
+def complete(known: Mapping[str, int | float]) -> dict[str, int | float]:
+    """With what follows from the others: as many key as query heads, and heads that share the hidden size."""
+    full = dict(known)
+    heads, hidden = full.get("num_attention_heads"), full.get("hidden_size")
+    if heads:
+        full.setdefault("num_key_value_heads", heads)
+    if heads and hidden:
+        full.setdefault("head_dim", hidden // heads)
+    return full
+
+
+def _number(holder: Any, names: tuple[str, ...]) -> int | float | None:
+    for name in names:
+        try:
+            value = getattr(holder, name, None)
+        except Exception:  # noqa: BLE001 - a property of somebody's config
+            continue
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    return None
