@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import Rows
 from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.layout import Layout, slots_of
 from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap, StepRows
 
 Array = np.ndarray[Any, Any]
-Rows = Array | slice
-"""Rows of an assembled tensor; a slice where they are neighbours, so that nothing is gathered."""
 
 
 @dataclass(frozen=True, slots=True)

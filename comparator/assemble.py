@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tapscope import dims as dims_grammar
 from tapscope.comparator.match import Firing
-from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, is_joined, leaves
+from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, digest, is_joined, leaves
 from tapscope.dims import Dims
 from tapscope.errors import DimsError
 from tapscope.record import Record
@@ -47,25 +47,17 @@ class Whole:
     def digest(self) -> tuple[object, ...] | None:
         """Equal digests mean equal bytes in one layout; None when a hash is missing."""
         parts = tuple(leaves(self.piece)) if self.piece else ()
-        if not parts or any(r.hash is None for r in parts) or self.replicas:
+        if self.piece is None or any(r.hash is None for r in parts) or self.replicas:
             return None
-        return (_structure(self.piece), *((r.dtype, r.shape, r.hash) for r in parts))
+        return digest(self.piece)
 
     @property
     def bag(self) -> tuple[str | None, int] | None:
-        """Equal bags propose equal elements in any order; None where a bag is missing or it is no plain join of shards."""
+        """Equal bags propose equal elements in any order; None without bags or where it is no plain join of shards."""
         parts = tuple(leaves(self.piece)) if self.piece else ()
         if self.piece is None or not is_joined(self.piece) or any(r.bag is None for r in parts):
             return None
         return self.dtype, sum(int(r.bag or "0", 16) for r in parts) % 2**64
-
-
-def _structure(piece: Piece | None) -> object:
-    if isinstance(piece, Joined):
-        return ("joined", piece.axis, *map(_structure, piece.parts))
-    if isinstance(piece, Summed):
-        return ("summed", *map(_structure, piece.parts))
-    return "leaf"
 
 
 @dataclass(slots=True)

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.align import Rows
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import Rows, blocks
 from tapscope.comparator.examine import Examined
 from tapscope.comparator.layout import Layout
-from tapscope.comparator.pieces import as_rows
 from tapscope.comparator.prepare import Prepared, Preparer
 
 Array = np.ndarray[Any, Any]
@@ -84,4 +83,6 @@ def _row_pair(ready: Prepared, pair: int) -> tuple[Array, Array] | None:
 def _row(whole: Whole, layout: Layout, rows: Rows, at: int) -> Array:
     assert whole.piece is not None
     index = rows.start + at if isinstance(rows, slice) else int(rows[at])
-    return np.asarray(as_rows(whole.piece.open(whole.run), layout.axes)[index], dtype=np.float64)
+    one = np.array([index])
+    found = [np.asarray(b.rows(one)[0], dtype=np.float64) for b in blocks(whole.piece, whole.run, layout.axes)]
+    return np.concatenate(found)

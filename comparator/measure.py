@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 
 from tapscope import dtypes
-from tapscope.comparator.align import Join, Rows
+from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import Block, Columns, Rows, blocks
 from tapscope.comparator.layout import Layout
-from tapscope.comparator.pieces import Block, blocks
 from tapscope.comparator.prepare import Prepared
 from tapscope.kernels.native import Measure, RowMeasures, compare_rows
 
 Array = np.ndarray[Any, Any]
+
+
+_CHUNK = 1 << 20
+"""Elements that are copied at a time where they cannot be compared in place."""
 
 
 class WidthError(Exception):
@@ -45,18 +49,17 @@ class Measured:
 
 
 class _Opened:
-    """The column blocks of firings, opened once each while a site is measured."""
+    """The column blocks of firings, laid out once each while a site is measured."""
 
-    def __init__(self, wholes: Sequence[Whole], axes: tuple[int, ...], as_mask: bool) -> None:
-        self._wholes, self._axes, self._as_mask = wholes, axes, as_mask
+    def __init__(self, wholes: Sequence[Whole], axes: tuple[int, ...]) -> None:
+        self._wholes, self._axes = wholes, axes
         self._blocks: dict[int, list[Block]] = {}
 
     def __getitem__(self, index: int) -> list[Block]:
         if index not in self._blocks:
             whole = self._wholes[index]
             assert whole.piece is not None
-            found = blocks(whole.piece, whole.run, self._axes)
-            self._blocks[index] = [b._replace(values=_visible(b.values)) if self._as_mask else b for b in found]
+            self._blocks[index] = blocks(whole.piece, whole.run, self._axes)
         return self._blocks[index]
 
 
@@ -67,7 +70,7 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
     """
     baseline, target, layouts = ready.left, ready.right, ready.layouts
     masks = are_masks(baseline[0].dtype, target[0].dtype)
-    left, right = _Opened(baseline, layouts[0].axes, masks), _Opened(target, layouts[1].axes, masks)
+    left, right = _Opened(baseline, layouts[0].axes), _Opened(target, layouts[1].axes)
     parts: list[RowMeasures] = []
     columns: list[tuple[Array, ...]] = []
     hashed = 0
@@ -77,7 +80,7 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
             hashed += math.prod(one.shape)
             continue
         _check_width(one, two, layouts)
-        rows, at_worst, ranks = _compare(left[join.baseline], right[join.target], join, tolerance)
+        rows, at_worst, ranks = compare_blocks(left[join.baseline], right[join.target], join, tolerance, masks=masks)
         parts.append(rows)
         pairs = np.full(len(rows), -1, np.int64) if join.pairs is None else join.pairs
         firings = (np.full(len(rows), index, np.int64) for index in (join.baseline, join.target))
@@ -110,26 +113,66 @@ def _check_width(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> None
         raise WidthError(f"shapes {tuple(one.shape)} and {tuple(two.shape)} differ beyond the token rows")
 
 
-def _compare(
-    left: list[Block], right: list[Block], join: Join, tolerance: tuple[float, float]
+def compare_blocks(
+    left: list[Block],
+    right: list[Block],
+    join: Join,
+    tolerance: tuple[float, float] = (0.0, 0.0),
+    *,
+    masks: bool = False,
 ) -> tuple[RowMeasures, Array, Array]:
     """(measures, baseline value at each row's worst column, target rank there) of one join."""
-    atol, rtol = tolerance
     merged: RowMeasures | None = None
-    pieces = []
-    for offset, one, two, rank in _overlaps(left, right):
-        rows = compare_rows(*_picked(one, join.baseline_rows, two, join.target_rows), atol=atol, rtol=rtol)
-        pieces.append((offset, one, rank))
-        merged = rows if merged is None else merged.merge_columns(rows, offset)
+    at_worst = ranks = np.empty(0)
+    for offset, one, two in _overlaps(left, right):
+        rows, values = _compare_columns(one, two, join, tolerance, masks)
+        rank = -1 if two.block.rank is None else two.block.rank
+        if merged is None:
+            merged, at_worst, ranks = rows, values, np.full(len(rows), rank, np.int64)
+            continue
+        merged = merged.merge_columns(rows, offset)
+        here = merged.argmax >= offset
+        at_worst[here], ranks[here] = values[here], rank
     assert merged is not None
-    at_worst, ranks = np.zeros(len(merged)), np.full(len(merged), -1, np.int64)
-    for offset, one, rank in pieces:
-        here = np.flatnonzero((merged.argmax >= offset) & (merged.argmax < offset + int(one.shape[1])))
-        values = one[join.baseline_rows] if isinstance(join.baseline_rows, slice) else one
-        index = here if isinstance(join.baseline_rows, slice) else join.baseline_rows[here]
-        at_worst[here] = values[index, merged.argmax[here] - offset].astype(np.float64)
-        ranks[here] = -1 if rank is None else rank
     return merged, at_worst, ranks
+
+
+def _compare_columns(
+    one: Columns, two: Columns, join: Join, tolerance: tuple[float, float], masks: bool
+) -> tuple[RowMeasures, Array]:
+    """(measures, baseline values at each row's worst column): in place where both sides allow it, else in chunks."""
+    atol, rtol = tolerance
+    rows = join.baseline_rows, join.target_rows
+    if not masks and one.values is not None and two.values is not None:
+        found = compare_rows(*_picked(one.values, rows[0], two.values, rows[1]), atol=atol, rtol=rtol)
+        index = np.arange(len(one.values))[rows[0]] if isinstance(rows[0], slice) else rows[0]
+        return found, _at(one.values, index, found)
+    num = len(range(*rows[0].indices(one.block.num_rows))) if isinstance(rows[0], slice) else len(rows[0])
+    step = max(1, _CHUNK // max(1, one.block.width, two.block.width))
+    parts, values = [], [np.empty(0)]
+    for start in range(0, num, step):
+        a, b = (
+            side.rows(_part(some, start, min(start + step, num))) for side, some in zip((one, two), rows, strict=True)
+        )
+        a, b = (_visible(a), _visible(b)) if masks else (a, b)
+        parts.append(compare_rows(a, b, atol=atol, rtol=rtol))
+        values.append(_at(a, np.arange(len(a)), parts[-1]))
+    return RowMeasures.concat(parts), np.concatenate(values)
+
+
+def _at(baseline: Array, index: Array, found: RowMeasures) -> Array:
+    """The baseline's values where each row is worst, as float64; 0 for rows without columns."""
+    if not baseline.shape[1]:
+        return np.zeros(len(index))
+    return np.asarray(baseline[index, found.argmax].astype(np.float64))
+
+
+def _part(rows: Rows, start: int, stop: int) -> Rows:
+    """Some of the rows, counted within them."""
+    if not isinstance(rows, slice):
+        return rows[start:stop]
+    first = rows.start or 0
+    return slice(first + start, first + stop)
 
 
 def _picked(one: Array, rows_one: Rows, two: Array, rows_two: Rows) -> tuple[Any, ...]:
@@ -142,19 +185,13 @@ def _picked(one: Array, rows_one: Rows, two: Array, rows_two: Rows) -> tuple[Any
     return (*views, *index)
 
 
-def _overlaps(left: list[Block], right: list[Block]) -> Iterator[tuple[int, Array, Array, int | None]]:
-    """(offset, baseline columns, target columns, target rank) for every column range both sides hold in one block."""
-    if len(left) == len(right) == 1 and left[0].values.shape[1] == right[0].values.shape[1]:
-        yield 0, left[0].values, right[0].values, right[0].rank
+def _overlaps(left: list[Block], right: list[Block]) -> Iterator[tuple[int, Columns, Columns]]:
+    """(offset, baseline columns, target columns) for every column range both sides hold in one block, in order."""
+    if len(left) == len(right) == 1:
+        yield 0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width)
         return
     for a in left:
         for b in right:
-            start = max(a.offset, b.offset)
-            end = min(a.offset + a.values.shape[1], b.offset + b.values.shape[1])
+            start, end = max(a.offset, b.offset), min(a.offset + a.width, b.offset + b.width)
             if start < end:
-                yield (
-                    start,
-                    a.values[:, start - a.offset : end - a.offset],
-                    b.values[:, start - b.offset : end - b.offset],
-                    b.rank,
-                )
+                yield start, a.columns(start, end), b.columns(start, end)

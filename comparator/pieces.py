@@ -1,10 +1,9 @@
-"""Pieces: a tensor that lies in several records, as an expression over them that is opened only when values are
-needed."""
+"""Pieces: a tensor that lies in several records, as an expression over them of which any part can be read alone."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,20 +11,8 @@ from tapscope.record import Record
 from tapscope.run import Run
 
 Array = np.ndarray[Any, Any]
-
-_CHUNK = 1 << 20
-"""Elements added up at a time."""
-
-
-class Block(NamedTuple):
-    """Some columns of the rows of a tensor."""
-
-    offset: int
-    """First column within the whole width."""
-    values: Array
-    """[rows, columns], a view where the bytes allow it."""
-    rank: int | None
-    """The rank whose record this is; None where several ranks were added up or it is the same on all."""
+Select = tuple[slice | Array, ...]
+"""What to read along each axis: slices with a start and a stop, or for the token axes index arrays of one length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +26,26 @@ class Leaf:
         """Shape on disk."""
         return self.record.shape
 
-    def open(self, run: Run) -> Array:
-        """The mapped array."""
-        return run.array(self.record)
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part ``start:stop`` of a piece along one axis."""
+
+    axis: int
+    start: int
+    stop: int
+    part: "Piece"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what is left."""
+        shape = self.part.shape
+        return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Shards side by side along a tensor axis."""
+    """Parts side by side along one axis."""
 
     axis: int
     parts: tuple["Piece", ...]
@@ -57,14 +56,11 @@ class Joined:
         first = self.parts[0].shape
         return (*first[: self.axis], sum(p.shape[self.axis] for p in self.parts), *first[self.axis + 1 :])
 
-    def open(self, run: Run) -> Array:
-        """A copy."""
-        return np.concatenate([part.open(run) for part in self.parts], axis=self.axis)
-
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Summands of one whole."""
+    """Summands of one whole. They are added in float32 where none is wider than 16 bits, else in float64; integers in
+    int64."""
 
     parts: tuple["Piece", ...]
 
@@ -73,71 +69,154 @@ class Summed:
         """Shape of each summand."""
         return self.parts[0].shape
 
-    def open(self, run: Run) -> Array:
-        """The sum in float32, or in float64 where the summands are wider than float32 or integers."""
-        arrays = [np.ascontiguousarray(part.open(run)).reshape(-1) for part in self.parts]
-        wide = np.float64 if any(a.dtype.itemsize > 4 or a.dtype.kind in "iub" for a in arrays) else np.float32
-        total = np.empty(arrays[0].shape, wide)
-        for start in range(0, total.size, _CHUNK):
-            cut = slice(start, start + _CHUNK)
-            total[cut] = arrays[0][cut]
-            for other in arrays[1:]:
-                total[cut] += other[cut].astype(wide)
-        return total.reshape(self.shape)
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A piece with its axes in another order: axis i is axis ``order[i]`` of the part."""
+
+    order: tuple[int, ...]
+    part: "Piece"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the new order."""
+        return tuple(self.part.shape[i] for i in self.order)
 
 
-Piece = Leaf | Joined | Summed
+Piece = Leaf | Cut | Joined | Summed | Turned
 
 
 def leaves(piece: Piece) -> Iterator[Record]:
-    """The records of a piece, in column order."""
+    """The records of a piece, each once, in the order in which they are met first."""
+    yield from {id(record): record for record in _leaves(piece)}.values()
+
+
+def _leaves(piece: Piece) -> Iterator[Record]:
     if isinstance(piece, Leaf):
         yield piece.record
+    elif isinstance(piece, Cut | Turned):
+        yield from _leaves(piece.part)
     else:
         for part in piece.parts:
-            yield from leaves(part)
+            yield from _leaves(part)
 
 
 def is_joined(piece: Piece) -> bool:
-    """Whether the whole holds the elements of its records, each once: shards do, summands do not."""
+    """Whether the whole holds the elements of its records, each once: shards do, summands and cropped shards do not."""
+    sizes = sum(math.prod(record.shape) for record in leaves(piece))
+    return not _has_sums(piece) and sizes == math.prod(piece.shape)
+
+
+def _has_sums(piece: Piece) -> bool:
+    if isinstance(piece, Cut | Turned):
+        return _has_sums(piece.part)
+    return isinstance(piece, Summed) or (isinstance(piece, Joined) and any(map(_has_sums, piece.parts)))
+
+
+def digest(piece: Piece) -> tuple[object, ...]:
+    """The expression with the hashes of its records: equal digests are equal tensors."""
     if isinstance(piece, Leaf):
-        return True
-    return isinstance(piece, Joined) and all(map(is_joined, piece.parts))
+        return ("leaf", piece.record.dtype, piece.record.shape, piece.record.hash)
+    if isinstance(piece, Cut):
+        return ("cut", piece.axis, piece.start, piece.stop, digest(piece.part))
+    if isinstance(piece, Turned):
+        return ("turned", piece.order, digest(piece.part))
+    kind = ("joined", piece.axis) if isinstance(piece, Joined) else ("summed",)
+    return (*kind, *map(digest, piece.parts))
 
 
-def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...], offset: int = 0) -> Iterator[Block]:
-    """The piece as column blocks of [rows, width], where ``token_axes`` are flattened to rows.
+def view(piece: Piece, run: Run) -> Array | None:
+    """The piece as a view of mapped bytes; None where it lies in several places or has to be computed."""
+    if isinstance(piece, Leaf):
+        return run.array(piece.record)
+    if isinstance(piece, Cut):
+        inner = view(piece.part, run)
+        return None if inner is None else inner[(slice(None),) * piece.axis + (slice(piece.start, piece.stop),)]
+    if isinstance(piece, Turned):
+        inner = view(piece.part, run)
+        return None if inner is None else inner.transpose(piece.order)
+    return view(piece.parts[0], run) if len(piece.parts) == 1 and isinstance(piece, Joined) else None
 
-    Shards along the first other axis stay where they lie; everything else that is spread is copied together.
+
+def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
+    """Part of a piece: [n, *sliced axes in order] where ``select`` has index arrays, else the sliced shape.
+
+    Everything where ``select`` is None. Raises RunCorruptError where bytes are missing.
     """
-    others = [i for i in range(len(piece.shape)) if i not in token_axes]
-    if token_axes and isinstance(piece, Joined) and piece.axis not in token_axes and _outer(piece, others) == 1:
-        for part in piece.parts:
-            yield from blocks(part, run, token_axes, offset)
-            offset += math.prod([part.shape[i] for i in others])
-        return
-    rank = piece.record.key.rank if isinstance(piece, Leaf) else None
-    yield Block(offset, as_rows(piece.open(run), token_axes), rank)
+    if select is None:
+        select = tuple(slice(0, n) for n in piece.shape)
+    if isinstance(piece, Leaf):
+        return _picked(run.array(piece.record), select)
+    if isinstance(piece, Cut):
+        at = _shifted(select[piece.axis], piece.start)
+        return read(piece.part, run, (*select[: piece.axis], at, *select[piece.axis + 1 :]))
+    if isinstance(piece, Turned):
+        return _read_turned(piece, run, select)
+    return _read_joined(piece, run, select) if isinstance(piece, Joined) else _read_summed(piece, run, select)
 
 
-def _outer(piece: Joined, others: list[int]) -> int:
-    """Elements that vary more slowly than the sharded axis within a row; 1 when shards are whole column ranges."""
-    before = others[: others.index(piece.axis)]
-    return math.prod([piece.shape[i] for i in before])
+def _picked(array: Array, select: Select) -> Array:
+    """Index arrays first, whatever axis they are of."""
+    indexed = [i for i, at in enumerate(select) if not isinstance(at, slice)]
+    moved = np.moveaxis(array, indexed, range(len(indexed))) if indexed else array
+    rest = [at for at in select if isinstance(at, slice)]
+    return np.asarray(moved[(*(select[i] for i in indexed), *rest)])
 
 
-def as_rows(array: Array, token_axes: tuple[int, ...]) -> Array:
-    """[rows, width]; without token axes the last axis is the width, so that a place reads like an index.
+def _shifted(at: slice | Array, by: int) -> slice | Array:
+    return slice(at.start + by, at.stop + by) if isinstance(at, slice) else at + by
 
-    Axes of size 1 do not count there. A complex number is two neighbouring columns.
-    """
-    if not token_axes:
-        sizes = [n for n in array.shape if n != 1] or [1]
-        rows, width = math.prod(sizes[:-1]), sizes[-1]
-        moved = array
-    else:
-        moved = np.moveaxis(array, token_axes, range(len(token_axes)))
-        rows = math.prod(moved.shape[: len(token_axes)])
-        width = math.prod(moved.shape[len(token_axes) :])
-    flat = np.ascontiguousarray(moved.reshape(rows, width))
-    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+
+def _read_turned(piece: Turned, run: Run, select: Select) -> Array:
+    inner = tuple(select[piece.order.index(i)] for i in range(len(select)))
+    found = read(piece.part, run, inner)
+    sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the order asked for
+    front = found.ndim - len(sliced)
+    order = [front + sorted(sliced).index(i) for i in sliced]
+    return found.transpose(*range(front), *order)
+
+
+def _read_joined(piece: Joined, run: Run, select: Select) -> Array:
+    at, bounds = select[piece.axis], np.cumsum([0, *(p.shape[piece.axis] for p in piece.parts)])
+    if isinstance(at, slice):
+        found = []
+        for part, start, stop in zip(piece.parts, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            low, high = max(at.start, start), min(at.stop, stop)
+            if low < high:
+                inner = (*select[: piece.axis], slice(low - start, high - start), *select[piece.axis + 1 :])
+                found.append(read(part, run, inner))
+        if not found:
+            return read(piece.parts[0], run, (*select[: piece.axis], slice(0, 0), *select[piece.axis + 1 :]))
+        axis = sum(isinstance(s, slice) for s in select[: piece.axis]) + (not all(isinstance(s, slice) for s in select))
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=axis)
+    owner = np.searchsorted(bounds, at, side="right") - 1
+    out: Array | None = None
+    for index in np.unique(owner).tolist():
+        mine = owner == index
+        inner = tuple(s if isinstance(s, slice) else s[mine] for s in select)
+        inner = (*inner[: piece.axis], inner[piece.axis] - bounds[index], *inner[piece.axis + 1 :])
+        values = read(piece.parts[index], run, inner)
+        if out is None:
+            out = np.empty((len(at), *values.shape[1:]), values.dtype)
+        out[mine] = values
+    return read(piece.parts[0], run, select) if out is None else out
+
+
+def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
+    arrays = [read(part, run, select) for part in piece.parts]
+    wide = sum_dtype(a.dtype for a in arrays)
+    total = arrays[0].astype(wide)
+    for other in arrays[1:]:
+        total += other.astype(wide)
+    return total
+
+
+def sum_dtype(kinds: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    """What summands are added in: int64 or complex128 where they are such, float64 where one has 32 bits or more, else
+    float32."""
+    found = list(kinds)
+    if any(k.kind == "c" for k in found):
+        return np.dtype(np.complex128)
+    if all(k.kind in "iub" for k in found):
+        return np.dtype(np.int64)
+    return np.dtype(np.float64 if any(k.itemsize >= 4 for k in found) else np.float32)

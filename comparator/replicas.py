@@ -5,9 +5,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from tapscope import dtypes
+from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.pieces import Piece, as_rows, leaves
-from tapscope.kernels.native import compare_rows
+from tapscope.comparator.blocks import blocks
+from tapscope.comparator.measure import compare_blocks
+from tapscope.comparator.pieces import Piece, leaves
 
 TOLERANCE_EPS = 4.0
 """A replica's row may be off by this many epsilons of its dtype, relative to its size: an all-reduce need not add up
@@ -36,7 +38,7 @@ def _distance(whole: Whole, first: Piece, other: Piece) -> float:
     if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
         return float("inf")  # unequal hashes are all there is
     axes = (0,) if len(first.shape) > 1 else ()
-    rows = compare_rows(as_rows(first.open(whole.run), axes), as_rows(other.open(whole.run), axes))
+    rows, _, _ = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), Join(0, 0))
     if rows.nonfinite_mismatch.any():
         return float("inf")
     if not rows.sum_sq_diff.any():

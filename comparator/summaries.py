@@ -87,7 +87,7 @@ def _are_alike(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> bool:
 
 
 def _stats(whole: Whole) -> Stats | None:
-    if whole.piece is None or not is_joined(whole.piece):
+    if whole.piece is None or not is_joined(whole.piece):  # statistics of summands do not add up
         return None
     parts = [record.stats for record in leaves(whole.piece)]
     known = [p for p in parts if p is not None]
