@@ -1,5 +1,6 @@
 """Placement: what a DTensor says of how it lies over the mesh, as dims."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tapscope import dims
@@ -59,17 +60,18 @@ def dims_of(annotation: str | None, shape: tuple[int, ...], placed: Placed, *, f
     for axis in sorted(new, key=lambda axis: axis.kind == "inner"):
         _place(axis, shards)
     replicated = tuple(str(axis.name) for axis in new if axis.kind == "replicate")
-    whole = tuple(Dim(dim.names, tuple(found)) for dim, found in zip(stated.dims, shards, strict=True))
-    text = str(Dims(whole, stated.replicated + replicated, stated.dp))
+    whole = tuple(replace(dim, shards=tuple(found)) for dim, found in zip(stated.dims, shards, strict=True))
+    text = str(replace(stated, dims=whole, replicated=stated.replicated + replicated))
     dims.parse(text)
     return text
 
 
 def _flattened(stated: Dims) -> Dims:
     first, second, *rest = stated.dims
-    if first.shards or second.shards or "1" in first.names + second.names:
+    said = any(dim.shards or dim.size or dim.sections for dim in (first, second))
+    if said or "1" in first.names + second.names:
         raise DimsError(f"dims '{stated}' do not say what rows of {first} and {second} together are called")
-    return Dims((Dim(first.names + second.names), *rest), stated.replicated, stated.dp)
+    return replace(stated, dims=(Dim(first.names + second.names), *rest))
 
 
 def _place(axis: Axis, shards: list[list[Shard]]) -> None:

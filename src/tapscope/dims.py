@@ -1,112 +1,66 @@
 """Dims: names of a tensor's axes and how each is sharded over the mesh.
 
-Grammar (SGLang's, so that annotations written for it keep working)::
+The grammar is SGLang's, so that annotations written for it keep working, and what it cannot say::
 
-    dims  = dim { " " dim } [ "#" declaration { " " declaration } ]
-    dim   = "1" | name [ mods ] | "(" name "*" name { "*" name } ")" [ mods ]
-    mods  = "[" mod { "," mod } "]"                        outermost shard first
-    mod   = axis [ ":" qualifier { "+" qualifier } ]
+    dims   = dim { " " dim } [ "#" declaration { " " declaration } ]
+    dim    = "1" | name [ size ] [ mods ]
+           | "(" name { "*" name } ")" [ size ] [ mods ]              axes that were flattened into one
+           | "(" name [ size ] { "+" name [ size ] } ")" [ "/" groups ] [ mods ]    tensors side by side in one axis
+    size   = "=" whole [ "x" copies ]
+    mods   = "[" mod { "," mod } "]"                                  outermost shard first
+    mod    = axis [ ":" qualifier { "+" qualifier } ]
     qualifier   = "zigzag" | "natural" | "partial" | "sharded"
-    declaration = axis ":replicated" | "dp:=" axis
+    declaration = axis ":replicated" | "dp:=" axis | "rows:=" port
 
     t h[tp]      s[cp:zigzag,sp] b h # tp:replicated      t (num_heads*head_dim)[tp]      t h[tp:partial]
+    t v=50257[tp]                       the whole has 50257 columns; what the shards have beyond is padding
+    t kv=2x4[tp] d                      2 heads, each held by 4 neighbouring ranks (GQA with fewer heads than ranks)
+    t (gate+up)[tp]                     every rank holds [gate_r | up_r]; the whole is [gate | up]
+    t (q=4096+k=1024+v=1024)[tp]        sections of unequal size; sizes are of the whole
+    t (q=4096+k=256x4+v=256x4)[tp]      and k, v with copies
+    s b (q=2048+k=512+v=512)/8[tp]      8 groups [q_g | k_g | v_g], as Megatron has them; the whole is [q | k | v]
+    t[dp] h                             the ranks of dp hold other requests of one batch
+    t[ep] h # rows:=tap[token_ids]      the same module's integer port says which token row each row is; -1 is none
+
+``t`` is the axis of packed tokens, ``b`` and ``s`` batch and sequence; every other name is free.
 """
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 
+from tapscope.axes import AXES as AXES
+from tapscope.axes import STAGES as STAGES
+from tapscope.axes import Dim as Dim
+from tapscope.axes import Dims as Dims
+from tapscope.axes import Section as Section
+from tapscope.axes import Shard as Shard
+from tapscope.axes import Size as Size
 from tapscope.errors import DimsError
 
-AXES = (
-    *("tp", "cp", "ep", "sp", "dp", "etp", "edp"),
-    *("attn_tp", "attn_dp", "attn_cp", "moe_ep", "moe_tp", "moe_dp", "moe_cp"),
-    "recompute_pseudo",
-)
-"""The mesh axes SGLang and Megatron shard tensors over."""
+LONGEST = 1000
+"""Characters of an annotation."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-_DIM = re.compile(rf"(?P<name>1|{_NAME}|\({_NAME}(?:\*{_NAME})+\))(?:\[(?P<mods>[^\[\]]*)\])?")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """How one dim is spread over one mesh axis."""
-
-    axis: str
-    order: str | None = None
-    """``zigzag``, ``natural`` or None."""
-    partial: bool = False
-    """Every rank holds a summand of the whole, not a piece of it."""
-
-    def __str__(self) -> str:
-        qualifiers = [q for q in (self.order, "partial" if self.partial else None) if q]
-        return self.axis + (":" + "+".join(qualifiers) if qualifiers else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """One axis of a tensor."""
-
-    names: tuple[str, ...]
-    """One name; several when fused; ``("1",)`` for a singleton."""
-    shards: tuple[Shard, ...] = ()
-
-    def __str__(self) -> str:
-        name = self.names[0] if len(self.names) == 1 else f"({'*'.join(self.names)})"
-        return name + (f"[{','.join(map(str, self.shards))}]" if self.shards else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Dims:
-    """A parsed annotation; ``str(dims)`` prints it in canonical form."""
-
-    dims: tuple[Dim, ...]
-    replicated: tuple[str, ...] = ()
-    """Mesh axes whose ranks all hold the same values."""
-    dp: str | None = None
-    """The axis that plays the role of data parallelism, where it is not ``dp``."""
-
-    def __str__(self) -> str:
-        declared = [f"{axis}:replicated" for axis in self.replicated] + ([f"dp:={self.dp}"] if self.dp else [])
-        return " ".join(map(str, self.dims)) + (f" # {' '.join(declared)}" if declared else "")
-
-    @property
-    def ndim(self) -> int:
-        """Number of tensor axes described."""
-        return len(self.dims)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Axis names with fused ones spread out and singletons left out."""
-        return tuple(name for dim in self.dims for name in dim.names if name != "1")
-
-    def index(self, name: str) -> int | None:
-        """Tensor axis whose only name is ``name``, or None."""
-        return next((i for i, dim in enumerate(self.dims) if dim.names == (name,)), None)
-
-    def shards(self) -> tuple[tuple[int, Shard], ...]:
-        """Every (tensor axis, shard), dims left to right, outermost shard first."""
-        return tuple((i, shard) for i, dim in enumerate(self.dims) for shard in dim.shards)
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        """Raise DimsError when ``shape`` has another number of axes, or a ``1`` axis of another size."""
-        if len(shape) != self.ndim:
-            raise DimsError(f"dims '{self}' name {self.ndim} axes but the tensor has {len(shape)}: {tuple(shape)}")
-        for dim, size in zip(self.dims, shape, strict=True):
-            if dim.names == ("1",) and size != 1:
-                raise DimsError(f"dims '{self}' say 1 where the tensor of shape {tuple(shape)} has {size}")
+_SIZE = r"=[0-9]{1,18}(?:x[0-9]{1,6})?"
+_DIM = re.compile(
+    rf"(?P<name>1|{_NAME}|\({_NAME}(?:\*{_NAME})+\))(?P<size>{_SIZE})?(?:\[(?P<mods>[^\[\]]*)\])?"
+    rf"|\((?P<sections>{_NAME}(?:{_SIZE})?(?:\+{_NAME}(?:{_SIZE})?)+)\)(?:/(?P<groups>[0-9]{{1,9}}))?"
+    r"(?:\[(?P<mods2>[^\[\]]*)\])?"
+)
 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Dims:
     """Parse an annotation; raises DimsError that names the offending part."""
+    if len(text) > LONGEST:
+        raise DimsError(
+            f"dims of {len(text)} characters, {text[:40]!r}..., are no annotation: the longest has {LONGEST}"
+        )
     shape, _, declarations = text.partition("#")
     dims = tuple(_parse_dim(token, text) for token in shape.split())
     if not dims:
         raise DimsError(f"dims {text!r} name no axis; write e.g. 't h[tp]'")
-    replicated, dp = _parse_declarations(declarations.split(), text)
-    parsed = Dims(dims, replicated, dp)
+    parsed = Dims(dims, *_parse_declarations(declarations.split(), text))
     _check_unique(parsed, text)
     return parsed
 
@@ -114,17 +68,49 @@ def parse(text: str) -> Dims:
 def _parse_dim(token: str, text: str) -> Dim:
     match = _DIM.fullmatch(token)
     if match is None:
-        raise DimsError(f"{token!r} in dims {text!r} is not an axis; write NAME, NAME[tp], (A*B)[tp] or 1")
-    names = tuple(match["name"].strip("()").split("*"))
-    if match["mods"] is None:
-        return Dim(names)
-    if names == ("1",):
-        raise DimsError(f"{token!r} in dims {text!r}: an axis of size 1 cannot be sharded")
-    shards = tuple(_parse_shard(mod, text) for mod in match["mods"].split(","))
-    axes = [shard.axis for shard in shards]
+        raise DimsError(
+            f"{token!r} in dims {text!r} is not an axis; write NAME, NAME[tp], NAME=SIZE[tp], (A*B)[tp], (A+B)[tp] or 1"
+        )
+    sections = tuple(_parse_section(part, text) for part in (match["sections"] or "").split("+") if part)
+    names = tuple(s.name for s in sections) or tuple(match["name"].strip("()").split("*"))
+    size = _parse_size(match["size"], text)
+    mods = match["mods"] if match["mods"] is not None else match["mods2"]
+    if names == ("1",) and (mods is not None or size):
+        raise DimsError(f"{token!r} in dims {text!r}: an axis of size 1 cannot be sharded, nor be of another size")
+    shards = () if mods is None else tuple(_parse_shard(mod, text) for mod in mods.split(","))
+    groups = int(match["groups"] or 0)
+    if match["groups"] and not groups:
+        raise DimsError(f"{token!r} in dims {text!r}: there is at least one group")
+    dim = Dim(names, shards, size, sections, groups)
+    _check_dim(dim, token, text)
+    return dim
+
+
+def _check_dim(dim: Dim, token: str, text: str) -> None:
+    axes = [shard.axis for shard in dim.shards]
     if len(set(axes)) < len(axes):
         raise DimsError(f"{token!r} in dims {text!r} names a mesh axis twice")
-    return Dim(names, shards)
+    known = [s.size is not None for s in dim.sections]
+    if any(known) and not all(known):
+        raise DimsError(f"{token!r} in dims {text!r}: give the size of every section, or of none if all are equal")
+    sizes = [dim.size, *(s.size for s in dim.sections)]
+    copies = any(size is not None and size.copies > 1 for size in sizes)
+    if copies and (not dim.shards or dim.shards[-1].partial or dim.groups):
+        raise DimsError(f"{token!r} in dims {text!r}: copies are of shards; write e.g. kv=2x4[tp], without groups")
+
+
+def _parse_section(part: str, text: str) -> Section:
+    name, equals, size = part.partition("=")
+    return Section(name, _parse_size(equals + size or None, text))
+
+
+def _parse_size(part: str | None, text: str) -> Size | None:
+    if part is None:
+        return None
+    whole, _, copies = part.removeprefix("=").partition("x")
+    if int(whole) == 0 or int(copies or 1) == 0:
+        raise DimsError(f"{part!r} in dims {text!r} is no size; sizes and copies are 1 or more")
+    return Size(int(whole), int(copies or 1))
 
 
 def _parse_shard(mod: str, text: str) -> Shard:
@@ -141,29 +127,40 @@ def _parse_shard(mod: str, text: str) -> Shard:
     return Shard(axis, orders[0] if orders else None, "partial" in reductions)
 
 
-def _parse_declarations(words: list[str], text: str) -> tuple[tuple[str, ...], str | None]:
+def _parse_declarations(words: list[str], text: str) -> tuple[tuple[str, ...], str | None, str | None]:
+    """(replicated axes, the axis of data parallelism, port of the row numbers)."""
     replicated: list[str] = []
-    dp: str | None = None
+    named: dict[str, str] = {}
     for word in words:
-        if word.startswith("dp:="):
-            if dp is not None:
-                raise DimsError(f"dims {text!r} declare dp twice")
-            dp = word.removeprefix("dp:=")
-            _check_axis(dp, text)
+        key, given, value = word.partition(":=")
+        if given and key in ("dp", "rows"):
+            if key in named:
+                raise DimsError(f"dims {text!r} declare {key} twice")
+            if not value:
+                raise DimsError(f"{word!r} in dims {text!r} lacks what stands behind :=")
+            named[key] = value
             continue
         axis, _, what = word.partition(":")
         if what != "replicated":
-            raise DimsError(f"{word!r} in dims {text!r} is no declaration; write AXIS:replicated or dp:=AXIS")
-        _check_axis(axis, text)
+            raise DimsError(
+                f"{word!r} in dims {text!r} is no declaration; write AXIS:replicated, dp:=AXIS or rows:=PORT"
+            )
+        _check_axis(axis, text, (*AXES, *STAGES))
         if axis in replicated:
             raise DimsError(f"dims {text!r} declare {axis} replicated twice")
         replicated.append(axis)
-    return tuple(replicated), dp
+    if "dp" in named:
+        _check_axis(named["dp"], text)
+    return tuple(replicated), named.get("dp"), named.get("rows")
 
 
-def _check_axis(axis: str, text: str) -> None:
-    if axis not in AXES:
-        raise DimsError(f"{axis!r} in dims {text!r} is no mesh axis; known: {', '.join(AXES)}")
+def _check_axis(axis: str, text: str, known: tuple[str, ...] = AXES) -> None:
+    if axis in STAGES and axis not in known:
+        raise DimsError(
+            f"{axis!r} in dims {text!r}: stages hold other layers, not shards; only {axis}:replicated is known"
+        )
+    if axis not in known:
+        raise DimsError(f"{axis!r} in dims {text!r} is no mesh axis; known: {', '.join(known)}")
 
 
 def _check_unique(dims: Dims, text: str) -> None:
