@@ -54,7 +54,7 @@ def parse(text: str) -> Dims:
     """Parse an annotation; raises DimsError that names the offending part."""
     if len(text) > LONGEST:
         raise DimsError(
-            f"dims of {len(text)} characters, {text[:40]!r}..., are no annotation: the longest has {LONGEST}"
+            f"dims of {len(text)} characters, {text[:40]!r}..., are none: the longest has {LONGEST}"
         )
     shape, _, declarations = text.partition("#")
     dims = tuple(_parse_dim(token, text) for token in shape.split())
