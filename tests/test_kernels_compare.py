@@ -214,8 +214,8 @@ def test_nothing_to_compare_gives_empty_measures(kind, shape):
     got = compare_rows(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
     assert len(got) == shape[0]
     assert got.total() == Measure(
-        max_abs=0.0, worst_row=-1, worst_col=-1, mean_abs=0.0, rel_l2=0.0, rel=0.0, cosine=1.0, equal=0, count=0, over=0,
-        finite=0, nonfinite_baseline=0, nonfinite_target=0, nonfinite_mismatch=0,
+        max_abs=0.0, worst_row=-1, worst_col=-1, mean_abs=0.0, rel_l2=0.0, rel=0.0, cosine=1.0, equal=0, count=0,
+        over=0, finite=0, nonfinite_baseline=0, nonfinite_target=0, nonfinite_mismatch=0,
     )  # fmt: skip
 
 

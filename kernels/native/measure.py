@@ -25,8 +25,8 @@ class Measure:
     rel_l2: float
     """sqrt(sum of squared differences / sum of squared baseline); 0 if both are zero, inf if only the baseline is."""
     rel: float
-    """1 - 2 a.b / (a.a + b.b), from 0 to 2, as SGLang's comparator and DeepGEMM's ``calc_diff`` have it, but worked out as
-    (a - b).(a - b) / (a.a + b.b), which does not cancel; 0 if both sides are zero, 1 if only one is."""
+    """1 - 2 a.b / (a.a + b.b), from 0 to 2, as SGLang's comparator and DeepGEMM's ``calc_diff`` have it, but worked out
+    as (a - b).(a - b) / (a.a + b.b), which does not cancel; 0 if both sides are zero, 1 if only one is."""
     cosine: float
     """1 if both sides are zero, 0 if only one is, or if squares leave float64 (which makes both ``rel`` infinite)."""
     equal: int
