@@ -53,9 +53,7 @@ _DIM = re.compile(
 def parse(text: str) -> Dims:
     """Parse an annotation; raises DimsError that names the offending part."""
     if len(text) > LONGEST:
-        raise DimsError(
-            f"dims of {len(text)} characters, {text[:40]!r}..., are none: the longest has {LONGEST}"
-        )
+        raise DimsError(f"dims of {len(text)} characters, {text[:40]!r}..., are none: the longest has {LONGEST}")
     shape, _, declarations = text.partition("#")
     dims = tuple(_parse_dim(token, text) for token in shape.split())
     if not dims:
