@@ -1,6 +1,6 @@
 """Align: which rows of which firing of one side meet which of the other, for one matched site."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -10,8 +10,9 @@ import numpy as np
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows
 from tapscope.comparator.finding import RowCounts
+from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.comparator.layout import Layout, slots_of
-from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap, StepRows
+from tapscope.comparator.rows import FORKED, PADDING, UNALIGNED, RowMap
 
 Array = np.ndarray[Any, Any]
 
@@ -113,18 +114,18 @@ class _Side:
     num_unaligned: int
 
 
-def _side(wholes: Sequence[Whole], layout: Layout, steps: Mapping[int, StepRows], num_pairs: int) -> _Side:
+def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: int) -> _Side:
     keys, firing, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     valid: dict[int, int] = {}
     forked = unaligned = 0
     for i, whole in enumerate(wholes):
-        grid = steps.get(whole.records[0].key.step)
+        grid = steps.of(whole.records[0])
         if grid is None:
             continue
         slots, local = slots_of(whole, layout, grid)
         pairs = grid.pairs[slots]
         use = pairs >= 0
-        turn = _turn(whole)
+        turn = _turn(whole, grid)
         keys.append(pairs[use] + turn * num_pairs)
         rows.append(local[use])
         firing.append(np.full(int(use.sum()), i, np.int64))
@@ -159,16 +160,20 @@ def _compact(rows: Array) -> Rows:
 def _step_partners(rows: RowMap) -> dict[int, int]:
     """Target step -> baseline step that holds exactly the same rows in the same order."""
     found: dict[bytes, list[int]] = {}
-    for step, grid in rows.baseline.items():
-        valid = grid.pairs[grid.pairs != -1]
+    for step, grids in rows.baseline.by_step().items():
+        valid = _valid(grids)
         if len(valid) and valid.min() >= 0:
             found.setdefault(valid.tobytes(), []).append(step)
     partners = {}
-    for step, grid in rows.target.items():
-        same = found.get(grid.pairs[grid.pairs != -1].tobytes())
+    for step, grids in rows.target.by_step().items():
+        same = found.get(_valid(grids).tobytes())
         if same:
             partners[step] = same[0]
     return partners
+
+
+def _valid(grids: Sequence[StepRows]) -> Array:
+    return np.concatenate([grid.pairs[grid.pairs != PADDING] for grid in grids])
 
 
 def _place(whole: Whole) -> tuple[int, tuple[int, int]]:
@@ -176,10 +181,10 @@ def _place(whole: Whole) -> tuple[int, tuple[int, int]]:
     return key.step, (key.micro, key.occurrence)
 
 
-def _turn(whole: Whole) -> int:
-    """Firings of a step as one number; micro-batches are far fewer than this."""
+def _turn(whole: Whole, grid: StepRows) -> int:
+    """Which of the firings over one grid; micro-batches are far fewer than this."""
     key = whole.records[0].key
-    return key.occurrence + (key.micro << 20)
+    return key.occurrence + (key.micro << 20 if grid.whole_step else 0)
 
 
 def _signature(whole: Whole) -> tuple[object, ...]:

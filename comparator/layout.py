@@ -1,14 +1,14 @@
 """Layout: which axes of a tensor are its token rows, from its dims or from the shape of the step's token grid."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.rows import StepRows
+from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.dims import Dims
 
 Array = np.ndarray[Any, Any]
@@ -35,13 +35,13 @@ class Layout:
         return bool(self.axes)
 
 
-def layout_of(site: str, wholes: Sequence[Whole], steps: Mapping[int, StepRows]) -> Layout:
+def layout_of(site: str, wholes: Sequence[Whole], steps: SideRows) -> Layout:
     """The layout of a site's firings, given the token grids of their steps.
 
     Inference must hold for every firing: a table that has the grid's length in one step has another in the next.
     """
     port = site.rpartition(":")[2]
-    placed = [(w, steps[w.records[0].key.step]) for w in wholes if w.records[0].key.step in steps]
+    placed = [(w, rows) for w in wholes if (rows := steps.of(w.records[0])) is not None]
     if not placed or port.startswith(("param[", "buffer[")):
         return Layout()
     dims = placed[0][0].dims

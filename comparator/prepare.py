@@ -64,10 +64,9 @@ class Preparer:
         assert pair.target is not None
         left, broken_left = _sound(self.baseline, self._coords[0], pair.baseline.firings)
         right, broken_right = _sound(self.target, self._coords[1], pair.target.firings)
-        known = self.row_map.known
         layouts = (
-            layout_of(pair.baseline.site, left, self.row_map.baseline if known else {}),
-            layout_of(pair.target.site, right, self.row_map.target if known else {}),
+            layout_of(pair.baseline.site, left, self.row_map.baseline),
+            layout_of(pair.target.site, right, self.row_map.target),
         )
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in problems if p), "")

@@ -1,8 +1,23 @@
-"""Requests: which request of the target is which of the baseline, and where their tokens part."""
+"""Requests: which request of the target is which of the baseline, and where their tokens part.
 
-from dataclasses import dataclass
+A name that somebody chose decides. A mere number does not: it is a place in a batch. Then tokens decide, first equal
+ones, then the longest common beginning that covers at least the shorter prompt, each request once; what is left meets
+by its number after all, so that prompts that differ are reported as such.
+"""
 
-from tapscope.run import Run
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from tapscope import text
+from tapscope.comparator.trace import Request, is_automatic
+
+MAX_TRIES = 40_000
+"""Pairs of left-over requests whose tokens are laid over each other; more are not tried, and that is said."""
+
+MIN_MOVED = 4
+"""Equal tokens at other positions that are no chance, unless they are all there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,56 +35,213 @@ class Fork:
     """Whether the tokens part within the prompt: the runs were given different text."""
 
 
-def match_requests(
-    baseline: Run, target: Run, left: list[str], right: list[str]
-) -> tuple[list[tuple[str, str]], list[str], list[str]]:
-    """Pair the requests ``left`` and ``right`` by name, then by equal prompts.
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """A pair of requests, as indices into both sides."""
 
-    Returns (pairs of names, notes, problems).
+    baseline: int
+    target: int
+    shift: int = 0
+    """Target positions are this much higher."""
+
+
+@dataclass(slots=True)
+class Matching:
+    """The paired requests, and sentences on what was assumed and what is missing."""
+
+    pairs: list[Partners]
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Match:
+    """Requests of both sides that have no partner yet."""
+
+    sides: tuple[Sequence[Request], Sequence[Request]]
+    rest: tuple[list[int], list[int]]
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    num_ambiguous: int = 0
+
+    def take(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Pair requests up."""
+        found = list(pairs)
+        self.pairs += found
+        for side, taken in enumerate(zip(*found, strict=True)):
+            gone = set(taken)
+            self.rest[side][:] = [i for i in self.rest[side] if i not in gone]
+
+    def by(self, key: Callable[[Request], object]) -> list[tuple[list[int], list[int]]]:
+        """Groups of left-over requests of equal key on both sides; a key of None joins nothing."""
+        groups: dict[object, tuple[list[int], list[int]]] = {}
+        for side, rest in enumerate(self.rest):
+            for i in rest:
+                if (value := key(self.sides[side][i])) is not None:
+                    groups.setdefault(value, ([], []))[side].append(i)
+        return [group for group in groups.values() if all(group)]
+
+
+def match_requests(names: tuple[str, str], left: Sequence[Request], right: Sequence[Request]) -> Matching:
+    """Pair the requests of both runs; ``names`` are those of the runs, for sentences."""
+    work = _Match((left, right), (list(range(len(left))), list(range(len(right)))))
+    chosen = _chosen_names(left) & _chosen_names(right)
+    work.take((i, j) for (i, *_), (j, *_) in work.by(lambda r: r.name if r.name in chosen else None))
+    for group in work.by(lambda r: (r.first, r.text) if r.text else None):
+        work.num_ambiguous += min(map(len, group)) if max(map(len, group)) > 1 else 0
+        work.take(_like_named(work, *group))
+    for group in work.by(lambda r: r.first if r.text else None):
+        work.take(_by_beginning(work, *group))
+    missed = _by_overlap(work)
+    for one, two in work.by(lambda r: (r.name, r.part)):
+        work.take(zip(one, two, strict=False))
+    return _said(work, names, missed)
+
+
+def _chosen_names(requests: Sequence[Request]) -> set[str]:
+    """Names that somebody gave to exactly one request."""
+    counts = Counter(r.name for r in requests)
+    return {name for name, count in counts.items() if count == 1 and not is_automatic(name)}
+
+
+def _like_named(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
+    """Pair requests that are alike: those of one name first, the others in order."""
+    by_name = {(work.sides[1][j].name, work.sides[1][j].part): j for j in right}
+    pairs = [(i, j) for i in left if (j := by_name.get((work.sides[0][i].name, work.sides[0][i].part))) is not None]
+    taken = {i for i, _ in pairs}, {j for _, j in pairs}
+    others = ([i for i in side if i not in gone] for side, gone in zip((left, right), taken, strict=True))
+    return pairs + list(zip(*others, strict=False))
+
+
+def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
+    """Pair requests of one first position by the longest common beginning of their tokens, each once.
+
+    Sorted texts have their longest common beginning with a neighbour; so neighbours are joined from the longest one
+    down, and whoever is in a joined stretch without a partner is paired there.
     """
-    names = set(right)
-    pairs = [(name, name) for name in left if name in names]
-    taken = {name for name, _ in pairs}
-    rest_left, rest_right = [n for n in left if n not in taken], [n for n in right if n not in taken]
-    by_tokens = _by_prompt(baseline, target, rest_left, rest_right) if rest_left and rest_right else []
-    notes = [f"{len(by_tokens)} requests with different names paired by equal prompts"] if by_tokens else []
-    lost = [
-        (baseline.name, [n for n in rest_left if n not in {a for a, _ in by_tokens}]),
-        (target.name, [n for n in rest_right if n not in {b for _, b in by_tokens}]),
-    ]
-    problems = [f"requests only in {run}: {_some(missing)}" for run, missing in lost if missing]
-    return pairs + by_tokens, notes, problems
-
-
-def _by_prompt(baseline: Run, target: Run, left: list[str], right: list[str]) -> list[tuple[str, str]]:
-    prompts = baseline.prompts(), target.prompts()
-    waiting: dict[tuple[int, ...], list[str]] = {}
-    for name in reversed(right):
-        waiting.setdefault(tuple(prompts[1].get(name, ())), []).append(name)
-    waiting.pop((), None)  # unknown prompts are not equal prompts
+    everyone = sorted(
+        (work.sides[side][i].text, side, i) for side, indices in enumerate((left, right)) for i in indices
+    )
+    common = [_common(a[0], b[0]) for a, b in pairwise(everyone)]
+    stretch: list[tuple[list[int], list[int]]] = [([i], []) if side == 0 else ([], [i]) for _, side, i in everyone]
+    first_of, last_of = list(range(len(everyone))), list(range(len(everyone)))
     pairs = []
-    for name in left:
-        same = waiting.get(tuple(prompts[0].get(name, ())))
-        if same:
-            pairs.append((name, same.pop()))
+    for at in sorted(range(len(common)), key=lambda k: -common[k]):
+        begin, end = first_of[at], last_of[at + 1]
+        mine, other = stretch[begin], stretch[at + 1]
+        joined = mine[0] + other[0], mine[1] + other[1]
+        for i in list(joined[0]):
+            fitting = [j for j in joined[1] if common[at] >= _prompt(work.sides[0][i], work.sides[1][j])]
+            if fitting:
+                j = next((j for j in fitting if work.sides[1][j].name == work.sides[0][i].name), fitting[0])
+                pairs.append((i, j))
+                joined[0].remove(i)
+                joined[1].remove(j)
+        stretch[begin] = joined
+        last_of[begin], first_of[end] = end, begin
     return pairs
 
 
-def find_forks(baseline: Run, target: Run, requests: list[tuple[str, str]]) -> tuple[tuple[Fork, ...], list[str]]:
-    """Where the paired ``requests`` part, and notes on those whose tokens are unknown."""
-    tokens, prompts = (baseline.tokens(), target.tokens()), (baseline.prompts(), target.prompts())
+def _common(one: Sequence[int], two: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+def _prompt(one: Request, two: Request) -> int:
+    """How many tokens two requests must have in common to be one: the shorter prompt."""
+    return min(one.prompt_end - one.first, two.prompt_end - two.first)
+
+
+def _by_overlap(work: _Match) -> int:
+    """Pair what begins at different positions (a cached prefix, positions counted from elsewhere), best first.
+
+    Returns how many requests were not tried because there are too many of them.
+    """
+    left, right = ([i for i in work.rest[side] if work.sides[side][i].tokens] for side in (0, 1))
+    if len(left) * len(right) > MAX_TRIES:
+        return len(left) + len(right)
+    scores = [
+        (overlap, -abs(shift), -i, -j)
+        for i in left
+        for j in right
+        for shift, overlap in [best_shift(work.sides[0][i], work.sides[1][j])]
+        if overlap and overlap >= _needed(work.sides[0][i], work.sides[1][j], shift)
+    ]
+    taken: tuple[set[int], set[int]] = set(), set()
+    pairs = []
+    for _, _, i, j in sorted(scores, reverse=True):
+        if -i not in taken[0] and -j not in taken[1]:
+            pairs.append((-i, -j))
+            taken[0].add(-i)
+            taken[1].add(-j)
+    work.take(pairs)
+    return 0
+
+
+def _needed(one: Request, two: Request, shift: int) -> int:
+    """How many tokens of the shorter prompt both hold, at least 1."""
+    begin = max(one.first, two.first - shift)
+    return max(1, min(one.prompt_end, two.prompt_end - shift) - begin)
+
+
+def best_shift(one: Request, two: Request) -> tuple[int, int]:
+    """(how much higher the target's positions are, how many tokens are equal from the first common one on)."""
+    delta = two.first - one.first
+    here = _overlap(one, two, 0)
+    moved = _overlap(one, two, delta) if delta else 0
+    whole = moved == len(one.tokens) == len(two.tokens)
+    is_chance = not whole and moved < max(MIN_MOVED, _needed(one, two, delta))
+    return (delta, moved) if moved > here and not is_chance else (0, here)
+
+
+def _shift(one: Request, two: Request) -> int:
+    return best_shift(one, two)[0] if one.first != two.first else 0
+
+
+def _overlap(one: Request, two: Request, shift: int) -> int:
+    both = sorted(p for p in one.tokens if p + shift in two.tokens)
+    return next((n for n, p in enumerate(both) if one.tokens[p] != two.tokens[p + shift]), len(both))
+
+
+def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
+    left, right = work.sides
+    pairs = [Partners(i, j, _shift(left[i], right[j])) for i, j in sorted(work.pairs)]
+    notes = []
+    if renamed := sum(left[p.baseline].name != right[p.target].name for p in pairs):
+        notes.append(f"{text.plural(renamed, 'request')} with different names paired by equal prompts")
+    if work.num_ambiguous:
+        notes.append(f"{text.plural(work.num_ambiguous, 'request')} have the tokens of another one: paired in order")
+    if shifted := [p for p in pairs if p.shift]:
+        first = shifted[0]
+        notes.append(
+            f"positions of {text.plural(len(shifted), 'request')} are counted from elsewhere in {names[1]}, e.g. "
+            f"{first.shift:+d} for request {left[first.baseline].label}: aligned by their tokens"
+        )
+    if num_untried:
+        notes.append(f"{num_untried:,} requests that begin at different positions were too many to try one by one")
+    sides = zip(names, (left, right), work.rest, strict=True)
+    problems = [
+        f"requests only in {name}: {_some([side[i].label for i in rest])}" for name, side, rest in sides if rest
+    ]
+    return Matching(pairs, notes, problems)
+
+
+def find_forks(
+    left: Sequence[Request], right: Sequence[Request], pairs: Sequence[Partners]
+) -> tuple[tuple[Fork, ...], list[str]]:
+    """Where the paired requests part, and notes on those whose tokens are unknown."""
     forks, unknown = [], []
-    for index, (a, b) in enumerate(requests):
-        left, right = tokens[0].get(a, {}), tokens[1].get(b, {})
-        both = left.keys() & right.keys()
+    for index, pair in enumerate(pairs):
+        one, two = left[pair.baseline], right[pair.target]
+        both = [p for p in one.tokens if p + pair.shift in two.tokens]
         if not both:
-            unknown.append(a)
+            unknown.append(one.label)
             continue
-        position = min((p for p in both if left[p] != right[p]), default=None)
+        position = min((p for p in both if one.tokens[p] != two.tokens[p + pair.shift]), default=None)
         if position is not None:
             # What one side was given the other may have generated: only the part that both were given is prompt.
-            given = min(min(left) + len(prompts[0].get(a, ())), min(right) + len(prompts[1].get(b, ())))
-            forks.append(Fork(index, a, position, left[position], right[position], position < given))
+            given = min(one.prompt_end, two.prompt_end - pair.shift)
+            tokens = one.tokens[position], two.tokens[position + pair.shift]
+            forks.append(Fork(index, one.label, position, *tokens, position < given))
     notes = [f"token ids unknown, so prefixes were not checked, for requests {_some(unknown)}"] if unknown else []
     return tuple(forks), notes
 

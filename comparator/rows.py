@@ -1,60 +1,49 @@
-"""Rows: which token row of the baseline is which token row of the target, from the step tables of both runs.
+"""Rows: which token row of the baseline is which token row of the target.
 
 A row is known by (request, position, visit). It is comparable while every earlier token of its request, and its own,
 is equal on both sides; where they part the request is *forked*, and its later rows are set aside.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.requests import Fork, find_forks, match_requests
-from tapscope.ledger import StepLine
+from tapscope.comparator.grids import Grid, SideRows, StepRows, grids_of, lineages
+from tapscope.comparator.requests import Fork, Partners, find_forks, match_requests
+from tapscope.comparator.trace import NEVER, Trace, trace
 from tapscope.run import Run
 
 Array = np.ndarray[Any, Any]
 
-PADDING, FORKED, UNALIGNED, AGAIN = -1, -2, -3, -4
-"""Codes in a slot table for slots that have no pair: no token, behind a fork, never computed by the other run, and
-computed again (visit > 0) by one run only."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The token grid of one step of one side."""
-
-    grid: tuple[int, ...]
-    pairs: Array
-    """[slots] int64: index of the row pair, or a code above."""
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the flattened grid, padding included."""
-        return len(self.pairs)
+PADDING, FORKED, UNALIGNED, AGAIN, SUPERSEDED = -1, -2, -3, -4, -5
+"""Codes in a slot table for slots that have no pair: no token, behind a fork, never computed by the other run,
+computed again by one run only (preemption), and computed for a token that was replaced (a rejected draft)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowMap:
     """The row pairs of two runs, and what could not be paired."""
 
-    baseline: Mapping[int, StepRows]
-    """Step -> its grid."""
-    target: Mapping[int, StepRows]
-    requests: tuple[str, ...]
+    baseline: SideRows
+    target: SideRows
+    requests: tuple[str, ...] = ()
     """Baseline names of the paired requests."""
-    pair_request: Array
+    pair_request: Array = field(default_factory=lambda: np.empty(0, np.int64))
     """[pairs] index into :attr:`requests`."""
-    pair_position: Array
-    pair_visit: Array
+    pair_position: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    """[pairs] the baseline's."""
+    pair_visit: Array = field(default_factory=lambda: np.empty(0, np.int64))
     num_forked: tuple[int, int] = (0, 0)
     """Rows set aside behind a fork, on (baseline, target)."""
     num_unaligned: tuple[int, int] = (0, 0)
     """Rows whose token the other run never computed, on (baseline, target)."""
     num_again: tuple[int, int] = (0, 0)
     """Rows that only one run computed again (preemption), on (baseline, target)."""
+    num_superseded: tuple[int, int] = (0, 0)
+    """Rows computed for a token that was replaced later (a rejected draft), on (baseline, target)."""
     forks: tuple[Fork, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences on what was assumed or could not be checked."""
@@ -72,144 +61,156 @@ class RowMap:
         return bool(self.baseline) and bool(self.target)
 
 
-@dataclass(slots=True)
-class _Table:
-    """All rows of one side as columns of equal length."""
-
-    request: list[Array] = field(default_factory=list)
-    position: list[Array] = field(default_factory=list)
-    visit: list[Array] = field(default_factory=list)
-    step: list[Array] = field(default_factory=list)
-    slot: list[Array] = field(default_factory=list)
-
-    def columns(self) -> list[Array]:
-        """request, position, visit, step, slot."""
-        lists = (self.request, self.position, self.visit, self.step, self.slot)
-        return [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in lists]
-
-
 def map_rows(baseline: Run, target: Run, steps: frozenset[int] | None = None) -> RowMap:
     """Pair the rows of the selected ``steps`` of both runs."""
-    left, left_problems = _lines(baseline, steps)
-    right, right_problems = _lines(target, steps)
-    problems = (*left_problems, *right_problems)
-    if not left or not right:
-        none = np.empty(0, np.int64)
-        return RowMap({}, {}, (), none, none, none, problems=problems)
-    requests, notes, missing = match_requests(baseline, target, _names(left), _names(right))
-    forks, unchecked = find_forks(baseline, target, requests)
-    tables = [
-        _columns(left, {a: i for i, (a, _) in enumerate(requests)}),
-        _columns(right, {b: i for i, (_, b) in enumerate(requests)}),
-    ]
-    return _pair(left, right, requests, tables, forks, (*notes, *unchecked), (*problems, *missing))
+    grids = [grids_of(run, steps) for run in (baseline, target)]
+    if not all(grids):
+        return RowMap(SideRows({}), SideRows({}))
+    left, right = (trace(mine, lineages(run, mine)) for run, mine in zip((baseline, target), grids, strict=True))
+    matching = match_requests((baseline.name, target.name), left.requests, right.requests)
+    forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
+    work = _Pairing((_Side(left), _Side(right)))
+    work.enter(matching.pairs, forks)
+    return work.row_map(forks, (*matching.notes, *unchecked), tuple(matching.problems))
 
 
-def _lines(run: Run, steps: frozenset[int] | None) -> tuple[dict[int, StepLine], list[str]]:
-    """Each selected step's line of its lowest rank; ranks whose rows differ are a problem that is said."""
-    chosen: dict[int, StepLine] = {}
-    odd: list[int] = []
-    for step, by_rank in run.steps.items():
-        if steps is not None and step not in steps:
-            continue
-        line = by_rank[min(by_rank)]
-        if not line.info.grid or not line.info.rows:
-            continue
-        chosen[step] = line
-        if any(other.info.rows != line.info.rows for other in by_rank.values()):
-            odd.append(step)
-    if not odd:
-        return chosen, []
-    return chosen, [
-        f"ranks of {run.name} hold different rows from step {odd[0]} on (data or context parallel): only those of the "
-        "lowest rank are aligned"
-    ]
+class _Side:
+    """The rows of one side while they look for partners."""
+
+    def __init__(self, rows: Trace) -> None:
+        self.rows = rows
+        self.pair = np.full(len(rows.requests), -1, np.int64)  # request -> pair of requests
+        self.position = rows.position  # in the baseline's count
+        self.code = np.empty(0, np.int64)
+        self.visit = np.maximum(rows.visit, rows.again)
+        self.step = np.array([g.step for g in rows.grids], np.int64)[rows.grid]
+
+    def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
+        """Take over (request, shift) of every pair, and the positions at which the pairs fork."""
+        shifts = np.zeros(len(self.pair), np.int64)
+        for index, (request, shift) in enumerate(requests):
+            self.pair[request], shifts[request] = index, shift
+        self.position = self.rows.position - shifts[self.rows.request]
+        self.pair_of_row = self.pair[self.rows.request]
+        self.code = np.where(self.position >= limits[self.pair_of_row], FORKED, UNALIGNED)
+        self.code[self.rows.superseded] = SUPERSEDED
+
+    def free(self) -> Array:
+        """Rows that may still pair."""
+        return np.flatnonzero((self.code == UNALIGNED) & (self.pair_of_row >= 0))
+
+    def count(self, code: int) -> int:
+        return int((self.code == code).sum())
+
+    def side_rows(self) -> SideRows:
+        """Spread the codes over the slots of the grids."""
+        at: dict[tuple[int, int | None], dict[int, StepRows]] = {}
+        order = np.argsort(self.rows.grid, kind="stable")
+        bounds = np.searchsorted(self.rows.grid[order], np.arange(len(self.rows.grids) + 1))
+        for index, grid in enumerate(self.rows.grids):
+            rows = order[bounds[index] : bounds[index + 1]]
+            slots = self.rows.slot[rows]
+            pairs = np.full(_num_slots(grid, slots), PADDING, np.int64)
+            pairs[slots] = self.code[rows]
+            shared = StepRows(grid.shape, pairs, grid.micro is None)
+            at.setdefault((grid.step, grid.micro), {}).update(dict.fromkeys(grid.ranks, shared))
+        return SideRows(at)
 
 
-def _names(lines: Mapping[int, StepLine]) -> list[str]:
-    return list(dict.fromkeys(run.request for line in lines.values() for run in line.info.rows))
-
-
-def _columns(lines: Mapping[int, StepLine], requests: Mapping[str, int]) -> list[Array]:
-    table = _Table()
-    for step, line in lines.items():
-        for run in line.info.rows:
-            table.request.append(np.full(run.count, requests.get(run.request, -1), np.int64))
-            table.position.append(np.arange(run.position, run.position + run.count, dtype=np.int64))
-            table.visit.append(np.full(run.count, run.visit, np.int64))
-            table.step.append(np.full(run.count, step, np.int64))
-            table.slot.append(np.arange(run.slot, run.slot + run.count, dtype=np.int64))
-    return table.columns()
-
-
-def _pair(
-    left: Mapping[int, StepLine],
-    right: Mapping[int, StepLine],
-    requests: list[tuple[str, str]],
-    tables: list[list[Array]],
-    forks: tuple[Fork, ...],
-    notes: tuple[str, ...],
-    problems: tuple[str, ...],
-) -> RowMap:
-    limits = np.full(len(requests) + 1, np.iinfo(np.int64).max)  # the last one is for rows of unpaired requests (-1)
-    for fork in forks:
-        limits[fork.index] = fork.position
-    codes = [_codes(columns, limits) for columns in tables]
-    keys = [_keys(columns, code) for columns, code in zip(tables, codes, strict=True)]
-    _, first, second = np.intersect1d(keys[0][1], keys[1][1], return_indices=True)
-    order = np.argsort(keys[0][0][first], kind="stable")  # pairs in the baseline's order
-    rows = keys[0][0][first[order]], keys[1][0][second[order]]
-    for code, mine in zip(codes, rows, strict=True):
-        code[mine] = np.arange(len(mine))
-    for code, columns in zip(codes, tables, strict=True):
-        code[(code == UNALIGNED) & (columns[2] > 0)] = AGAIN
-    forked, unaligned, again = (
-        (int((codes[0] == what).sum()), int((codes[1] == what).sum())) for what in (FORKED, UNALIGNED, AGAIN)
-    )
-    request, position, visit = (column[rows[0]] for column in tables[0][:3])
-    return RowMap(
-        _grids(left, tables[0], codes[0]),
-        _grids(right, tables[1], codes[1]),
-        tuple(a for a, _ in requests),
-        request,
-        position,
-        visit,
-        forked,
-        unaligned,
-        again,
-        forks,
-        notes,
-        problems,
-    )
-
-
-def _codes(columns: list[Array], limits: Array) -> Array:
-    request, position = columns[:2]
-    return np.where(position >= limits[request], FORKED, UNALIGNED)
-
-
-def _keys(columns: list[Array], code: Array) -> tuple[Array, Array]:
-    """(rows, keys) of the rows that may pair, each key once."""
-    request, position, visit = columns[:3]
-    rows = np.flatnonzero((code == UNALIGNED) & (request >= 0))
-    triples = np.stack([request[rows], position[rows], visit[rows]], axis=1)
-    keys = np.ascontiguousarray(triples).view([("request", "i8"), ("position", "i8"), ("visit", "i8")]).reshape(-1)
-    keys, first = np.unique(keys, return_index=True)
-    return rows[first], keys
-
-
-def _grids(lines: Mapping[int, StepLine], columns: list[Array], codes: Array) -> dict[int, StepRows]:
-    step, slot = columns[3:]
-    grids: dict[int, StepRows] = {}
-    starts = np.searchsorted(step, list(lines))
-    for (number, line), start in zip(lines.items(), starts, strict=True):
-        rows = slice(int(start), int(start) + line.info.num_rows)
-        pairs = np.full(_slots(line.info.grid, slot[rows]), PADDING, np.int64)
-        pairs[slot[rows]] = codes[rows]
-        grids[number] = StepRows(line.info.grid, pairs)
-    return grids
-
-
-def _slots(grid: Iterable[int], used: Array) -> int:
+def _num_slots(grid: Grid, used: Array) -> int:
     """Slots of the grid; a table whose rows lie outside its own grid is given room rather than trusted."""
-    return max(math.prod(list(grid)), int(used.max(initial=-1)) + 1)
+    return max(math.prod(grid.shape), int(used.max(initial=-1)) + 1)
+
+
+@dataclass(slots=True)
+class _Pairing:
+    """Pairs rows in passes, each row once."""
+
+    sides: tuple[_Side, _Side]
+    found: list[tuple[Array, Array]] = field(default_factory=list)
+    """Rows of both sides that met, a pass each."""
+    names: tuple[str, ...] = ()
+
+    def enter(self, pairs: Sequence[Partners], forks: Sequence[Fork]) -> None:
+        """Pair the rows of the paired requests, up to their forks."""
+        limits = np.full(len(pairs) + 1, NEVER)  # the last one is for rows of unpaired requests (-1)
+        for fork in forks:
+            limits[fork.index] = fork.position
+        left, right = self.sides
+        left.enter([(p.baseline, 0) for p in pairs], limits)
+        right.enter([(p.target, p.shift) for p in pairs], limits)
+        self.names = tuple(left.rows.requests[p.baseline].label for p in pairs)
+        for thirds in self._thirds():
+            self._join(*thirds)
+
+    def _thirds(self) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
+        """(rows, what must be equal beside request and position) of both sides, a pass each.
+
+        What a host computes again without saying so (an epoch, a prompt that grows) meets by step; everything else by
+        visit; and what is left in the order in which it was computed.
+        """
+        left, right = self.sides
+        silent = np.zeros(len(self.names) + 1, bool)
+        for side in self.sides:
+            silent[side.pair_of_row[side.rows.again > side.rows.visit]] = True
+        silent[-1] = False
+        rows = [side.free() for side in self.sides]
+        rows = [mine[silent[side.pair_of_row[mine]]] for mine, side in zip(rows, self.sides, strict=True)]
+        yield (rows[0], left.step[rows[0]]), (rows[1], right.step[rows[1]])
+        rows = [side.free() for side in self.sides]
+        yield (rows[0], left.visit[rows[0]]), (rows[1], right.visit[rows[1]])
+        rows = [side.free() for side in self.sides]
+        yield (rows[0], left.rows.again[rows[0]]), (rows[1], right.rows.again[rows[1]])
+
+    def _join(self, one: tuple[Array, Array], two: tuple[Array, Array]) -> None:
+        """Pair the rows of equal (request, position, third), each key once."""
+        left, right = self.sides
+        if not len(one[0]) or not len(two[0]):
+            return
+        columns = [
+            (side.pair_of_row[rows], side.position[rows], third)
+            for side, (rows, third) in zip((left, right), (one, two), strict=True)
+        ]
+        keys = _packed(columns)
+        _, first, second = np.intersect1d(keys[0], keys[1], return_indices=True)
+        mine, other = one[0][first], two[0][second]
+        order = np.argsort(mine, kind="stable")
+        self.found.append((mine[order], other[order]))
+        left.code[mine], right.code[other] = 0, 0  # no longer free; numbered when all passes are done
+
+    def row_map(self, forks: tuple[Fork, ...], notes: tuple[str, ...], problems: tuple[str, ...]) -> RowMap:
+        """Number the pairs in the baseline's order and count the rest."""
+        left, right = self.sides
+        none = np.empty(0, np.int64)
+        mine, other = (np.concatenate(rows) for rows in zip((none, none), *self.found, strict=True))
+        order = np.argsort(mine, kind="stable")
+        mine, other = mine[order], other[order]
+        left.code[mine] = right.code[other] = np.arange(len(mine))
+        for side in self.sides:
+            again = (side.code == UNALIGNED) & (side.visit > 0) & (side.pair_of_row >= 0)
+            side.code[again] = AGAIN
+        forked, unaligned, again, superseded = (
+            (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, AGAIN, SUPERSEDED)
+        )
+        return RowMap(
+            left.side_rows(),
+            right.side_rows(),
+            self.names,
+            left.pair_of_row[mine],
+            left.position[mine],
+            left.visit[mine],
+            forked,
+            unaligned,
+            again,
+            superseded,
+            forks,
+            notes,
+            problems,
+        )
+
+
+def _packed(sides: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
+    """The columns of both sides as one integer a row; equal integers are equal columns."""
+    lows = [min(int(side[i].min()) for side in sides) for i in range(3)]
+    spans = [max(int(side[i].max()) for side in sides) - low + 1 for i, low in enumerate(lows)]
+    return [((a - lows[0]) * spans[1] + (b - lows[1])) * spans[2] + (c - lows[2]) for a, b, c in sides]

@@ -28,7 +28,8 @@ def packed(path: Path, steps: Sequence[Sequence[tuple[str, int, int, Sequence[in
                 rows.append(RowRun(request, position, len(tokens), visit, slot))
                 slot += len(tokens)
                 ids += list(tokens)
-            run.step(grid=(slot,), rows=rows, token_ids=ids)
+            phase = "prefill" if any(len(tokens) > 1 for *_, tokens in parts) else "decode"
+            run.step(grid=(slot,), rows=rows, token_ids=ids, phase=phase)
             run.put(site, np.outer(np.asarray(ids, np.float32) + 1, np.ones(4, np.float32)), dims="t h")
     return open_run(path)
 
@@ -61,7 +62,7 @@ def test_any_two_schedules_of_the_same_tokens_align_one_to_one(
         rows = map_rows(one, two)
         assert (rows.num_pairs, rows.num_forked, rows.num_unaligned) == (13, (0, 0), (0, 0))
         for side in (rows.baseline, rows.target):
-            used = np.concatenate([step.pairs for step in side.values()])
+            used = np.concatenate([grid.pairs for grids in side.by_step().values() for grid in grids])
             assert sorted(used.tolist()) == list(range(13))
         report = compare(one, two)
     assert [f.verdict for f in report.findings] == [Verdict.SAME]

@@ -1,0 +1,125 @@
+"""Grids: the token grids of a run's steps, one for all ranks that compute the same rows."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapscope.observe import RowRun
+from tapscope.record import Record
+from tapscope.run import Run
+
+Array = np.ndarray[Any, Any]
+_SPLITTING = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe_ep"})
+"""Mesh axes whose ranks work on the same rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What one step line says: the rows of one step, or of one micro-batch of it, on some ranks."""
+
+    step: int
+    micro: int | None
+    """None when the rows are those of every micro-batch of the step."""
+    phase: str
+    shape: tuple[int, ...]
+    """``(tokens,)`` packed or ``(batch, sequence)`` padded."""
+    rows: tuple[RowRun, ...]
+    tokens: tuple[int, ...]
+    """Token id of every row; empty when unknown."""
+    ranks: tuple[int, ...]
+    """Data- and context-parallel ranks hold other rows and have grids of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The token grid of one step of one side, with the row pair of every slot."""
+
+    grid: tuple[int, ...]
+    pairs: Array
+    """[slots] int64: index of the row pair, or a code of :mod:`.rows`."""
+    whole_step: bool = True
+    """False where it is the grid of one micro-batch alone: its rows occur nowhere else."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the flattened grid, padding included."""
+        return len(self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class SideRows:
+    """The row pairs of one side, by step and rank."""
+
+    at: Mapping[tuple[int, int | None], Mapping[int, StepRows]]
+    """(step, micro-batch or None for every one) -> rank -> its grid; ranks with equal rows share one."""
+
+    def __bool__(self) -> bool:
+        return bool(self.at)
+
+    def of(self, record: Record) -> StepRows | None:
+        """The grid that a record's rows lie in; None where nobody said."""
+        key = record.key
+        by_rank = self.at.get((key.step, key.micro)) or self.at.get((key.step, None)) or {}
+        return by_rank.get(key.rank)
+
+    def by_step(self) -> dict[int, list[StepRows]]:
+        """Step -> its grids, each once, by micro-batch and lowest rank."""
+        found: dict[int, list[StepRows]] = {}
+        for (step, _), by_rank in sorted(self.at.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+            here = found.setdefault(step, [])
+            here += {id(rows): rows for rows in by_rank.values()}.values()
+        return found
+
+
+def grids_of(run: Run, steps: frozenset[int] | None = None) -> list[Grid]:
+    """The grids of the selected steps, by step and lowest rank; steps whose rows nobody told have none."""
+    found = []
+    coords = {rank: run.coords(rank) for rank in run.ranks}
+    for step in sorted(run.steps):
+        if steps is not None and step not in steps:
+            continue
+        groups: dict[tuple[object, ...], list[int]] = {}
+        told = {rank: line.info for rank, line in run.steps[step].items() if line.info.grid and line.info.rows}
+        for rank, info in told.items():
+            groups.setdefault((info.grid, info.rows), []).append(rank)
+        silent = [rank for rank in run.ranks if rank not in told]
+        for rank in silent if told else ():
+            _nearest(groups.values(), coords, rank).append(rank)
+        for ranks in groups.values():
+            info = told[ranks[0]]
+            found.append(
+                Grid(step, None, info.phase, info.grid, info.rows, tuple(info.token_ids), tuple(sorted(ranks)))
+            )
+    return found
+
+
+def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]], rank: int) -> list[int]:
+    """The ranks that a silent one (a later pipeline stage) computes the same rows as, from their places in the mesh."""
+
+    def distance(group: list[int]) -> int:
+        mine, other = coords[rank], coords[group[0]]
+        return sum(mine.get(axis) != other.get(axis) for axis in {*mine, *other} - _SPLITTING)
+
+    return min(groups, key=distance)
+
+
+def lineages(run: Run, grids: Iterable[Grid]) -> dict[int, int]:
+    """Rank -> a number that tells data-parallel ranks apart: an automatic request name means another request there.
+
+    By the data-parallel coordinates where the mesh has any; without, ranks that compute the same positions of one
+    name in one step are data-parallel, and ranks that compute others hold parts of one request (context parallel).
+    """
+    axes = [axis for axis in run.mesh if axis.endswith("dp") and run.mesh[axis] > 1]
+    if axes:
+        places = {rank: tuple(run.coords(rank).get(axis, 0) for axis in axes) for rank in run.ranks}
+        numbers = {place: i for i, place in enumerate(sorted(set(places.values())))}
+        return {rank: numbers[place] for rank, place in places.items()}
+    seen: dict[tuple[int, str, int], int] = {}
+    for grid in grids:
+        for run_ in grid.rows:
+            place = grid.step, run_.request, run_.position
+            if seen.setdefault(place, grid.ranks[0]) != grid.ranks[0]:
+                return {rank: grid_.ranks[0] for grid_ in grids for rank in grid_.ranks if grid_.step == grid.step}
+    return {}

@@ -1,0 +1,224 @@
+"""Trace: the requests that a run computed, and every token row of them, from the grids of its steps.
+
+A name is not yet a request. A batch index ("0", "1", …) names another request in every call, an id may come again
+once its request is done, and a request may be computed more than once (preemption, a prompt that grows, an epoch).
+So each time a name starts again at its beginning is a *round*, and rounds whose tokens agree are one request.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.grids import Grid
+from tapscope.observe import RowRun
+
+Array = np.ndarray[Any, Any]
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request of one run, its tokens as far as they are known."""
+
+    name: str
+    part: int
+    """0 for the first request of that name, 1 for the next, …"""
+    step: int
+    """Step in which it was first computed."""
+    first: int
+    """Lowest position that was computed."""
+    end: int
+    """Highest one, plus 1."""
+    prompt_end: int
+    """Where the tokens it came with end."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Position -> token id."""
+
+    @property
+    def label(self) -> str:
+        """The name, with the step where the name alone means several."""
+        return f"{self.name} (step {self.step})" if self.part else self.name
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Its token ids from :attr:`first` on; empty when some are unknown."""
+        known = tuple(self.tokens[p] for p in sorted(self.tokens))
+        return known if len(known) == self.end - self.first else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The requests of one side and all of its rows, as columns of equal length in the order they were computed."""
+
+    grids: tuple[Grid, ...]
+    requests: tuple[Request, ...]
+    request: Array
+    """Index into :attr:`requests`."""
+    position: Array
+    visit: Array
+    """What the host said."""
+    again: Array
+    """How often the same (request, position) had been computed before, counted here."""
+    superseded: Array
+    """bool: computed for a token, or behind one, that was replaced later: a draft that was not accepted."""
+    grid: Array
+    """Index into :attr:`grids`."""
+    slot: Array
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Neighbouring rows, and from which position on a later token replaced theirs."""
+
+    grid: int
+    run: RowRun
+    stale_from: int = NEVER
+
+
+@dataclass(slots=True)
+class _Round:
+    """What a name computed since it last started at its beginning."""
+
+    request: Request
+    chunks: list[_Chunk] = field(default_factory=list)
+
+
+_Parts = list[tuple[int, RowRun, Sequence[int]]]
+"""(index of the grid, rows, their tokens)."""
+_Thread = tuple[str, int, int]
+"""(name, lineage, which sequence of a packed batch row): what goes on from step to step."""
+
+
+def trace(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Trace:
+    """Follow every request through the steps; ``lineage`` tells ranks apart on which one name is two requests."""
+    rounds: dict[_Thread, list[_Round]] = {}
+    for _, here in groupby(enumerate(grids), key=lambda item: (item[1].step, item[1].micro)):
+        together = list(here)
+        bouts: dict[_Thread, _Parts] = {}
+        for index, grid in together:
+            _collect(bouts, index, grid, lineage.get(grid.ranks[0], 0), alone=len(together) == 1)
+        for thread, parts in bouts.items():
+            _advance(rounds.setdefault(thread, []), thread[0], parts, together[0][1])
+    requests: list[Request] = []
+    chunks: list[tuple[int, _Chunk]] = []
+    parts_of: Counter[str] = Counter()
+    for (name, *_), mine in rounds.items():
+        parts_of[name] += _merge(mine, requests, chunks, parts_of[name])
+    return _columns(grids, requests, chunks)
+
+
+def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *, alone: bool) -> None:
+    """Add a grid's rows to what each thread computes in this step.
+
+    A batch row of a padded model may hold several packed sequences. Its name is automatic then, and a new one begins
+    where positions go back, or jump while no other rank holds what is between.
+    """
+    start = 0
+    threads: Counter[str] = Counter()
+    last: dict[str, int] = {}
+    for run in grid.rows:
+        tokens = grid.tokens[start : start + run.count]
+        start += run.count
+        name, expected = run.request, last.get(run.request, run.position)
+        last[name] = run.position + run.count
+        if not is_automatic(name):
+            bouts.setdefault((name, 0, 0), []).append((index, run, tokens))
+            continue
+        threads[name] += run.position < expected or (alone and run.position != expected)
+        bouts.setdefault((name, line, threads[name]), []).append((index, run, tokens))
+
+
+def is_automatic(name: str) -> bool:
+    """Whether a request name is a mere number: a batch index or a counter, which says nothing across runs."""
+    return name.strip("#").isdecimal()
+
+
+def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None:
+    """One thread computes ``parts`` in the step of ``grid``."""
+    start = min(run.position for _, run, _ in parts)
+    end = max(run.position + run.count for _, run, _ in parts)
+    if not rounds or start <= rounds[-1].request.first:
+        rounds.append(_Round(Request(name, 0, grid.step, start, end, end)))
+    current = rounds[-1]
+    request = current.request
+    if start == request.prompt_end and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1)):
+        request.prompt_end = end
+    for index, run, tokens in parts:
+        chunk = _Chunk(index, run)
+        if run.position < request.end and tokens:
+            _replace(current, run.position, tokens)
+        current.chunks.append(chunk)
+        request.tokens.update(zip(range(run.position, run.position + run.count), tokens, strict=False))
+    request.end = max(request.end, end)
+
+
+def _replace(current: _Round, start: int, tokens: Sequence[int]) -> None:
+    """Set aside what was computed for or behind a token that is another one now."""
+    known = current.request.tokens
+    changed = next((p for p, t in enumerate(tokens, start) if known.get(p, t) != t), None)
+    if changed is None:
+        return
+    for chunk in current.chunks:
+        if chunk.run.position + chunk.run.count > changed:
+            chunk.stale_from = min(chunk.stale_from, changed)
+    for position in [p for p in known if p >= changed]:
+        del known[position]
+
+
+def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int, _Chunk]], part: int) -> int:
+    """Rounds whose tokens agree are one request; append the requests and their chunks, and return how many they are."""
+    mine: list[int] = []
+    for one in rounds:
+        same = next((i for i in mine if _agree(requests[i], one.request)), None)
+        if same is None:
+            same = len(requests)
+            one.request.part = part + len(mine)
+            requests.append(one.request)
+            mine.append(same)
+        else:
+            kept = requests[same]
+            kept.tokens.update(one.request.tokens)
+            kept.end = max(kept.end, one.request.end)
+        chunks += [(same, chunk) for chunk in one.chunks]
+    return len(mine)
+
+
+def _agree(one: Request, other: Request) -> bool:
+    """Whether the tokens of two rounds are equal where both are known; unknown tokens contradict nothing."""
+    if one.first != other.first:
+        return False
+    small, large = sorted((one.tokens, other.tokens), key=len)
+    return small.items() <= large.items()
+
+
+def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[int, _Chunk]]) -> Trace:
+    chunks.sort(key=lambda item: (item[1].grid, item[1].run.slot))
+    facts = [
+        (request, c.run.position, c.run.visit, c.grid, c.run.slot, c.run.count, c.stale_from) for request, c in chunks
+    ]
+    table = np.array(facts, np.int64).reshape(-1, 7)
+    counts = table[:, 5]
+    request, first, visit, grid, first_slot, _, stale_from = np.repeat(table, counts, axis=0).T
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    position = first + within
+    superseded = position >= stale_from
+    again = _count_again(request, position, superseded)
+    return Trace(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, first_slot + within)
+
+
+def _count_again(request: Array, position: Array, superseded: Array) -> Array:
+    """For each row, how many earlier rows have its request and position and were not superseded."""
+    order = np.lexsort((superseded, position, request))  # stable: time is the last key
+    same = np.ones(len(order), bool)
+    same[:1] = False
+    for column in (request, position, superseded):
+        same[1:] &= column[order][1:] == column[order][:-1]
+    index = np.arange(len(order))
+    began = np.maximum.accumulate(np.where(same, 0, index))
+    again = np.empty(len(order), np.int64)
+    again[order] = index - began
+    return again
