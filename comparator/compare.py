@@ -90,7 +90,7 @@ def compare(
     options = options or CompareOptions()
     left, right = select(baseline, target, options)
     kept = [_without_objects(records) for records in (left, right)]
-    rows = map_rows(baseline, target, options.steps)
+    rows = map_rows(baseline, target, options.steps, options.ranks)
     pairs = match(series_of(baseline, kept[0]), series_of(target, kept[1]))
     _check_common(baseline, target, pairs, rows)
     examiner = Examiner(Preparer(baseline, target, rows), options.tolerance)

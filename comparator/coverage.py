@@ -27,6 +27,7 @@ class Coverage:
     rows_forked: tuple[int, int]
     rows_unaligned: tuple[int, int]
     rows_again: tuple[int, int]
+    rows_superseded: tuple[int, int]
     forks: tuple[Fork, ...]
     ledgers: tuple[Ledger, Ledger]
     partial: tuple[str, ...]
@@ -76,6 +77,7 @@ def cover(
         rows.num_forked,
         rows.num_unaligned,
         rows.num_again,
+        rows.num_superseded,
         rows.forks,
         ledgers,
         tuple(partial),

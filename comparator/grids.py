@@ -73,8 +73,8 @@ class SideRows:
         return found
 
 
-def grids_of(run: Run, steps: frozenset[int] | None = None) -> list[Grid]:
-    """The grids of the selected steps, by step and lowest rank; steps whose rows nobody told have none."""
+def grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
+    """The grids of the selected steps and ranks, by step and lowest rank; steps whose rows nobody told have none."""
     found = []
     coords = {rank: run.coords(rank) for rank in run.ranks}
     for step in sorted(run.steps):
@@ -87,11 +87,11 @@ def grids_of(run: Run, steps: frozenset[int] | None = None) -> list[Grid]:
         silent = [rank for rank in run.ranks if rank not in told]
         for rank in silent if told else ():
             _nearest(groups.values(), coords, rank).append(rank)
-        for ranks in groups.values():
-            info = told[ranks[0]]
-            found.append(
-                Grid(step, None, info.phase, info.grid, info.rows, tuple(info.token_ids), tuple(sorted(ranks)))
-            )
+        for members in groups.values():
+            info = told[members[0]]
+            if ranks is None or not ranks.isdisjoint(members):
+                place = step, None, info.phase, info.grid, info.rows, tuple(info.token_ids)
+                found.append(Grid(*place, tuple(sorted(members))))
     return found
 
 

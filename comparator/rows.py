@@ -61,9 +61,11 @@ class RowMap:
         return bool(self.baseline) and bool(self.target)
 
 
-def map_rows(baseline: Run, target: Run, steps: frozenset[int] | None = None) -> RowMap:
-    """Pair the rows of the selected ``steps`` of both runs."""
-    grids = [grids_of(run, steps) for run in (baseline, target)]
+def map_rows(
+    baseline: Run, target: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None
+) -> RowMap:
+    """Pair the rows of the selected ``steps`` and ``ranks`` of both runs."""
+    grids = [grids_of(run, steps, ranks) for run in (baseline, target)]
     if not all(grids):
         return RowMap(SideRows({}), SideRows({}))
     left, right = (trace(mine, lineages(run, mine)) for run, mine in zip((baseline, target), grids, strict=True))
@@ -186,9 +188,10 @@ class _Pairing:
         order = np.argsort(mine, kind="stable")
         mine, other = mine[order], other[order]
         left.code[mine] = right.code[other] = np.arange(len(mine))
-        for side in self.sides:
-            again = (side.code == UNALIGNED) & (side.visit > 0) & (side.pair_of_row >= 0)
-            side.code[again] = AGAIN
+        for side, met in ((left, mine), (right, other)):
+            rest = side.free()
+            columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]
+            side.code[rest[np.isin(*_packed(columns))]] = AGAIN
         forked, unaligned, again, superseded = (
             (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, AGAIN, SUPERSEDED)
         )
@@ -211,6 +214,8 @@ class _Pairing:
 
 def _packed(sides: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
     """The columns of both sides as one integer a row; equal integers are equal columns."""
+    if not all(len(side[0]) for side in sides):
+        return [np.empty(len(side[0]), np.int64) for side in sides]
     lows = [min(int(side[i].min()) for side in sides) for i in range(3)]
     spans = [max(int(side[i].max()) for side in sides) - low + 1 for i, low in enumerate(lows)]
     return [((a - lows[0]) * spans[1] + (b - lows[1])) * spans[2] + (c - lows[2]) for a, b, c in sides]

@@ -109,6 +109,8 @@ def _coverage(report: "Report") -> Iterator[Text]:
         rows += f"{sum(coverage.rows_unaligned):,} unaligned"
         again = sum(coverage.rows_again)
         rows += f", {again:,} computed again by one run" if again else ""
+        superseded = sum(coverage.rows_superseded)
+        rows += f", {superseded:,} of rejected drafts" if superseded else ""
     yield Text(f"coverage  {sites} ({alone}){rows}")
     for fork in coverage.forks[:4]:
         tokens = f"token {fork.baseline_token} against {fork.target_token}"
