@@ -191,7 +191,8 @@ class _Pairing:
         for side, met in ((left, mine), (right, other)):
             rest = side.free()
             columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]
-            side.code[rest[np.isin(*_packed(columns))]] = AGAIN
+            keys = _packed(columns)
+            side.code[rest[np.isin(keys[0], keys[1])]] = AGAIN
         forked, unaligned, again, superseded = (
             (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, AGAIN, SUPERSEDED)
         )
