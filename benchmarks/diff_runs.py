@@ -1,0 +1,94 @@
+"""Runs for the benchmarks of the comparator: many sites of known sizes, through the real writer."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tapscope import ledger, record
+from tapscope.directory import create_run
+from tapscope.kernels.native import summarize_array
+from tapscope.observe import RowRun, StepInfo
+from tapscope.record import Key, Record
+from tapscope.writer import RankWriter
+
+Array = np.ndarray[Any, Any]
+Shards = tuple[str, Mapping[int, Array]]
+"""(dims, rank -> what it holds)"""
+WIDTHS = (1024, 1536, 2048)
+TOKENS = 512
+
+
+def write_run(path: Path, size: int, steps: Iterator[tuple[int, Iterator[tuple[str, Shards]]]]) -> int:
+    """A run of ``size`` TP ranks; a step is (token rows, its sites). Returns the bytes of its payloads."""
+    create_run(path, {"world_size": size, "mesh": {"tp": size}})
+    writers = [RankWriter(path, rank) for rank in range(size)]
+    nbytes = seq = position = 0
+    for rank, writer in enumerate(writers):
+        writer.event("open", rank=rank, world_size=size, mesh={"tp": size}, coords={"tp": rank})
+    for step, (rows, sites) in enumerate(steps):
+        runs = (RowRun("0", position, rows, 0, 0),)
+        info = StepInfo(step=step, grid=(rows,), rows=runs, token_ids=tuple(range(rows)))
+        counts = [ledger.StepCounts() for _ in writers]
+        for writer in writers:
+            writer.line(ledger.begin_line(info, 0))
+        for site, (dims, shards) in sites:
+            for rank, values in shards.items():
+                _put(writers[rank], Key(site, step, rank), seq, values, dims)
+                counts[rank].seen, counts[rank].sent = counts[rank].seen + 1, counts[rank].sent + 1
+                nbytes += values.nbytes
+            seq += 1
+        for writer, count in zip(writers, counts, strict=True):
+            writer.line(ledger.end_line(step, count))
+        position += rows
+    for writer in writers:
+        writer.event("close", never_fired=[])
+        writer.close()
+    return nbytes
+
+
+def _put(writer: RankWriter, key: Key, seq: int, values: Array, dims: str) -> None:
+    values = np.ascontiguousarray(values)
+    item = Record(key, seq, values.dtype.name, values.shape, dims, None, *summarize_array(values))
+    payload = values.reshape(-1).view(np.uint8)
+    writer.record(record.encode(item), key.tensor_name, values.dtype.name, values.shape, payload)
+
+
+def large(root: Path, layers: int) -> int:
+    """A float32 and a bfloat16 run of 20 sites a layer, column shards on two ranks; all shards are of 1 to 4 MiB."""
+    source = np.random.default_rng(0).standard_normal((TOKENS + 20 * layers, max(WIDTHS)), np.float32)
+
+    def sites(kind: Any) -> Iterator[tuple[str, Shards]]:
+        for i in range(20 * layers):
+            shards = {
+                rank: source[i : i + TOKENS, : WIDTHS[(i + rank) % 3]].astype(kind) for rank in range(2)
+            }
+            yield f"model.layers.{i // 20}.part{i % 20:02}:out", ("t h[tp]", shards)
+
+    kinds = {"base": np.float32, "target": ml_dtypes.bfloat16}
+    return sum(write_run(root / name, 2, iter([(TOKENS, sites(kind))])) for name, kind in kinds.items())
+
+
+def tiny(root: Path, num_sites: int, steps: int) -> int:
+    """Two runs of one rank with ``num_sites * steps`` tensors of 4 x 16 values each, float32 and bfloat16."""
+    source = np.random.default_rng(0).standard_normal((num_sites, 4, 16)).astype(np.float32)
+
+    def sites(kind: Any) -> Iterator[tuple[str, Shards]]:
+        for i in range(num_sites):
+            yield f"model.layers.{i // 20}.part{i % 20:02}:out", ("t h", {0: source[i].astype(kind)})
+
+    kinds = {"base": np.float32, "target": ml_dtypes.bfloat16}
+    return sum(write_run(root / name, 1, ((4, sites(k)) for _ in range(steps))) for name, k in kinds.items())
+
+
+def huge(root: Path, rows: int, width: int, dims: str) -> int:
+    """One site of float32 on two ranks, whole or as ``dims`` says, against bfloat16 on one: rows x width values."""
+    whole = np.random.default_rng(0).standard_normal((rows, width), np.float32)
+    half = {"t h[tp]": np.array_split(whole, 2, axis=1), "t h[tp:partial]": [whole / 2, whole / 2 + 1e-9]}
+    shards = dict(enumerate(half.get(dims, [whole])))
+    one = iter([(rows, iter([("wide:out", (dims, shards))]))])
+    nbytes = write_run(root / "base", len(shards), one)
+    other = iter([(rows, iter([("wide:out", ("t h", {0: whole.astype(ml_dtypes.bfloat16)}))]))])
+    return nbytes + write_run(root / "target", 1, other)

@@ -1,0 +1,166 @@
+"""How fast two runs are compared and how much memory that takes, beside a naive torch loop and mere reading.
+
+    python benchmarks/diff_throughput.py [--layers 24] [--rounds 3] [--dir /dev/shm] [--only large,tiny,memory]
+
+*large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB a shard, 4.5 GB in all, read once so
+that the files are warm. ``diff`` is the command as a process of its own, from its start to its end; ``compare`` is the
+same in this process. Rounds are interleaved and medians shown, because other work on the machine slows all alike.
+*tiny*: microseconds for each pair of tensors of 64 values, start-up included. *memory*: the largest anonymous resident
+memory (mapped files do not count) while one pair of tensors of about 1 GB is compared.
+
+Predicted before the first run, from kernels at 10 GB/s, 0.25 s of start-up and 0.4 ms of Python a site: 2.2 GB/s on one
+thread; with two threads over sites 3.5. Tiny: 0.15 ms at first, three quarters of it reading lines and making findings.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import diff_runs
+import numpy as np
+
+from tapscope.comparator import compare
+from tapscope.kernels.native import backend
+from tapscope.run import open_run
+
+TINY = ((2_000, 1), (100, 20), (100_000, 1), (500, 200))
+"""(sites, steps)"""
+
+
+def read_everything(root: Path) -> None:
+    """Every payload byte once, as 64-bit integers: the ceiling."""
+    for name in ("base", "target"):
+        with open_run(root / name) as run:
+            for rec in run.records:
+                run.array(rec).reshape(-1).view(np.int64).sum()
+
+
+def compare_naively(root: Path) -> None:
+    """What one writes by hand in torch: whole tensors as float32, shard by shard, four numbers."""
+    import torch
+
+    with open_run(root / "base") as one, open_run(root / "target") as two:
+        for a, b in zip(one.records, two.records, strict=True):
+            x = torch.from_numpy(one.array(a))
+            y = torch.from_numpy(two.array(b).view(np.int16)).view(torch.bfloat16).float()
+            delta = (x - y).abs()
+            delta.max().item(), delta.mean().item(), (delta.norm() / x.norm()).item()
+            torch.nn.functional.cosine_similarity(x.reshape(-1), y.reshape(-1), 0).item()
+
+
+def compare_runs(root: Path) -> None:
+    """The comparison in this process."""
+    with open_run(root / "base") as one, open_run(root / "target") as two:
+        compare(one, two)
+
+
+def diff(root: Path) -> None:
+    """The command, start-up included."""
+    _finish(_start(root))
+
+
+def _start(root: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "tapscope", "diff", str(root / "base"), str(root / "target")]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def _finish(process: "subprocess.Popen[bytes]") -> None:
+    if process.wait() not in (0, 1):
+        raise SystemExit(f"tapscope diff ended with {process.returncode}")
+
+
+def medians(calls: dict[str, Callable[[Path], None]], root: Path, rounds: int) -> dict[str, float]:
+    """Median seconds of each call over interleaved rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(root)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def measure_large(root: Path, layers: int, rounds: int) -> None:
+    """The table of throughputs."""
+    nbytes = diff_runs.large(root, layers)
+    for _ in range(2):
+        read_everything(root)
+    calls = {"read": read_everything, "diff": diff, "compare": compare_runs, "naive torch": compare_naively}
+    seconds = medians(calls, root, rounds)
+    print(f"large: {nbytes / 1e9:.2f} GB in both runs, kernels: {backend()[0]}, median of {rounds} rounds")
+    for name, value in seconds.items():
+        ratios = f"{seconds['read'] / value:5.0%} of reading {seconds['naive torch'] / value:6.1f} x naive"
+        print(f"  {name:<12} {nbytes / value / 1e9:6.2f} GB/s {value:6.2f} s  {ratios}", flush=True)
+
+
+def measure_tiny(root: Path, num_sites: int, steps: int, rounds: int) -> None:
+    """One line of the table of tiny tensors."""
+    diff_runs.tiny(root, num_sites, steps)
+    pairs = num_sites * steps
+    seconds = medians({"diff": diff, "compare": compare_runs, "open": _open}, root, rounds)
+    cells = "  ".join(f"{name} {value / pairs * 1e6:6.1f} us" for name, value in seconds.items())
+    print(f"tiny: {num_sites:,} sites x {steps} steps: {cells} a pair; diff {seconds['diff']:.2f} s", flush=True)
+
+
+def _open(root: Path) -> None:
+    for name in ("base", "target"):
+        open_run(root / name).close()
+
+
+def measure_memory(root: Path, rows: int, width: int, dims: str) -> None:
+    """The anonymous memory of a diff of one huge pair, beyond that of a diff of almost nothing."""
+    peaks = []
+    for size in (rows, 8):
+        with tempfile.TemporaryDirectory(dir=root) as name:
+            nbytes = diff_runs.huge(Path(name), size, width, dims)
+            start = time.perf_counter()
+            peaks.append(peak_memory(_start(Path(name))))
+            elapsed = time.perf_counter() - start if size == rows else elapsed
+            total = nbytes if size == rows else total
+    extra = (peaks[0] - peaks[1]) / 2**20
+    print(f"memory: {dims:<18} {total / 1e9:5.2f} GB {elapsed:6.2f} s  {extra:7.1f} MiB beside the mapping", flush=True)
+
+
+def peak_memory(process: "subprocess.Popen[bytes]") -> int:
+    """The largest RssAnon of a process, in bytes, looked at every millisecond until it ends."""
+    peak = 0
+    ended = threading.Event()
+    waiter = threading.Thread(target=lambda: (_finish(process), ended.set()))
+    waiter.start()
+    while not ended.wait(0.001):
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except OSError:
+            continue
+        found = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")]
+        peak = max(peak, *(int(value) << 10 for value in found), 0)
+    waiter.join()
+    return peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, help="where to make the runs (default: the temporary directory)")
+    parser.add_argument("--only", default="large,tiny,memory", help="which parts, separated by commas")
+    args = parser.parse_args()
+    parts = set(args.only.split(","))
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        root = Path(name)
+        if "large" in parts:
+            measure_large(root / "large", args.layers, args.rounds)
+        for sites, steps in TINY if "tiny" in parts else ():
+            measure_tiny(root / f"tiny{sites}x{steps}", sites, steps, args.rounds)
+        for dims in ("t h", "t h[tp]", "t h[tp:partial]") if "memory" in parts else ():
+            measure_memory(root, 32_768, 4_096, dims)
+
+
+if __name__ == "__main__":
+    main()
