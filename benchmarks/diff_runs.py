@@ -62,9 +62,7 @@ def large(root: Path, layers: int) -> int:
 
     def sites(kind: Any) -> Iterator[tuple[str, Shards]]:
         for i in range(20 * layers):
-            shards = {
-                rank: source[i : i + TOKENS, : WIDTHS[(i + rank) % 3]].astype(kind) for rank in range(2)
-            }
+            shards = {rank: source[i : i + TOKENS, : WIDTHS[(i + rank) % 3]].astype(kind) for rank in range(2)}
             yield f"model.layers.{i // 20}.part{i % 20:02}:out", ("t h[tp]", shards)
 
     kinds = {"base": np.float32, "target": ml_dtypes.bfloat16}

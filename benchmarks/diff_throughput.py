@@ -13,14 +13,17 @@ thread; with two threads over sites 3.5. Tiny: 0.15 ms at first, three quarters 
 """
 
 import argparse
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import diff_runs
 import numpy as np
@@ -45,6 +48,7 @@ def compare_naively(root: Path) -> None:
     """What one writes by hand in torch: whole tensors as float32, shard by shard, four numbers."""
     import torch
 
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     with open_run(root / "base") as one, open_run(root / "target") as two:
         for a, b in zip(one.records, two.records, strict=True):
             x = torch.from_numpy(one.array(a))
@@ -75,15 +79,27 @@ def _finish(process: "subprocess.Popen[bytes]") -> None:
         raise SystemExit(f"tapscope diff ended with {process.returncode}")
 
 
-def medians(calls: dict[str, Callable[[Path], None]], root: Path, rounds: int) -> dict[str, float]:
-    """Median seconds of each call over interleaved rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+class Cost(NamedTuple):
+    """Median seconds."""
+
+    wall: float
+    cpu: float
+    """Of this process and its children, all threads."""
+
+
+def medians(calls: dict[str, Callable[[Path], None]], root: Path, rounds: int) -> dict[str, Cost]:
+    """What each call costs, over interleaved rounds."""
+    costs: dict[str, list[Cost]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), _cpu_seconds()
             call(root)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+            costs[name].append(Cost(time.perf_counter() - wall, _cpu_seconds() - cpu))
+    return {name: Cost(*map(statistics.median, zip(*found, strict=True))) for name, found in costs.items()}
+
+
+def _cpu_seconds() -> float:
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def measure_large(root: Path, layers: int, rounds: int) -> None:
@@ -92,20 +108,23 @@ def measure_large(root: Path, layers: int, rounds: int) -> None:
     for _ in range(2):
         read_everything(root)
     calls = {"read": read_everything, "diff": diff, "compare": compare_runs, "naive torch": compare_naively}
-    seconds = medians(calls, root, rounds)
+    costs = medians(calls, root, rounds)
     print(f"large: {nbytes / 1e9:.2f} GB in both runs, kernels: {backend()[0]}, median of {rounds} rounds")
-    for name, value in seconds.items():
-        ratios = f"{seconds['read'] / value:5.0%} of reading {seconds['naive torch'] / value:6.1f} x naive"
-        print(f"  {name:<12} {nbytes / value / 1e9:6.2f} GB/s {value:6.2f} s  {ratios}", flush=True)
+    for name, cost in costs.items():
+        ratios = (
+            f"{costs['read'].wall / cost.wall:5.0%} of reading {costs['naive torch'].wall / cost.wall:6.1f} x naive"
+        )
+        speed = f"{nbytes / cost.wall / 1e9:6.2f} GB/s {cost.wall:6.2f} s, {cost.cpu:6.2f} s of processor"
+        print(f"  {name:<12} {speed}  {read:5.0%} of reading {naive:6.1f} x naive", flush=True)
 
 
 def measure_tiny(root: Path, num_sites: int, steps: int, rounds: int) -> None:
     """One line of the table of tiny tensors."""
     diff_runs.tiny(root, num_sites, steps)
     pairs = num_sites * steps
-    seconds = medians({"diff": diff, "compare": compare_runs, "open": _open}, root, rounds)
-    cells = "  ".join(f"{name} {value / pairs * 1e6:6.1f} us" for name, value in seconds.items())
-    print(f"tiny: {num_sites:,} sites x {steps} steps: {cells} a pair; diff {seconds['diff']:.2f} s", flush=True)
+    costs = medians({"diff": diff, "compare": compare_runs, "open": _open}, root, rounds)
+    cells = "  ".join(f"{name} {c.wall / pairs * 1e6:6.1f} ({c.cpu / pairs * 1e6:.1f})" for name, c in costs.items())
+    print(f"tiny: {num_sites:,} sites x {steps} steps: {cells} us a pair, wall (processor)", flush=True)
 
 
 def _open(root: Path) -> None:
@@ -116,15 +135,16 @@ def _open(root: Path) -> None:
 def measure_memory(root: Path, rows: int, width: int, dims: str) -> None:
     """The anonymous memory of a diff of one huge pair, beyond that of a diff of almost nothing."""
     peaks = []
-    for size in (rows, 8):
+    for size in (8, rows):
         with tempfile.TemporaryDirectory(dir=root) as name:
             nbytes = diff_runs.huge(Path(name), size, width, dims)
             start = time.perf_counter()
             peaks.append(peak_memory(_start(Path(name))))
-            elapsed = time.perf_counter() - start if size == rows else elapsed
-            total = nbytes if size == rows else total
-    extra = (peaks[0] - peaks[1]) / 2**20
-    print(f"memory: {dims:<18} {total / 1e9:5.2f} GB {elapsed:6.2f} s  {extra:7.1f} MiB beside the mapping", flush=True)
+            elapsed = time.perf_counter() - start
+    extra = (peaks[1] - peaks[0]) / 2**20
+    print(
+        f"memory: {dims:<18} {nbytes / 1e9:5.2f} GB {elapsed:6.2f} s  {extra:7.1f} MiB beside the mapping", flush=True
+    )
 
 
 def peak_memory(process: "subprocess.Popen[bytes]") -> int:
