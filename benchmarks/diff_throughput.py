@@ -111,9 +111,7 @@ def measure_large(root: Path, layers: int, rounds: int) -> None:
     costs = medians(calls, root, rounds)
     print(f"large: {nbytes / 1e9:.2f} GB in both runs, kernels: {backend()[0]}, median of {rounds} rounds")
     for name, cost in costs.items():
-        ratios = (
-            f"{costs['read'].wall / cost.wall:5.0%} of reading {costs['naive torch'].wall / cost.wall:6.1f} x naive"
-        )
+        read, naive = (costs[other].wall / cost.wall for other in ("read", "naive torch"))
         speed = f"{nbytes / cost.wall / 1e9:6.2f} GB/s {cost.wall:6.2f} s, {cost.cpu:6.2f} s of processor"
         print(f"  {name:<12} {speed}  {read:5.0%} of reading {naive:6.1f} x naive", flush=True)
 
