@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tapscope import dims as dims_grammar
-from tapscope.comparator.match import Firing
 from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, digest, is_joined, leaves
+from tapscope.comparator.series import Firing
 from tapscope.dims import Dims
 from tapscope.errors import DimsError
 from tapscope.record import Record

@@ -8,12 +8,14 @@ from tapscope.comparator.coverage import Coverage, cover
 from tapscope.comparator.examine import Examined, Examiner
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.flips import explain_flips
+from tapscope.comparator.hints import hints_of
 from tapscope.comparator.judge import Judge
 from tapscope.comparator.localise import Divergence, localise
-from tapscope.comparator.match import Pair, match, series_of
+from tapscope.comparator.match import Pair, match
 from tapscope.comparator.options import CompareOptions, select
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rows import RowMap, map_rows
+from tapscope.comparator.series import series_of
 from tapscope.errors import NothingInCommonError
 from tapscope.record import Record
 from tapscope.run import Run
@@ -91,7 +93,8 @@ def compare(
     left, right = select(baseline, target, options)
     kept = [_without_objects(records) for records in (left, right)]
     rows = map_rows(baseline, target, options.steps, options.ranks)
-    pairs = match(series_of(baseline, kept[0]), series_of(target, kept[1]))
+    series = series_of(baseline, kept[0]), series_of(target, kept[1])
+    pairs = match(*series, options.mapping, (hints_of(baseline), hints_of(target)))
     _check_common(baseline, target, pairs, rows)
     examiner = Examiner(Preparer(baseline, target, rows), options.tolerance)
     examined = _examine(examiner, pairs, progress)

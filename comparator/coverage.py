@@ -65,6 +65,10 @@ def cover(
         warnings.append(
             f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}: judged by the tensors alone"
         )
+    if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
+        warnings.append(
+            f"{text.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}"
+        )
     if num_objects:
         warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
     return Coverage(

@@ -10,12 +10,12 @@ from tapscope import dtypes
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.layout import Layout
-from tapscope.comparator.match import Pair, Series
+from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Measured, WidthError, are_masks, measure
-from tapscope.comparator.names import is_partial
 from tapscope.comparator.pieces import Joined
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
+from tapscope.comparator.series import Series
 from tapscope.comparator.spread import NOTHING, Spread, row_errors, spread_of
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
 from tapscope.errors import DataError
@@ -81,13 +81,14 @@ class Examiner:
             assert series is not None
             only = _side(series, series.first.shape)
             mine, other = (only, None) if pair.baseline else (None, only)
-            return Examined(pair=pair, site=series.site, baseline=mine, target=other)
+            notes = (pair.note,) if pair.note else ()
+            return Examined(pair=pair, site=series.site, baseline=mine, target=other, notes=notes)
         if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
             return _examine_values(pair)
         ready = self.preparer.prepare(pair)
         one = Examined(
             pair=pair,
-            site=_named(pair),
+            site=pair.site or pair.baseline.site,
             baseline=_side(pair.baseline, ready.left[0].shape),
             target=_side(pair.target, ready.right[0].shape),
             problem=ready.problem,
@@ -181,20 +182,13 @@ def _examine_values(pair: Pair) -> Examined:
     problem, compared, unequal = compare_values(pair.baseline, pair.target)
     return Examined(
         pair=pair,
-        site=pair.baseline.site,
+        site=pair.site or pair.baseline.site,
         baseline=_side(pair.baseline, pair.baseline.first.shape),
         target=_side(pair.target, pair.target.first.shape),
         problem=problem,
         basis="value" if compared else "none",
         num_unequal=unequal,
     )
-
-
-def _named(pair: Pair) -> str:
-    """The baseline's name, but the summands' own where they meet a sum: a name belongs to one finding."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    return pair.target.site if is_partial(pair.target.site) else pair.baseline.site
 
 
 def _side(series: Series, shape: tuple[int, ...]) -> Side:

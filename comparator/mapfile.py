@@ -26,6 +26,8 @@ from tapscope.pattern import safe_pattern
 
 SIDES = ("baseline", "target", "both")
 ORDERS = ("plain", "grouped")
+MAX_STARS = 3
+"""Of one pattern of split and join: each multiplies the ways to try it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ def _fuse(where: str, section: str, whole: str, entry: Any) -> Fuse:
             raise ConfigError(
                 f"{where}.{key}: {part!r} must have a '*' for each of {whole!r}, and a port just where that has one"
             )
+    if whole.count("*") > MAX_STARS:
+        raise ConfigError(f"{where}: at most {MAX_STARS} '*' in one pattern")
     order, sizes = entry.get("order", ""), _counts(where, entry, "sizes")
     if order not in ("", *ORDERS):
         raise ConfigError(f"{where}.order={order!r} is unknown; use {' or '.join(ORDERS)}")

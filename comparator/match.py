@@ -1,45 +1,22 @@
 """Match: which site of the target is which site of the baseline. Passes go from exact to generous, and each pair
 remembers the pass that made it."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from tapscope.comparator.names import FAMILIES, is_partial, reduced, unique
-from tapscope.record import Record
-from tapscope.run import Run
+from tapscope.comparator.fusions import Fusions
+from tapscope.comparator.hints import Hints
+from tapscope.comparator.mapfile import MapFile
+from tapscope.comparator.names import FAMILIES, common, is_partial, reduced, unique
+from tapscope.comparator.renames import renamed
+from tapscope.comparator.series import Series
+from tapscope.comparator.sums import sums
+from tapscope.comparator.usermap import UserMap
 
-
-@dataclass(frozen=True, slots=True)
-class Firing:
-    """One firing of a site, on all ranks."""
-
-    step: int
-    turn: tuple[int, int]
-    """(micro-batch, occurrence) within the step."""
-    records: tuple[Record, ...]
-    """One a rank, in rank order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """All firings of one site in one pass of one model, by step."""
-
-    site: str
-    group: tuple[str, str]
-    """(model, pass)."""
-    order: tuple[int, int]
-    """(pipeline stage, seq) of the first firing: execution order."""
-    firings: tuple[Firing, ...]
-
-    @property
-    def first(self) -> Record:
-        """The first record; its dtype and shape stand for the site where one is shown."""
-        return self.firings[0].records[0]
-
-    @property
-    def num_records(self) -> int:
-        """Records on all ranks."""
-        return sum(len(f.records) for f in self.firings)
+_MASK = re.compile(r":in\[(?:attention_)?mask\]$")
+IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
+"""Modules that stand where another configuration has one that works; only their equals are their partners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +26,151 @@ class Pair:
     baseline: Series | None
     target: Series | None
     matched_by: str = ""
-    """``exact``, ``hf port``, ``hf root``, ``only input`` or ``partial sum``; empty for an orphan."""
+    """The pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``fused …``, ``only input`` or
+    ``partial sum``; empty for an orphan."""
+    site: str = ""
+    """What the finding is called; empty: as its baseline, or as what it has."""
+    note: str = ""
+    """Why an orphan has no partner, where several would do."""
 
 
-def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
-    """Group records into series, in execution order."""
-    piles: dict[tuple[str, str, str], dict[tuple[int, int, int], list[Record]]] = {}
-    for record in records:
-        key = record.key
-        pile = piles.setdefault((key.model, key.pass_, key.site), {})
-        pile.setdefault((key.step, key.micro, key.occurrence), []).append(record)
-    stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
-    found = []
-    for (model, pass_, site), pile in piles.items():
-        firings = tuple(
-            Firing(step, (micro, turn), tuple(sorted(pile[step, micro, turn], key=lambda r: r.key.rank)))
-            for step, micro, turn in sorted(pile)
-        )
-        first = firings[0].records[0]
-        found.append(Series(site, (model, pass_), (stages.get(first.key.rank, 0), first.seq), firings))
-    return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
+@dataclass(slots=True)
+class Matching:
+    """The series of one model and pass on both sides, by name, while they are matched."""
+
+    left: dict[str, Series]
+    right: dict[str, Series]
+    fusions: Fusions
+    hints: tuple[Hints, Hints]
+    pairs: list[Pair] = field(default_factory=list)
+    everything: tuple[Mapping[str, Series], Mapping[str, Series]] = field(init=False)
+    _offered: list[tuple[dict[str, Series], str, dict[str, Series]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.everything = dict(self.left), dict(self.right)
+
+    def take(self, a: str, b: str, how: str) -> None:
+        """Pair what is left under two names; part by part, where both are fused and lie differently."""
+        one, two = self.left.pop(a), self.right.pop(b)
+        parts = self.fusions.apart(one, two)
+        if parts:
+            self.pairs += [Pair(x, y, f"{how}, {what}", site) for x, y, what, site in parts]
+        else:
+            made = "sum" if one.recipe or two.recipe else how
+            self.pairs.append(Pair(one, two, "map" if (a, b) != (one.site, two.site) and how == "exact" else made))
+
+    def are_other_masks(self, name: str) -> bool:
+        """Whether ``name`` is an attention mask of two frameworks of which one, Megatron, marks what is hidden."""
+        frameworks = {hints.framework for hints in self.hints}
+        return len(frameworks) > 1 and "megatron" in frameworks and _MASK.search(name) is not None
+
+    def families(self) -> None:
+        """Meet by common spelling, from the least generous family to the most."""
+        for family in FAMILIES:
+            if not (self.left and self.right):
+                return
+            names = unique(self._nameable(0), family)
+            for spelling, site in unique(self._nameable(1), family).items():
+                if spelling in names:
+                    self.take(names[spelling], site, family.name)
+
+    def _nameable(self, side: int) -> Iterator[str]:
+        """Names whose meaning their spelling tells: an identity copies, a transposed weight is another tensor."""
+        hints = self.hints[side]
+        for name, one in (self.left, self.right)[side].items():
+            kind = hints.class_of(one.site)
+            transposed = kind == "Conv1D" and ":param[weight]" in name
+            if kind not in IDENTITIES and not transposed and not self.are_other_masks(name):
+                yield name
+
+    def offer_sums(self) -> None:
+        """Put the sums of pairs in place of the pairs."""
+        for mine, others in ((self.left, self.right), (self.right, self.left)):
+            for name, pair, total in list(sums(mine, others)):
+                self._offered.append((mine, name, {one: mine.pop(one) for one in pair}))
+                mine[name] = total
+
+    def withdraw_sums(self) -> None:
+        """Take back the sums that nothing came to meet."""
+        for mine, name, pieces in self._offered:
+            if name in mine:
+                del mine[name]
+                mine.update(pieces)
+
+    def only_inputs(self) -> None:
+        """A module's only unmatched tensor input meets the other side's: argument names are the frameworks' own."""
+        sides = [_single_inputs(side) for side in (self.left, self.right)]
+        for path in sides[1]:
+            if path in sides[0]:
+                self.take(sides[0][path], sides[1][path], "only input")
+
+    def partials(self) -> None:
+        """Summands that only one side recorded meet the other side's sum, beside that sum's own pair."""
+        for side, mine in enumerate((self.right, self.left)):
+            others = self.everything[side]
+            names = unique(others, FAMILIES[-1])
+            for site in [s for s in mine if is_partial(s)]:
+                whole = names.get(common(reduced(site)))
+                if whole is not None and others[whole].first.dtype is not None:
+                    one = mine.pop(site)
+                    both = (others[whole], one) if side == 0 else (one, others[whole])
+                    self.pairs.append(Pair(*both, "partial sum", one.site if side == 0 else both[0].site))
+
+    def orphans(self) -> None:
+        """What is left, and where several of the other side would have done, which."""
+        spelled = [_by_spelling(self._nameable(side)) for side in (0, 1)]
+        for side, mine in enumerate((self.left, self.right)):
+            for name, one in mine.items():
+                note = self._note(name, spelled[side], spelled[1 - side])
+                self.pairs.append(Pair(one, None, note=note) if side == 0 else Pair(None, one, note=note))
+
+    def _note(self, name: str, own: Mapping[str, list[str]], others: Mapping[str, list[str]]) -> str:
+        """Why a name that the other side has as well, or nearly, found no partner."""
+        if self.are_other_masks(name):
+            return "not compared: Megatron's masks mark what is hidden, other frameworks' what is seen"
+        alike = others.get(common(name), []) if name in own.get(common(name), ()) else []
+        if not alike:
+            return ""
+        rivals = ", ".join(other for other in own[common(name)] if other != name)
+        also = f", and so could {rivals}" if rivals else ""
+        return f"could be {' or '.join(alike[:3])}{also}: say which by rename in --map"
 
 
-def match(baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
-    """Pairs and orphans, in the target's execution order; a baseline orphan follows its predecessor's partner."""
+def match(
+    baseline: Sequence[Series],
+    target: Sequence[Series],
+    mapping: MapFile | None = None,
+    hints: tuple[Hints, Hints] | None = None,
+) -> list[Pair]:
+    """Pairs and orphans, in the target's execution order; a baseline orphan follows its predecessor's partner.
+
+    Raises ConfigError for an entry of the ``mapping`` that matches nothing.
+    """
+    hints = hints or (Hints(), Hints())
+    mapping = mapping or MapFile()
+    names = renamed(baseline, target, mapping.rename)
+    fusions = Fusions(hints)
+    user = UserMap(fusions, mapping.fuse)
     pairs: list[Pair] = []
     for left, right in _groups(baseline, target):
-        pairs += _match_group(left, right)
+        both = [{names[i][one.site]: one for one in side} for i, side in enumerate((left, right))]
+        pairs += _match_group(Matching(both[0], both[1], fusions, hints), user)
+    user.check(baseline, target)
     return _in_order(pairs, baseline, target)
+
+
+def _match_group(group: Matching, user: UserMap) -> list[Pair]:
+    group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
+    for name in [name for name in group.right if name in group.left and not group.are_other_masks(name)]:
+        group.take(name, name, "exact")
+    group.offer_sums()
+    group.families()
+    group.pairs += [Pair(*given) for given in group.fusions.built_in(group.left, group.right)]
+    group.only_inputs()
+    group.withdraw_sums()
+    group.partials()
+    group.orphans()
+    return group.pairs
 
 
 def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tuple[list[Series], list[Series]]]:
@@ -91,68 +185,57 @@ def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tu
     yield from split.values()
 
 
-def _match_group(baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
-    left, right = {s.site: s for s in baseline}, {s.site: s for s in target}
-    everything = dict(left), dict(right)
-    pairs: list[Pair] = []
-
-    def take(a: str, b: str, how: str) -> None:
-        pairs.append(Pair(left.pop(a), right.pop(b), how))
-
-    for site in [site for site in right if site in left]:
-        take(site, site, "exact")
-    for family in FAMILIES:
-        names = unique(left, family)
-        for common, site in unique(right, family).items():
-            if common in names:
-                take(names[common], site, family.name)
-    for a, b in _only_inputs(left, right):
-        take(a, b, "only input")
-    pairs += _partials(left, right, *everything)
-    pairs += [Pair(one, None) for one in left.values()] + [Pair(None, one) for one in right.values()]
-    return pairs
+def _single_inputs(series: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
+    """(common path, whether of gradients) -> name, for modules that have exactly one tensor input here."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name, one in series.items():
+        path, _, port = name.rpartition(":")
+        if port.startswith("in[") and one.first.dtype is not None:
+            found.setdefault((common(f"{path}:"), port.endswith(".grad")), []).append(name)
+    return {path: names[0] for path, names in found.items() if len(names) == 1}
 
 
-def _only_inputs(left: dict[str, Series], right: dict[str, Series]) -> list[tuple[str, str]]:
-    """A module's only unmatched tensor input meets the other side's: argument names are the frameworks' own."""
-    sides = [_single_inputs(s for s in side.values() if s.first.dtype is not None) for side in (left, right)]
-    return [(sides[0][path], sides[1][path]) for path in sides[1] if path in sides[0]]
-
-
-def _single_inputs(series: Iterable[Series]) -> dict[str, str]:
-    """Common path -> site, for modules that have exactly one input here."""
+def _by_spelling(names: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for one in series:
-        path, _, port = one.site.rpartition(":")
-        if port.startswith("in[") and not port.endswith(".grad"):
-            found.setdefault(FAMILIES[-1].common(f"{path}:"), []).append(one.site)
-    return {path: sites[0] for path, sites in found.items() if len(sites) == 1}
-
-
-def _partials(
-    left: dict[str, Series], right: dict[str, Series], all_left: dict[str, Series], all_right: dict[str, Series]
-) -> list[Pair]:
-    """Summands that only one side recorded meet the other side's sum, beside that sum's own pair."""
-    family = FAMILIES[-1]
-    pairs = []
-    for mine, others, is_target in ((right, all_left, True), (left, all_right, False)):
-        names = unique(others, family)
-        for site in [s for s in mine if is_partial(s)]:
-            whole = names.get(family.common(reduced(site)))
-            if whole is None or others[whole].first.dtype is None:
-                continue
-            one = mine.pop(site)
-            pairs.append(
-                Pair(others[whole], one, "partial sum") if is_target else Pair(one, others[whole], "partial sum")
-            )
-    return pairs
+    for name in names:
+        found.setdefault(common(name), []).append(name)
+    return found
 
 
 def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
-    place = {id(s): (i, 0) for i, s in enumerate(target)}
-    partner = {id(p.baseline): place[id(p.target)] for p in pairs if p.baseline and p.target}
+    """By the place of the target, or of what it was made of; a lone baseline comes after what came before it."""
+    places = {_key(s): (i, 0) for i, s in enumerate(target)}
+    partner = {
+        key: max(places[k] for k in _origins(p.target))
+        for p in pairs
+        if p.baseline and p.target
+        for key in _origins(p.baseline)
+    }
+    lone: dict[Key, tuple[int, int]] = {}
     last = (-1, 0)
     for i, one in enumerate(baseline):
-        last = partner.get(id(one), (last[0], i + 1))
-        place.setdefault(id(one), last)
-    return sorted(pairs, key=lambda p: place[id(p.target)] if p.target else place[id(p.baseline)])
+        last = partner.get(_key(one), (last[0], i + 1))
+        lone[_key(one)] = last
+
+    def place(pair: Pair) -> tuple[int, int]:
+        one = pair.target or pair.baseline
+        assert one is not None
+        return max((places if pair.target else lone)[key] for key in _origins(one))
+
+    return sorted(pairs, key=place)
+
+
+Key = tuple[tuple[str, str], str]
+"""Of a recorded series within its run: (model, pass) and site."""
+
+
+def _key(one: Series) -> Key:
+    return one.group, one.site
+
+
+def _origins(one: Series) -> Iterator[Key]:
+    """The recorded series that a series is, or is made of."""
+    if not one.sources:
+        yield _key(one)
+    for source in one.sources:
+        yield from _origins(source)

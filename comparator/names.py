@@ -1,12 +1,13 @@
-"""Names: how one family of models spells the modules and ports that another spells differently.
+"""Names: how one framework spells the modules and ports that another spells differently.
 
-A family is a list of rewrites to a common spelling; two sites meet when their common spellings are equal. The table
-grows by adding families; nothing else needs to know.
+A family is a list of rewrites to a common spelling, which is that of Hugging Face's Llama without its root; two sites
+meet when their common spellings are equal. The table grows by adding families; nothing else needs to know.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 PARTIAL = ".partial"
 """Last path component of the probe that shows a row-parallel layer's summands before the all-reduce."""
@@ -38,22 +39,97 @@ class Family:
         return site
 
 
-def _family(name: str, *pairs: tuple[str, str]) -> Family:
-    return Family(name, tuple(Rewrite(re.compile(pattern), common) for pattern, common in pairs))
+def _rewrites(*pairs: tuple[str, str]) -> tuple[Rewrite, ...]:
+    return tuple(Rewrite(re.compile(pattern), common) for pattern, common in pairs)
 
+
+# A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor.
+_PORT = _rewrites((r":out\[0\](?=$|\.grad$)", ":out"))
+
+# What DDP, FSDP, torch.compile, activation checkpointing and Megatron's Float16Module put around a module.
+_WRAPPERS = _rewrites(
+    *[
+        (rf"(?:^|(?<=\.)){name}(?:\.|(?=:))", "")
+        for name in ("module", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    ]
+)
+
+# The decoder hangs under `model.` in a causal LM, under `model.language_model.` in a multimodal one, and is the root
+# when it was captured alone. vLLM's and SGLang's returns its hidden states as they are.
+_ROOT = _rewrites(
+    (r"^(?:model|language_model\.model):out(?=$|\.grad$)", ":out[last_hidden_state]"),
+    (r"^(?:model\.language_model|language_model\.model|model)(?=[.:])\.?", ""),
+)
+
+# Megatron-core, GPTModel. Its decoder ends in the final norm. A TE layer holds the norm before it, as its weight.
+_MEGATRON = _rewrites(
+    (r"^:out(?=$|\.grad$)", ":out[logits]"),
+    (r"^decoder:out(?=$|\.grad$)", ":out[last_hidden_state]"),
+    (r"^decoder\.final_(?:layer)?norm(?=:)", "norm"),
+    (r"^embedding\.word_embeddings(?=:)", "embed_tokens"),
+    (r"^output_layer(?=:)", "lm_head"),
+    (r"^decoder\.layers\.", "layers."),
+    (r"^(layers\.\d+)\.self_attention\.linear_qkv:param\[layer_norm_(weight|bias)\]", r"\1.input_layernorm:param[\2]"),
+    (r"^(layers\.\d+)\.mlp\.linear_fc1:param\[layer_norm_(weight|bias)\]", r"\1.post_attention_layernorm:param[\2]"),
+    (r"^(layers\.\d+)\.pre_mlp_layernorm(?=:)", r"\1.post_attention_layernorm"),
+    (r"^(layers\.\d+)\.self_attention(?=[.:])", r"\1.self_attn"),
+    (r"(?<=\.self_attn\.)linear_proj(?=:)", "o_proj"),
+    (r"(?<=\.self_attn\.)linear_qkv(?=:)", "qkv_proj"),
+    (r"(?<=\.self_attn\.)([qk])_layernorm(?=:)", r"\1_norm"),
+    (r"(?<=\.self_attn\.)core_attention(?=:)", "attn"),
+    (r"(?<=\.mlp\.experts\.)local_experts\.", ""),
+    (r"(?<=\.mlp)\.router:param\[weight\]", ".gate:param[weight]"),
+    (r"(?<=\.)linear_fc1(?=:)", "gate_up_proj"),
+    (r"(?<=\.)linear_fc2(?=:)", "down_proj"),
+)
+
+# GPT-2, GPT-NeoX, BLOOM, Falcon, and Megatron before its core.
+_GPT = _rewrites(
+    (r"^(?:transformer|gpt_neox|language_model\.encoder)(?=[.:])\.?", ""),
+    (r"^(?:wte|word_embeddings|embed_in|language_model\.embedding\.word_embeddings)(?=:)", "embed_tokens"),
+    (r"^(?:ln_f|final_layer_?norm)(?=:)", "norm"),
+    (r"^embed_out(?=:)", "lm_head"),
+    (r"^h\.(?=\d)", "layers."),
+    (r"^(layers\.\d+)\.(?:attn|attention|self_attention)(?=[.:])", r"\1.self_attn"),
+    (r"^(layers\.\d+)\.ln_1(?=:)", r"\1.input_layernorm"),
+    (r"^(layers\.\d+)\.ln_2(?=:)", r"\1.post_attention_layernorm"),
+    (r"(?<=\.self_attn\.)(?:c_attn|query_key_value)(?=:)", "qkv_proj"),
+    (r"(?<=\.self_attn\.)(?:c_proj|dense)(?=:)", "o_proj"),
+    (r"(?<=\.mlp\.)(?:c_fc|dense_h_to_4h)(?=:)", "gate_up_proj"),
+    (r"(?<=\.mlp\.)(?:c_proj|dense_4h_to_h)(?=:)", "down_proj"),
+)
+
+# Meta's Llama, torchtitan, InternLM2. wq and wk are left out: their rows, and so their outputs, lie in another order.
+_META = _rewrites(
+    (r"^tok_embeddings(?=:)", "embed_tokens"),
+    (r"^output(?=:)", "lm_head"),
+    (r"^(layers\.\d+)\.(?:attention_norm)(?=:)", r"\1.input_layernorm"),
+    (r"^(layers\.\d+)\.(?:ffn_norm)(?=:)", r"\1.post_attention_layernorm"),
+    (r"^(layers\.\d+)\.attention(?=[.:])", r"\1.self_attn"),
+    (r"(?<=\.self_attn\.)wv(?=:)", "v_proj"),
+    (r"(?<=\.self_attn\.)wo(?=:)", "o_proj"),
+    (r"(?<=\.self_attn\.)wqkv(?=:)", "qkv_proj"),
+    (r"^(layers\.\d+)\.feed_forward(?=[.:])", r"\1.mlp"),
+    (r"(?<=\.mlp\.)w1(?=:)", "gate_proj"),
+    (r"(?<=\.mlp\.)w2(?=:)", "down_proj"),
+    (r"(?<=\.mlp\.)w3(?=:)", "up_proj"),
+)
 
 FAMILIES: tuple[Family, ...] = (
-    # A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor.
-    _family("hf port", (r":out\[0\](?=$|\.grad$)", ":out")),
-    # The decoder hangs under `model.` in a causal LM, under `model.language_model.` in a multimodal one, and is
-    # the root when it was captured alone.
-    _family(
-        "hf root",
-        (r":out\[0\](?=$|\.grad$)", ":out"),
-        (r"^(?:model\.language_model|language_model\.model|model)(?=[.:])\.?", ""),
-    ),
+    Family("hf port", _PORT),
+    Family("hf root", (*_PORT, *_ROOT)),
+    Family("wrapper", (*_WRAPPERS, *_PORT, *_ROOT)),
+    Family("megatron", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON)),
+    Family("gpt", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON, *_GPT)),
+    Family("meta", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON, *_GPT, *_META)),
 )
 """The passes of the name map, from the least to the most generous."""
+
+
+@lru_cache(maxsize=1 << 17)
+def common(site: str) -> str:
+    """The site in the spelling that all families share."""
+    return FAMILIES[-1].common(site)
 
 
 def is_partial(site: str) -> bool:

@@ -1,13 +1,15 @@
 """Prepare: put both sides of a pair together and decide which rows meet, without reading a value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tapscope.comparator.align import Aligner, Join, Plan
-from tapscope.comparator.assemble import Coords, Whole, assemble, coords_of
+from tapscope.comparator.assemble import Coords, Whole, coords_of
 from tapscope.comparator.layout import Layout, layout_of
-from tapscope.comparator.match import Firing, Pair
+from tapscope.comparator.match import Pair
+from tapscope.comparator.realise import realise
 from tapscope.comparator.rows import RowMap
+from tapscope.comparator.series import Series
 from tapscope.run import Run
 
 
@@ -62,8 +64,8 @@ class Preparer:
         """Prepare a pair of tensors; never raises for what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
-        left, broken_left = _sound(self.baseline, self._coords[0], pair.baseline.firings)
-        right, broken_right = _sound(self.target, self._coords[1], pair.target.firings)
+        left, broken_left = _sound(self.baseline, self._coords[0], pair.baseline)
+        right, broken_right = _sound(self.target, self._coords[1], pair.target)
         layouts = (
             layout_of(pair.baseline.site, left, self.row_map.baseline),
             layout_of(pair.target.site, right, self.row_map.target),
@@ -77,8 +79,8 @@ class Preparer:
         return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes)
 
 
-def _sound(run: Run, coords: Mapping[int, Coords], firings: Sequence[Firing]) -> tuple[tuple[Whole, ...], list[Whole]]:
+def _sound(run: Run, coords: Mapping[int, Coords], series: Series) -> tuple[tuple[Whole, ...], list[Whole]]:
     """(firings that could be put together, those that could not); all of them as the first where none could."""
-    wholes = [assemble(run, coords, firing) for firing in firings]
+    wholes = realise(run, coords, series)
     sound = tuple(w for w in wholes if not w.problem)
     return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])

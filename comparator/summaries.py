@@ -6,9 +6,9 @@ from functools import reduce
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout
-from tapscope.comparator.match import Series
 from tapscope.comparator.pieces import is_joined, leaves
 from tapscope.comparator.prepare import Prepared
+from tapscope.comparator.series import Series
 from tapscope.comparator.spread import NOTHING, QUANTILES, Spread
 from tapscope.record import Stats
 

@@ -194,6 +194,7 @@ def test_the_flags_of_diff_are_these(capsys: pytest.CaptureFixture[str]) -> None
         "--layers",
         "--steps",
         "--ranks",
+        "--map",
         "--rtol",
         "--atol",
         "--allow-partial",

@@ -1,0 +1,42 @@
+"""Recipe: how a value that one run recorded whole, in parts or in summands is made of what the other run recorded."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What lies in a fused tensor, along one axis."""
+
+    parts: tuple[str, ...]
+    """Names of the parts in their plain order, e.g. ``("q_proj", "k_proj", "v_proj")``."""
+    axis: int = -1
+    """Tensor axis: the last for activations, 0 for weights and biases."""
+    sizes: tuple[int, ...] = ()
+    """Features of each part in the whole tensor, over all ranks; empty when they are not known."""
+    groups: int = 1
+    """How often all parts follow one another: the number of key/value heads in Megatron's grouped order."""
+    problem: str = ""
+    """Why it cannot be taken apart, and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a fused tensor, or all of them in plain order."""
+
+    fused: Fused
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Parts side by side, in plain order."""
+
+    fused: Fused
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The sum of several values, in float32 or wider: a hidden state and the residual that a later norm adds to it."""
+
+
+Recipe = Part | Join | Sum

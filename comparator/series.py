@@ -1,0 +1,92 @@
+"""Series: the records of a run by site: all firings of one site, on all ranks and steps, in execution order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tapscope.comparator.recipe import Recipe
+from tapscope.record import Record
+from tapscope.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """One firing of a site, on all ranks."""
+
+    step: int
+    turn: tuple[int, int]
+    """(micro-batch, occurrence) within the step."""
+    records: tuple[Record, ...]
+    """One a rank, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """All firings of one site in one pass of one model, by step."""
+
+    site: str
+    group: tuple[str, str]
+    """(model, pass)."""
+    order: tuple[int, int]
+    """(pipeline stage, seq) of the first firing: execution order."""
+    firings: tuple[Firing, ...]
+    recipe: Recipe | None = None
+    """How its values are made of those of :attr:`sources`; None for a site as it was recorded."""
+    sources: tuple["Series", ...] = ()
+
+    @property
+    def first(self) -> Record:
+        """The first record; its dtype and shape stand for the site where one is shown."""
+        return self.firings[0].records[0]
+
+    @property
+    def num_records(self) -> int:
+        """Records on all ranks."""
+        return sum(len(f.records) for f in self.firings)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it holds tensors, and no plain values."""
+        return self.first.dtype is not None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point tensors."""
+        return (self.first.dtype or "").startswith(("float", "bfloat"))
+
+
+def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
+    """A series whose values are made of those of ``sources``, where all of them fired; raises ValueError if nowhere."""
+    shared = _shared(sources)
+    kept = [replace(one, firings=tuple(f for f in one.firings if (f.step, f.turn) in shared)) for one in sources]
+    if not shared:
+        raise ValueError(f"{' and '.join(s.site for s in sources)} never fired together")
+    last = max(kept, key=lambda s: s.order)
+    return Series(site, last.group, last.order, kept[0].firings, recipe, tuple(kept))
+
+
+def fire_together(sources: Sequence[Series]) -> bool:
+    """Whether there is a firing that all of them have."""
+    return bool(_shared(sources))
+
+
+def _shared(sources: Sequence[Series]) -> set[tuple[int, tuple[int, int]]]:
+    return set.intersection(*({(f.step, f.turn) for f in one.firings} for one in sources))
+
+
+def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
+    """Group records into series, in execution order."""
+    piles: dict[tuple[str, str, str], dict[tuple[int, int, int], list[Record]]] = {}
+    for record in records:
+        key = record.key
+        pile = piles.setdefault((key.model, key.pass_, key.site), {})
+        pile.setdefault((key.step, key.micro, key.occurrence), []).append(record)
+    stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
+    found = []
+    for (model, pass_, site), pile in piles.items():
+        firings = tuple(
+            Firing(step, (micro, turn), tuple(sorted(pile[step, micro, turn], key=lambda r: r.key.rank)))
+            for step, micro, turn in sorted(pile)
+        )
+        first = firings[0].records[0]
+        found.append(Series(site, (model, pass_), (stages.get(first.key.rank, 0), first.seq), firings))
+    return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
