@@ -1,0 +1,212 @@
+"""Opcodes: reads the part of Python's pickle format that ``torch.save`` writes, without the module that executes it.
+
+A pickle is a program for a small stack machine. This one knows only the opcodes that build plain containers, texts and
+numbers, and calls nothing but what its caller hands in by name: an unknown global ends the reading and is never looked
+up. Whatever the bytes are, it needs time and memory in proportion to their length.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_BYTES = 64 << 20
+"""Longest pickle that is read: the tensors' bytes are not in it."""
+_MAX_INT_BYTES = 16
+
+
+class PickleProblem(ValueError):
+    """The bytes are damaged, or hold what is not read here; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constructor:
+    """Something that a pickle may call; nothing else ever is."""
+
+    make: Callable[..., Any]
+
+
+_MARK = object()
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}  # N \x88 \x89
+_NUMBERS = {0x4B: "<B", 0x4D: "<H", 0x4A: "<i", 0x47: ">d"}  # K M J G
+_TEXTS = {0x8C: 1, 0x58: 4, 0x8D: 8}  # short_binunicode binunicode binunicode8: bytes of the length
+_BYTES = {0x43: 1, 0x42: 4, 0x8E: 8, 0x96: 8}  # short_binbytes binbytes binbytes8 bytearray8
+_LONGS = {0x8A: 1, 0x8B: 4}
+_NEW: dict[int, Callable[[], Any]] = {0x7D: dict, 0x5D: list, 0x29: tuple, 0x8F: set}  # } ] ) \x8f
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_PUTS, _GETS = {0x71: 1, 0x72: 4}, {0x68: 1, 0x6A: 4}  # q r, h j
+_SCALARS = (str, bytes, int, float, bool, type(None))
+
+
+def read(data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> Any:
+    """The object that ``data`` builds.
+
+    ``known`` maps (module, name) of each allowed global to what stands for it, a :class:`Constructor` where it may be
+    called; ``persistent`` gives the object for a persistent id. Raises PickleProblem.
+    """
+    if len(data) > MAX_BYTES:
+        raise PickleProblem(f"its pickle has {len(data):,} bytes, at most {MAX_BYTES:,} are read")
+    machine = _Machine(data, known, persistent)
+    try:
+        return machine.run()
+    except (IndexError, struct.error):
+        raise PickleProblem(f"its pickle is damaged at byte {machine.at:,}") from None
+    except (TypeError, AttributeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+        raise PickleProblem(f"its pickle is damaged at byte {machine.at:,} ({type(error).__name__})") from None
+
+
+class _Machine:
+    """Stack, memo and place in the bytes."""
+
+    def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> None:
+        self.data, self.known, self.persistent = data, known, persistent
+        self.at = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        data, stack, memo = self.data, self.stack, self.memo
+        while True:
+            code = data[self.at]
+            self.at += 1
+            if code in _PUTS:
+                memo[self.unsigned(_PUTS[code])] = stack[-1]
+            elif code in _GETS:
+                stack.append(self.remembered(self.unsigned(_GETS[code])))
+            elif code == 0x94:  # memoize
+                memo[len(memo)] = stack[-1]
+            elif code == 0x2E:  # stop
+                return stack.pop()
+            elif not (self.literal(code) or self.container(code) or self.object(code)):
+                raise PickleProblem(f"its pickle has an opcode that torch.save never writes, {code:#04x}")
+
+    def literal(self, code: int) -> bool:
+        """Push a constant, a number, a text or bytes; whether ``code`` is one of these."""
+        push = self.stack.append
+        if code in _TEXTS:
+            push(self.take(self.unsigned(_TEXTS[code])).decode("utf-8", "surrogatepass"))
+        elif code in _NUMBERS:
+            form = _NUMBERS[code]
+            push(struct.unpack(form, self.take(struct.calcsize(form)))[0])
+        elif code in _CONSTANTS:
+            push(_CONSTANTS[code])
+        elif code in _LONGS:
+            length = self.unsigned(_LONGS[code])
+            if length > _MAX_INT_BYTES:
+                raise PickleProblem(f"its pickle has an integer of {length:,} bytes")
+            push(int.from_bytes(self.take(length), "little", signed=True))
+        elif code in _BYTES:
+            push(self.take(self.unsigned(_BYTES[code])))
+        elif code == 0x28:  # mark
+            push(_MARK)
+        elif code in (0x80, 0x95):  # protocol, frame: nothing to do
+            self.take(1 if code == 0x80 else 8)
+        else:
+            return False
+        return True
+
+    def container(self, code: int) -> bool:
+        """Make or fill a container; whether ``code`` does that."""
+        stack = self.stack
+        if code in _NEW:
+            stack.append(_NEW[code]())
+        elif code in _TUPLES:
+            count = _TUPLES[code]
+            if len(stack) < count:
+                raise IndexError
+            stack[-count:] = [tuple(stack[-count:])]
+        elif code == 0x74:  # t
+            stack.append(tuple(self.since_mark()))
+        elif code in (0x61, 0x65):  # append, appends
+            items = [stack.pop()] if code == 0x61 else self.since_mark()
+            _of(list, stack[-1]).extend(items)
+        elif code in (0x73, 0x75):  # setitem, setitems
+            flat = [stack.pop(-2), stack.pop()] if code == 0x73 else self.since_mark()
+            keys = flat[::2]
+            _only_scalars(keys)
+            _of(dict, stack[-1]).update(zip(keys, flat[1::2], strict=False))
+        elif code == 0x90:  # additems
+            items = self.since_mark()
+            _only_scalars(items)
+            _of(set, stack[-1]).update(items)
+        else:
+            return False
+        return True
+
+    def object(self, code: int) -> bool:
+        """Name, call or set up something that the caller knows; whether ``code`` does that."""
+        stack = self.stack
+        if code == 0x63:  # global
+            stack.append(self.named(self.line(), self.line()))
+        elif code == 0x93:  # stack_global
+            name, module = stack.pop(), stack.pop()
+            stack.append(self.named(_of(str, module), _of(str, name)))
+        elif code in (0x52, 0x81):  # reduce, newobj
+            arguments, called = _of(tuple, stack.pop()), stack.pop()
+            if not isinstance(called, Constructor):
+                raise PickleProblem("its pickle calls what is no known constructor")
+            stack.append(called.make(*arguments))
+        elif code == 0x51:  # binpersid
+            stack.append(self.persistent(stack.pop()))
+        elif code == 0x62:  # build: attributes of a container, which mean nothing here
+            stack.pop()
+            if not isinstance(stack[-1], dict | list | set):
+                raise PickleProblem("its pickle sets the state of an object")
+        else:
+            return False
+        return True
+
+    def named(self, module: str, name: str) -> Any:
+        found = self.known.get((module, name))
+        if found is None:
+            raise PickleProblem(
+                f"it asks for {module[:80]}.{name[:80]}, which is no tensor, number, text or container; nothing of it "
+                "was executed"
+            )
+        return found
+
+    def remembered(self, number: int) -> Any:
+        if number not in self.memo:
+            raise IndexError
+        return self.memo[number]
+
+    def since_mark(self) -> list[Any]:
+        stack = self.stack
+        place = len(stack) - 1
+        while stack[place] is not _MARK:  # runs into an IndexError where there is none
+            place -= 1
+            if place < 0:
+                raise IndexError
+        items = stack[place + 1 :]
+        del stack[place:]
+        return items
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if end > len(self.data):
+            raise IndexError
+        found = self.data[self.at : end]
+        self.at = end
+        return found
+
+    def unsigned(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise IndexError
+        found = self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return found
+
+
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError
+    return value
+
+
+def _only_scalars(keys: list[Any]) -> None:
+    if not all(isinstance(key, _SCALARS) for key in keys):
+        raise PickleProblem("its pickle has a key that is no text or number")
