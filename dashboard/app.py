@@ -12,7 +12,6 @@ from tapscope.dashboard.screens.browse import BrowseScreen
 from tapscope.dashboard.sources import RunSource
 from tapscope.dashboard.theme import DARK, LIGHT, NAMES
 from tapscope.errors import TapscopeError
-from tapscope.manifest import read_manifest
 from tapscope.run import open_run
 
 
@@ -49,7 +48,7 @@ def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = ()) -
 
     Raises the errors of :func:`tapscope.run.open_run`, and ConfigError for a wrong key.
     """
-    read_manifest(Path(path))
+    open_run(path).close()
     app = TapscopeApp(lambda: RunSource(open_run(path)), theme=theme, keys=keys)
     error = app.run()
     if error is not None:

@@ -108,7 +108,7 @@ def _from_host() -> tuple[str, dict[str, int], dict[str, int]]:
         mesh, coords = {}, {}
         for axis, long in _AXES.items():
             size, coordinate = (_ask(host, f"get_{long}_{what}") for what in ("world_size", "rank"))
-            if size is not None and coordinate is not None:
+            if size and coordinate is not None:  # of groups that are not made yet, Megatron says 0
                 mesh[axis], coords[axis] = size, coordinate
         if mesh:
             return framework, mesh, coords

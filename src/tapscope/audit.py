@@ -1,13 +1,9 @@
 """Audit: what the lines of a run expected, against what is on disk."""
 
 from collections import Counter
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tapscope.ledger import Ledger
-from tapscope.manifest import segment_path
-from tapscope.record import Record
 
 if TYPE_CHECKING:
     from tapscope.index import Event
@@ -24,26 +20,8 @@ def audit(run: "Run", rank: int | None = None) -> Ledger:
     for number in ranks:
         _account_for_rank(account, run, number)
     account.never_fired = sorted(set(account.never_fired))
+    account.unknown = list(run.unknown)
     return account
-
-
-def missing_payloads(path: Path, records: Iterable[Record]) -> list[str]:
-    """Segments that are gone or shorter than their records say; one look at each file."""
-    ends: dict[tuple[int, str], int] = {}
-    for rec in records:
-        if (entry := rec.entry) is not None:
-            place, end = (rec.key.rank, entry.file), entry.offset + entry.nbytes
-            if end > ends.get(place, 0):
-                ends[place] = end
-    problems = []
-    for (rank, name), end in ends.items():
-        file = segment_path(path, rank, name)
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            problems.append(f"{file}: missing, and with it the values of its records")
-        elif size < end:
-            problems.append(f"{file}: truncated: {size} bytes, its records need {end}")
-    return problems
 
 
 def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> None:

@@ -59,6 +59,8 @@ class RankIndex:
     metrics: list[Metric] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """What the source does not say of itself or leaves out, one sentence each."""
 
 
 @contextmanager

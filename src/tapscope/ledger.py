@@ -173,6 +173,8 @@ class Ledger:
     """Ranks that did not say goodbye: still running, or killed together with their recorder."""
     missing_ranks: list[int] = field(default_factory=list)
     """Ranks of the world that never came."""
+    unknown: list[str] = field(default_factory=list)
+    """What a source does not say of itself, one sentence each; it makes nothing incomplete."""
     problems: list[str] = field(default_factory=list)
     """What the reader could not make sense of."""
 
@@ -203,7 +205,7 @@ class Ledger:
             (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {_some(self.never_fired)}"),
         ]
-        return [sentence for amount, sentence in facts if amount] + self.problems
+        return [sentence for amount, sentence in facts if amount] + self.unknown + self.problems
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,18 +1,18 @@
 """Run: reading the directory of one observed execution (docs/format.md is normative)."""
 
-import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tapscope import dtypes
-from tapscope.audit import audit, missing_payloads
+from tapscope.audit import audit
+from tapscope.dumpdir import find_dump, read_dump
 from tapscope.errors import RuleError, RunCorruptError
 from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, uncollected
 from tapscope.ledger import Ledger, StepLine, step_from_lines
-from tapscope.manifest import rank_dirs, read_manifest, segment_path
+from tapscope.manifest import rank_dirs, read_manifest
+from tapscope.payload import Payloads, SegmentPayloads
 from tapscope.record import Record
 from tapscope.site import Glob, describe_layers, layer_of
 from tapscope.table import table
@@ -27,18 +27,23 @@ class Run:
     The index is read at once; payloads are mapped when asked for. An open run may be read while it is written.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], ranks: dict[int, RankIndex]) -> None:
+    def __init__(
+        self, path: Path, manifest: dict[str, Any], ranks: dict[int, RankIndex], payloads: Payloads | None = None
+    ) -> None:
+        """``payloads`` are the segments of the run, unless its values lie elsewhere."""
         self.path = path
         self.manifest = manifest
         self._ranks = ranks
-        self._maps: dict[Path, np.ndarray[Any, Any]] = {}
+        self._payloads = payloads or SegmentPayloads(path)
         self.records: list[Record] = [r for rank in sorted(ranks) for r in sorted(ranks[rank].records, key=_seq)]
         """Every record, by rank and then in the order they were taken."""
         self.sites: dict[str, SiteInfo] = {}
         for rank in sorted(ranks, reverse=True):
             self.sites.update(ranks[rank].sites)
         self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
-        self.problems += missing_payloads(path, self.records)
+        self.unknown: list[str] = list(dict.fromkeys(said for rank in sorted(ranks) for said in ranks[rank].unknown))
+        """What the source of the run does not say of itself; see :class:`~tapscope.ledger.Ledger`."""
+        self.problems += self._payloads.missing(self.records)
         self.steps: dict[int, dict[int, StepLine]] = _steps(ranks, self.problems)
         """step -> rank -> line."""
 
@@ -150,36 +155,7 @@ class Run:
             raise RunCorruptError(
                 f"{rec.key.site} at step {rec.key.step} was kept as statistics only: no values on disk"
             )
-        dtype = dtypes.numpy_dtype(rec.dtype)
-        expected = int(np.prod(rec.shape, dtype=np.int64)) * dtype.itemsize
-        path = segment_path(self.path, rec.key.rank, rec.entry.file)
-        if rec.entry.offset < 0:
-            raise RunCorruptError(f"{path}: {rec.key.tensor_name} lies at {rec.entry.offset}, before the file")
-        if expected != rec.entry.nbytes:
-            raise RunCorruptError(
-                f"{path}: {rec.key.tensor_name} has {rec.entry.nbytes} bytes, its shape needs {expected}"
-            )
-        if expected == 0:
-            return np.empty(rec.shape, dtype)
-        end = rec.entry.offset + expected
-        data = self._map(path, end)
-        try:
-            return data[rec.entry.offset : end].view(dtype).reshape(rec.shape)
-        except ValueError as error:
-            raise RunCorruptError(f"{path}: {rec.key.tensor_name} at {rec.entry.offset}: {error}") from None
-
-    def _map(self, path: Path, end: int) -> np.ndarray[Any, Any]:
-        mapped = self._maps.get(path)
-        if mapped is None or mapped.nbytes < end:
-            try:
-                with path.open("rb") as file:
-                    mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-            except (OSError, ValueError) as error:
-                raise RunCorruptError(f"{path}: cannot be read: {error}") from None
-            if mapped.nbytes < end:
-                raise RunCorruptError(f"{path}: truncated: {mapped.nbytes} bytes, a record needs {end}")
-            self._maps[path] = mapped
-        return mapped
+        return self._payloads.array(rec)
 
     def tokens(self) -> dict[str, dict[int, int]]:
         """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
@@ -211,18 +187,21 @@ class Run:
 
     def close(self) -> None:
         """Let go of the mapped files (arrays that are still in use keep theirs)."""
-        self._maps.clear()
+        self._payloads.close()
 
 
 def open_run(path: str | Path) -> Run:
-    """Open the run at ``path``.
+    """Open the run at ``path``, or the directory that SGLang's dumper wrote there (see :mod:`tapscope.dumpdir`).
 
     Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, and
     RunCorruptError when the manifest cannot be read. Damaged lines are reported in :attr:`Run.problems`.
     """
     path = Path(path)
-    manifest = read_manifest(path)
     with uncollected():
+        if (folder := find_dump(path)) is not None:
+            dump = read_dump(folder)
+            return Run(folder, dump.manifest, dump.ranks, dump.payloads)
+        manifest = read_manifest(path)
         ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
         return Run(path, manifest, ranks)
 

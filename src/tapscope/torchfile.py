@@ -52,6 +52,14 @@ class Tensor:
         return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
+    def end(self) -> int:
+        """The byte behind its last element."""
+        if 0 in self.shape:
+            return self.offset
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset + (last + 1) * dtypes.itemsize(self.dtype)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie in C order without gaps."""
         expected = 1
@@ -166,6 +174,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
     if not isinstance(storage, _Storage):
         raise PickleProblem("its pickle makes a tensor of what is no storage")
     dtype = storage.dtype
+    if any(isinstance(each, dict) and (each.get("conj") or each.get("neg")) for each in more):
+        raise PickleProblem("holds a tensor whose conjugate or negative was never computed: save .resolve_conj() of it")
     if len(more) > 2 and isinstance(more[2], _Named):
         dtype = str(more[2])
     if dtype is None or dtype == "untyped":
@@ -175,8 +185,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
         raise PickleProblem("its pickle gives a tensor a shape that does not fit its strides")
     width = dtypes.itemsize(dtype)
     found = Tensor(dtype, shape, strides, storage.offset + offset * width)
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and (last + 1) * width > storage.nbytes:
+    if found.end > storage.offset + storage.nbytes:
         raise PickleProblem(f"its pickle gives a tensor of shape {shape[:8]} a storage of {storage.nbytes:,} bytes")
     if found.nbytes > max(storage.nbytes, _MAX_SPREAD):
         raise PickleProblem(f"its pickle spreads {storage.nbytes:,} bytes over a tensor of shape {shape[:8]}")
@@ -260,8 +269,14 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
+def packed(dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
+    """A tensor whose elements lie in C order without gaps."""
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return Tensor(dtype, shape, strides, offset)
+
+
 def view(data: np.ndarray[Any, Any], tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as a read-only view of ``data``, the mapped bytes of its whole file."""
+    """A tensor as a read-only view of ``data``, the bytes that its offset counts from."""
     dtype = dtypes.numpy_dtype(tensor.dtype)
     if 0 in tensor.shape:
         return np.empty(tensor.shape, dtype)

@@ -1,0 +1,295 @@
+"""DumpDir: a directory that SGLang's dumper wrote, read as a run.
+
+One ``torch.save`` file a value, named by its tags (see :mod:`.dumpname`), holding ``{"value": ..., "meta": {...}}``.
+Meta repeats the tags and adds the parallel info of the rank, and dims. Such a directory keeps no account of itself:
+what was not written cannot be known, and the ledger says so.
+"""
+
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapscope import ledger, torchfile
+from tapscope.dumpname import CORE, GRAD, is_dump_name, site_of, tags_of_name
+from tapscope.errors import RunCorruptError, RunNotFoundError
+from tapscope.index import Event, RankIndex, SiteInfo
+from tapscope.manifest import MANIFEST, MAX_RANKS
+from tapscope.observe import StepInfo
+from tapscope.payload import Array
+from tapscope.plain import leaves, plain_value
+from tapscope.record import BACKWARD, FORWARD, RECOMPUTE, Entry, Key, Record
+from tapscope.torchfile import Tensor, packed
+
+UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
+REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
+_ABOUT: tuple[str, ...] = (
+    "name",
+    "step",
+    "rank",
+    "dump_index",
+    "recompute_status",
+    "layer_id",
+    "dims",
+    "dims_grad",
+    "tokenizer_path",
+)
+_ABOUT += ("world_rank", "world_size", "recompute_pseudo_rank", "recompute_pseudo_size", "filename")
+_MAP_FROM = 1 << 16
+"""Bytes from which a tensor is mapped; smaller ones are sooner read."""
+_FRAMEWORKS = ("sglang", "megatron")
+
+
+def find_dump(path: Path) -> Path | None:
+    """The directory with the dumped files: ``path`` itself, or the only one in it that has any; None for no dump.
+
+    Raises RunNotFoundError when several have: which is meant must be said.
+    """
+    if (path / MANIFEST).exists() or not path.is_dir():
+        return None
+    if _has_files(path):
+        return path
+    inner = sorted(entry for entry in path.iterdir() if entry.is_dir() and _has_files(entry))
+    if len(inner) > 1:
+        names = ", ".join(entry.name for entry in inner[:4])
+        raise RunNotFoundError(f"{path} holds {len(inner)} SGLang dumps ({names}); give one of them")
+    return inner[0] if inner else None
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(is_dump_name(entry.name) for entry in entries)
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """What was read of such a directory."""
+
+    manifest: dict[str, Any]
+    ranks: dict[int, RankIndex]
+    payloads: "DumpPayloads"
+
+
+class DumpPayloads:
+    """The tensors within the dumped files, which are many and small: none is kept open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.spread: dict[Key, Tensor] = {}
+        """Tensors that do not lie in one piece."""
+
+    def array(self, record: Record) -> Array:
+        """See :class:`~tapscope.payload.Payloads`."""
+        assert record.entry is not None
+        assert record.dtype is not None
+        tensor = self.spread.get(record.key) or packed(record.dtype, record.shape, record.entry.offset)
+        return self.read(record.entry.file, tensor)
+
+    def read(self, name: str, tensor: Tensor) -> Array:
+        """A tensor of a file; raises RunCorruptError when the file has become shorter or is gone."""
+        path = self._folder / name
+        try:
+            with path.open("rb") as file:
+                if tensor.end - tensor.offset >= _MAP_FROM:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    return torchfile.view(np.frombuffer(mapped, np.uint8), tensor)
+                data = os.pread(file.fileno(), tensor.end - tensor.offset, tensor.offset)
+                return torchfile.view(np.frombuffer(data, np.uint8), replace(tensor, offset=0))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunCorruptError(f"{path}: cannot be read any more: {error}") from None
+
+    def missing(self, records: Iterable[Record]) -> list[str]:
+        """Nothing: every file was opened when the directory was read."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def read_dump(folder: Path) -> Dump:
+    """Read every file's tags and meta; payloads stay where they are.
+
+    A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
+    """
+    names = sorted(_file_names(folder), key=_order)
+    found = Dump({}, {}, DumpPayloads(folder))
+    reader = _Reader(folder, found)
+    for name in names:
+        reader.add(name)
+    if not any(index.records for index in found.ranks.values()):
+        problems = [problem for index in found.ranks.values() for problem in index.problems]
+        raise RunCorruptError(f"{folder} is an SGLang dump without one readable value: {(problems or ['no file'])[0]}")
+    reader.finish()
+    return found
+
+
+def _file_names(folder: Path) -> Iterator[str]:
+    """Relative names; a ``/`` in a dumped name has made directories."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if "___" in name]
+        inside = Path(root).relative_to(folder)
+        yield from (str(inside / name) for name in files if is_dump_name(str(inside / name)))
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    tags = tags_of_name(name.removesuffix(".pt"))
+    return _number(tags.get("rank")) or 0, _number(tags.get("dump_index")) or 0, name
+
+
+class _Reader:
+    """Makes records of files, one after another in the order of each rank's dumps."""
+
+    def __init__(self, folder: Path, found: Dump) -> None:
+        self._folder, self._found = folder, found
+        self._meta: dict[int, Mapping[str, Any]] = {}
+        self._firings: Counter[tuple[object, ...]] = Counter()
+        self._per_step: Counter[tuple[int, int]] = Counter()
+        self._arguments: dict[tuple[str, int, int], object] = {}
+        """(site, step, rank) -> what was dumped there first, of the model's own arguments."""
+
+    def add(self, name: str) -> None:
+        tags: dict[str, Any] = dict(tags_of_name(name.removesuffix(".pt")))
+        rank = min(_number(tags.get("rank")) or 0, MAX_RANKS)
+        index = self._found.ranks.setdefault(rank, RankIndex())
+        try:
+            content = torchfile.load(self._folder / name)
+            meta: dict[str, Any] = {}
+            if isinstance(content, dict) and "value" in content:
+                meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
+                content = content["value"]
+            tags |= meta
+            self._meta.setdefault(rank, meta)
+            self._record(index, rank, name, tags, content)
+        except RunCorruptError as error:
+            index.problems.append(str(error))
+        except ValueError as error:
+            index.problems.append(f"{self._folder / name}: {error}")
+
+    def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any) -> None:
+        name, step = str(tags.get("name", "(unnamed)")), _number(tags.get("step")) or 0
+        site, pass_ = site_of(name, tags), _pass(name, tags)
+        dims = tags.get("dims")
+        if name in CORE and self._is_repeated((site, step, rank), file, value):
+            if REPEATED not in index.unknown:
+                index.unknown.append(REPEATED)
+            return
+        for path, leaf in leaves(value):
+            here = _inside(site, path)
+            firing = (here, step, rank, pass_)
+            key = Key(here, step, rank, self._firings[firing], 0, pass_)
+            self._firings[firing] += 1
+            is_tensor = isinstance(leaf, Tensor)
+            record = Record(
+                key,
+                len(index.records),
+                leaf.dtype if is_tensor else None,
+                leaf.shape if is_tensor else (),
+                dims=dims if isinstance(dims, str) and is_tensor else None,
+                entry=Entry(file, leaf.offset, leaf.nbytes) if is_tensor else None,
+                value=None if is_tensor else plain_value(leaf),
+                tags=_own_tags(tags),
+            )
+            if is_tensor and not leaf.is_contiguous:
+                self._found.payloads.spread[key] = leaf
+            index.records.append(record)
+            index.sites.setdefault(here, SiteInfo(here, "", {}, dims=record.dims))
+            self._per_step[rank, step] += 1
+
+    def _is_repeated(self, place: tuple[str, int, int], file: str, value: Any) -> bool:
+        """Whether this is an argument of the model that its inner modules were handed on, as it was."""
+        form: object = value
+        if isinstance(value, Tensor):
+            form = (value.dtype, value.shape, self._found.payloads.read(file, value).tobytes())
+        found = form == self._arguments.get(place)
+        self._arguments.setdefault(place, form)
+        return found
+
+    def finish(self) -> None:
+        """Steps, ranks and the manifest, when all files are there."""
+        steps = sorted({step for _, step in self._per_step})
+        mesh: dict[str, int] = {}
+        for rank, index in self._found.ranks.items():
+            sizes, coords = parallel_info(self._meta.get(rank, {}))
+            mesh |= sizes
+            index.events = [Event(rank, "open", {"coords": coords, "mesh": sizes}), Event(rank, "close", {})]
+            index.unknown.append(UNKNOWN)
+            for step in steps:
+                if count := self._per_step[rank, step]:
+                    index.begins[step] = ledger.begin_line(StepInfo(step=step), 0)
+                    index.ends[step] = ledger.end_line(step, ledger.StepCounts(count, count))
+        self._found.manifest.update(self._manifest(mesh))
+
+    def _manifest(self, mesh: dict[str, int]) -> dict[str, Any]:
+        metas = list(self._meta.values())
+        known = [each for each in _FRAMEWORKS if any(_is_placed(m.get(f"{each}_parallel_info")) for m in metas)]
+        worlds = [size for meta in metas if (size := _number(meta.get("world_size"))) and size <= MAX_RANKS]
+        models = [Path(path).name for meta in metas if isinstance(path := meta.get("tokenizer_path"), str)]
+        return {
+            "version": 1,
+            "format": "sglang-dump",
+            "framework": known[0] if known else "sglang",
+            "model": models[0] if models else "",
+            "dtype": "",
+            "mesh": mesh,
+            "world_size": max(worlds, default=len(self._found.ranks)),
+        }
+
+
+def parallel_info(meta: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """(axis -> size, axis -> coordinate), of axes with more than one rank, from what the frameworks' plugins wrote."""
+    sizes: dict[str, int] = {}
+    coords: dict[str, int] = {}
+    for framework in _FRAMEWORKS:
+        info: Any = meta.get(f"{framework}_parallel_info")
+        for name, value in info.items() if isinstance(info, dict) else ():
+            axis, size = str(name).removesuffix("_size"), _number(value)
+            coordinate = _number(info.get(f"{axis}_rank"))
+            if str(name).endswith("_size") and size and 1 < size <= MAX_RANKS and coordinate is not None:
+                sizes[axis], coords[axis] = size, coordinate
+    return sizes, coords
+
+
+def _is_placed(info: Any) -> bool:
+    """Whether a plugin knew its groups: one whose framework is only installed says sizes of 0, or an error."""
+    return isinstance(info, dict) and any(str(k).endswith("_size") and (_number(v) or 0) > 0 for k, v in info.items())
+
+
+def _pass(name: str, tags: Mapping[str, Any]) -> str:
+    if name.startswith(GRAD):
+        return BACKWARD
+    return RECOMPUTE if tags.get("recompute_status") == "recompute" else FORWARD
+
+
+def _inside(site: str, path: str) -> str:
+    """The site of a part of a value: ``:tap[x]`` -> ``:tap[x.path]``, ``:out`` -> ``:out[path]``."""
+    if not path:
+        return site
+    stem, grad = site.removesuffix(".grad"), ".grad" if site.endswith(".grad") else ""
+    return f"{stem[:-1]}.{path}]{grad}" if stem.endswith("]") else f"{stem}[{path}]{grad}"
+
+
+def _own_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the caller said of the value, beyond what every dump says."""
+    kept = {
+        str(name): value
+        for name, value in tags.items()
+        if name not in _ABOUT
+        and not str(name).endswith("_parallel_info")
+        and isinstance(value, str | int | float | bool)
+    }
+    return kept or None
+
+
+def _number(value: Any) -> int | None:
+    """A count from JSON-like meta or a file's name; None for anything else."""
+    if isinstance(value, str) and value.isdecimal() and len(value) < 19:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None

@@ -1,0 +1,112 @@
+"""Payloads: the bytes behind records, mapped from whatever files a source keeps them in."""
+
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.errors import RunCorruptError
+from tapscope.manifest import segment_path
+from tapscope.record import Record
+
+Array = np.ndarray[Any, Any]
+
+
+class Payloads(Protocol):
+    """What a :class:`~tapscope.run.Run` asks for values."""
+
+    def array(self, record: Record) -> Array:
+        """The values of a record that has an entry, read only; raises RunCorruptError when they are not there."""
+        ...
+
+    def missing(self, records: Iterable[Record]) -> list[str]:
+        """Files that are gone or too short for their records, one sentence each."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files."""
+        ...
+
+
+class MappedFiles:
+    """Files mapped when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, Array] = {}
+
+    def bytes_of(self, path: Path, end: int) -> Array:
+        """The file as bytes; raises RunCorruptError when it has fewer than ``end``."""
+        mapped = self._maps.get(path)
+        if mapped is None or mapped.nbytes < end:
+            try:
+                with path.open("rb") as file:
+                    mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            except (OSError, ValueError) as error:
+                raise RunCorruptError(f"{path}: cannot be read: {error}") from None
+            if mapped.nbytes < end:
+                raise RunCorruptError(f"{path}: truncated: {mapped.nbytes} bytes, a record needs {end}")
+            self._maps[path] = mapped
+        return mapped
+
+    def close(self) -> None:
+        """Forget them; arrays that are still in use keep theirs."""
+        self._maps.clear()
+
+
+class SegmentPayloads:
+    """The segments of a tapscope run."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._files = MappedFiles()
+
+    def array(self, record: Record) -> Array:
+        """See :class:`Payloads`."""
+        entry, path = record.entry, self._path(record)
+        assert entry is not None
+        assert record.dtype is not None
+        dtype = dtypes.numpy_dtype(record.dtype)
+        expected = int(np.prod(record.shape, dtype=np.int64)) * dtype.itemsize
+        if entry.offset < 0:
+            raise RunCorruptError(f"{path}: {record.key.tensor_name} lies at {entry.offset}, before the file")
+        if expected != entry.nbytes:
+            raise RunCorruptError(
+                f"{path}: {record.key.tensor_name} has {entry.nbytes} bytes, its shape needs {expected}"
+            )
+        if expected == 0:
+            return np.empty(record.shape, dtype)
+        end = entry.offset + expected
+        data = self._files.bytes_of(path, end)
+        try:
+            return data[entry.offset : end].view(dtype).reshape(record.shape)
+        except ValueError as error:
+            raise RunCorruptError(f"{path}: {record.key.tensor_name} at {entry.offset}: {error}") from None
+
+    def missing(self, records: Iterable[Record]) -> list[str]:
+        """Segments that are gone or shorter than their records say; one look at each file."""
+        ends: dict[Path, int] = {}
+        last: tuple[int, str] | None = None
+        for record in records:
+            if (entry := record.entry) is not None:
+                if (record.key.rank, entry.file) != last:
+                    last, path = (record.key.rank, entry.file), self._path(record)
+                ends[path] = max(ends.get(path, 0), entry.offset + entry.nbytes)
+        problems = []
+        for file, end in ends.items():
+            size = file.stat().st_size if file.is_file() else None
+            if size is None:
+                problems.append(f"{file}: missing, and with it the values of its records")
+            elif size < end:
+                problems.append(f"{file}: truncated: {size} bytes, its records need {end}")
+        return problems
+
+    def close(self) -> None:
+        """See :class:`Payloads`."""
+        self._files.close()
+
+    def _path(self, record: Record) -> Path:
+        assert record.entry is not None
+        return segment_path(self._run, record.key.rank, record.entry.file)
