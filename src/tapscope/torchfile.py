@@ -184,7 +184,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
     if len(shape) != len(strides) or len(shape) > 64 or not _is_size(offset):
         raise PickleProblem("its pickle gives a tensor a shape that does not fit its strides")
     width = dtypes.itemsize(dtype)
-    found = Tensor(dtype, shape, strides, storage.offset + offset * width)
+    found = Tensor(dtype, shape, strides, storage.offset + (0 if 0 in shape else offset * width))
     if found.end > storage.offset + storage.nbytes:
         raise PickleProblem(f"its pickle gives a tensor of shape {shape[:8]} a storage of {storage.nbytes:,} bytes")
     if found.nbytes > max(storage.nbytes, _MAX_SPREAD):
