@@ -55,6 +55,11 @@ def cover(
     missing = [one.site for one in examined if one.missing]
     if missing:
         partial.append(f"{len(missing)} sites lack records that the other run has, first {missing[0]}")
+    odd: dict[str, list[str]] = {}
+    for one in examined:
+        for warning in one.warnings:
+            odd.setdefault(warning, []).append(one.site)
+    warnings += [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
     by_stats = sum(f.basis == "stats" for f in findings)
     if by_stats:
         warnings.append(
@@ -87,6 +92,10 @@ def cover(
         tuple(partial),
         tuple(warnings),
     )
+
+
+def _more(sites: Sequence[str]) -> str:
+    return f" and {len(sites) - 1} more" if len(sites) > 1 else ""
 
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:

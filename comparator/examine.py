@@ -57,6 +57,8 @@ class Examined:
     replicas: str = ""
     """What is wrong with the replicas of one side, if anything."""
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Of the notes, those that say why values may be wrong."""
 
     @property
     def is_exact(self) -> bool:
@@ -96,6 +98,7 @@ class Examiner:
             missing=ready.num_broken + ready.plan.missing,
             rows=ready.plan.counts,
             notes=ready.notes,
+            warnings=ready.warnings,
         )
         try:
             return one if one.problem else self._compare(one, ready)

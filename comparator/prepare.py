@@ -1,12 +1,12 @@
 """Prepare: put both sides of a pair together and decide which rows meet, without reading a value."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tapscope.comparator.align import Aligner, Join, Plan
-from tapscope.comparator.assemble import Coords, Whole, coords_of
+from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout, layout_of
 from tapscope.comparator.match import Pair
+from tapscope.comparator.places import Places, places_of
 from tapscope.comparator.realise import realise
 from tapscope.comparator.rows import RowMap
 from tapscope.comparator.series import Series
@@ -26,6 +26,8 @@ class Prepared:
     num_broken: int = 0
     """Firings left out because they could not be put together, though others of the site could."""
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Of the notes, those that say why values may be wrong."""
 
     @property
     def used(self) -> list[Whole]:
@@ -54,18 +56,18 @@ class Preparer:
     target: Run
     row_map: RowMap
     _aligner: Aligner = field(init=False)
-    _coords: tuple[Mapping[int, Coords], Mapping[int, Coords]] = field(init=False)
+    _places: tuple[Places, Places] = field(init=False)
 
     def __post_init__(self) -> None:
         self._aligner = Aligner(self.row_map)
-        self._coords = coords_of(self.baseline), coords_of(self.target)
+        self._places = places_of(self.baseline), places_of(self.target)
 
     def prepare(self, pair: Pair) -> Prepared:
         """Prepare a pair of tensors; never raises for what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
-        left, broken_left = _sound(self.baseline, self._coords[0], pair.baseline)
-        right, broken_right = _sound(self.target, self._coords[1], pair.target)
+        left, broken_left = _sound(self.baseline, self._places[0], pair.baseline)
+        right, broken_right = _sound(self.target, self._places[1], pair.target)
         layouts = (
             layout_of(pair.baseline.site, left, self.row_map.baseline),
             layout_of(pair.target.site, right, self.row_map.target),
@@ -73,14 +75,15 @@ class Preparer:
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in problems if p), "")
         plan = Plan() if problem else self._aligner.plan(left, right, layouts)
-        notes = tuple(dict.fromkeys(note for w in (*left, *right) for note in w.notes))
+        warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
+        notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
         broken = broken_left + broken_right
         notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
-        return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes)
+        return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
 
 
-def _sound(run: Run, coords: Mapping[int, Coords], series: Series) -> tuple[tuple[Whole, ...], list[Whole]]:
+def _sound(run: Run, places: Places, series: Series) -> tuple[tuple[Whole, ...], list[Whole]]:
     """(firings that could be put together, those that could not); all of them as the first where none could."""
-    wholes = realise(run, coords, series)
+    wholes = realise(run, places, series)
     sound = tuple(w for w in wholes if not w.problem)
     return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])

@@ -1,22 +1,23 @@
 """Realise: the firings of a series as whole tensors, as they were recorded or made by its recipe; lazily, as pieces."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from tapscope.comparator.assemble import Coords, Whole, assemble
+from tapscope.comparator.assemble import Whole, assemble
 from tapscope.comparator.hints import sections_of
 from tapscope.comparator.pieces import Cut, Joined, Piece, Summed
+from tapscope.comparator.places import Places
 from tapscope.comparator.recipe import Fused, Join, Part, Sum
 from tapscope.comparator.series import Series
 from tapscope.run import Run
 
 
-def realise(run: Run, coords: Mapping[int, Coords], series: Series) -> list[Whole]:
+def realise(run: Run, places: Places, series: Series) -> list[Whole]:
     """One whole tensor a firing; never raises, see :attr:`~.assemble.Whole.problem`."""
     if series.recipe is None:
-        return [assemble(run, coords, firing) for firing in series.firings]
-    sources = [realise(run, coords, one) for one in series.sources]
+        return [assemble(run, places, firing) for firing in series.firings]
+    sources = [realise(run, places, one) for one in series.sources]
     recipe = series.recipe
     if isinstance(recipe, Part):
         return [_part(whole, recipe.fused, recipe.index) for whole in sources[0]]
