@@ -6,6 +6,7 @@ from typing import Any
 
 from tapscope.comparator.coverage import Coverage, cover
 from tapscope.comparator.examine import Examined, Examiner
+from tapscope.comparator.explain.explain import Context, explain
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.flips import explain_flips
 from tapscope.comparator.hints import hints_of
@@ -101,6 +102,7 @@ def compare(
     sites = target.sites | baseline.sites
     judge = Judge(examined, sites, options.tolerance, explain_flips(examined, examiner.preparer))
     findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
+    divergences = explain(divergences, Context(examined, judge.matched, judge.inputs, examiner.preparer))
     if all(f.basis == "none" for f in findings):
         reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, Verdict
 from tapscope.comparator.graph import Graph, Inputs
 from tapscope.comparator.names import PARTIAL
@@ -27,6 +28,8 @@ class Divergence:
     """One sentence: what agrees before it and what does not behind it."""
     is_certain: bool = True
     """False when the site differs only by what is usual at its depth: nothing before it was compared."""
+    explanation: Explanation | None = None
+    """What the hypotheses say; None where the values were not looked at."""
 
 
 def localise(

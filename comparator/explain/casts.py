@@ -1,0 +1,120 @@
+"""Casts: the target's values went through a narrower type, or onto the steps of a quantiser."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.trial import MIN_VALUES, Trial
+
+Array = np.ndarray[Any, Any]
+
+NARROW = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+COMPUTED = 16.0
+"""Energy of an error that computing in a type leaves, beside that of one cast to it, at most."""
+MAX_STEPS = 256
+"""Levels of an integer quantiser of 8 bits."""
+
+
+def casts(damage: Damage) -> Iterator[Trial]:
+    """Through every type that is narrower than both sides'."""
+    before, after = damage.before, damage.after
+    if damage.sample.is_integer:
+        for name in ("float32", "float16", "bfloat16"):
+            yield Trial("cast", f"target = baseline cast through {dtypes.short(name)}", _through(before, name))
+        yield Trial("cast", "target = baseline cast through int32 (wrapped)", _wrapped(before))
+        return
+    for name in NARROW:
+        if dtypes.epsilon(name) <= max(map(dtypes.epsilon, damage.sample.dtypes)):
+            continue
+        short = dtypes.short(name)
+        cast = _through(before, name)
+        yield Trial("cast", f"target = baseline cast through {short}", cast)
+        yield from _scaled(before, name)
+        yield from _computed(before, after, cast, name)
+    yield from _steps(before, after)
+
+
+def overflow(before: Array, after: Array) -> str:
+    """Which type's range explains where only the target is not finite; empty where none does."""
+    lost = ~np.isfinite(after) & np.isfinite(before)
+    if not lost.any():
+        return ""
+    for name, largest in (("float16", 65504.0), ("float8_e5m2", 57344.0), ("float8_e4m3fn", 448.0)):
+        if np.array_equal(np.abs(before) > largest, lost) and not np.isnan(before).any():
+            return f"target is not finite where |baseline| > {largest:g}, the range of {dtypes.short(name)}"
+    return ""
+
+
+def _through(values: Array, name: str) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
+
+
+def _wrapped(values: Array) -> Array:
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.int64).astype(np.int32).astype(np.float64)
+
+
+def _scaled(before: Array, name: str) -> Iterator[Trial]:
+    """fp8 with the scale that maps the largest magnitude, of all or of each row, to the type's largest."""
+    if name not in _LARGEST:
+        return
+    for axis, what in ((None, "one scale"), (1, "a scale for each token"), (0, "a scale for each channel")):
+        largest = np.nanmax(np.abs(before), axis=axis, keepdims=True, initial=0.0, where=np.isfinite(before))
+        scale = _LARGEST[name] / np.where(largest > 0, largest, 1.0)
+        yield Trial(
+            "cast",
+            f"target = baseline cast through {dtypes.short(name)} with {what}",
+            _through(before * scale, name) / scale,
+        )
+
+
+def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[Trial]:
+    """Every value of the target is one of the narrow type's, and the error has the size that computing in it leaves."""
+    good = np.isfinite(after) & np.isfinite(before) & np.isfinite(cast)
+    if good.sum() < 4 * MIN_VALUES or not np.array_equal(_through(after, name)[good], after[good]):
+        return
+    if np.mean(cast[good] == before[good]) > 0.5:
+        return  # so is the baseline
+    one = float(((cast - before)[good] ** 2).sum())
+    found = float(((after - before)[good] ** 2).sum())
+    share = min(1.0, COMPUTED * one / found) if found else 0.0
+    short = dtypes.short(name)
+    sentence = f"every value of target is a {short} number though baseline's are not: computed in, or cast to, {short}"
+    yield Trial("computed in", sentence, after, 1, share)
+
+
+def _steps(before: Array, after: Array) -> Iterator[Trial]:
+    """Equal steps of a quantiser, for all, or for each token or channel."""
+    for axis, what in ((None, ""), (1, " of each token"), (0, " of each channel")):
+        lines = [slice(None)] if axis is None else range(after.shape[1 - axis])
+        values = np.full_like(after, np.nan)
+        step = 0.0
+        for line in list(lines)[:64]:
+            index: Any = line if axis in (None, 1) else (slice(None), line)
+            step = _step(before[index], after[index])
+            if not step:
+                break
+            low, high = float(after[index].min()), float(after[index].max())
+            values[index] = np.clip(np.round(before[index] / step) * step, low, high)
+        if step:
+            many = f"steps of {step:.3g}" if axis is None else f"equal steps{what}"
+            yield Trial("quantised", f"target = baseline rounded to {many} (quantised to 8 bits or fewer)", values, 1)
+            return
+
+
+def _step(before: Array, after: Array) -> float:
+    """The distance between neighbouring levels, 0 where the values lie on no equal levels."""
+    if not np.isfinite(after).all():
+        return 0.0
+    levels = np.unique(after.astype(np.float32))
+    if not 3 <= len(levels) <= MAX_STEPS or after.size < 4 * len(levels) or len(np.unique(before)) < 2 * len(levels):
+        return 0.0
+    gaps = np.diff(levels.astype(np.float64))
+    step = float(gaps.min())
+    counts = levels / step
+    return step if float(np.abs(counts - np.round(counts)).max()) < 0.02 else 0.0

@@ -1,0 +1,152 @@
+"""Explain: try every hypothesis on the values of the divergences, and keep the one that clearly wins."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.examine import Examined
+from tapscope.comparator.explain.casts import casts, overflow
+from tapscope.comparator.explain.damage import Damage, find_damage
+from tapscope.comparator.explain.explanation import Explanation, Tested
+from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.kin import Kin
+from tapscope.comparator.explain.limits import caps, clamps
+from tapscope.comparator.explain.moves import moves, shifts
+from tapscope.comparator.explain.order import orders
+from tapscope.comparator.explain.relatives import epsilons, relatives, summands, unsummed
+from tapscope.comparator.explain.rotary import turns
+from tapscope.comparator.explain.sample import Sample, take
+from tapscope.comparator.explain.scale import constants, offsets, scales
+from tapscope.comparator.explain.trial import Trial, share_of
+from tapscope.comparator.graph import Inputs
+from tapscope.comparator.localise import Divergence
+from tapscope.comparator.prepare import Preparer
+from tapscope.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+WINS = 0.9
+"""Share of the error that a hypothesis must remove to be reported."""
+MARGIN = 2.0
+"""What a less flexible hypothesis leaves over may be this many times what a more flexible one leaves."""
+SLACK = 0.01
+"""Share that is left over anyhow, so that two hypotheses that both leave less are equally good."""
+MAX_EXPLAINED = 6
+"""Divergences that are explained; later ones are rarely anybody's question."""
+MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What explaining needs of a comparison."""
+
+    examined: Sequence[Examined]
+    matched: Sequence[int]
+    """Indices of the examined sites that are nodes."""
+    inputs: Sequence[Inputs]
+    """By node."""
+    preparer: Preparer
+
+
+def explain(divergences: Sequence[Divergence], context: Context) -> list[Divergence]:
+    """The divergences, the first ones with an explanation where there is one."""
+    found = []
+    for number, divergence in enumerate(divergences):
+        why = _explain(divergence, context) if number < MAX_EXPLAINED else None
+        found.append(replace(divergence, explanation=why))
+    return found
+
+
+def _explain(divergence: Divergence, context: Context) -> Explanation | None:
+    order = divergence.finding.order
+    if divergence.finding.basis != "values" or order not in context.matched:
+        return None
+    one, node = context.examined[order], context.matched.index(order)
+    ready = context.preparer.prepare(one.pair)
+    if not ready.plan.joins or "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
+        return None
+    try:
+        sample = take(ready, context.preparer.row_map, divergence.place, is_integer=one.is_exact)
+        kin = Kin(
+            context.preparer, context.examined, [context.matched[i] for i in context.inputs[node].nodes], one, sample
+        )
+        return _try_all(sample, _inherited(context, node), kin)
+    except DataError:  # bytes that cannot be read are a finding of their own
+        return None
+
+
+def _inherited(context: Context, node: int) -> float:
+    """Relative error of what went into the culprit."""
+    found = [context.examined[context.matched[i]] for i in context.inputs[node].nodes]
+    errors = [one.numbers.rel_l2 for one in found if one.numbers is not None and one.spread is not None]
+    return max((e for e in errors if np.isfinite(e)), default=0.0)
+
+
+def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
+    damage = find_damage(sample, inherited, kin.sizes, kin.head_dims)
+    if damage is None:
+        return None
+    extent = "" if damage.is_everywhere else describe(damage, kin.requests, kin.padded)
+    lost = overflow(damage.before, damage.after)
+    if lost:
+        return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
+    winner, tested = choose(damage, _trials(damage, kin))
+    if winner is not None:
+        return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
+    return Explanation("extent" if extent else "", "", 0.0, extent, tested, len(sample.baseline))
+
+
+def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
+    yield from constants(damage)
+    yield from scales(damage)
+    yield from offsets(damage)
+    yield from shifts(damage)
+    yield from moves(damage, kin.requests)
+    yield from orders(damage)
+    yield from casts(damage)
+    yield from clamps(damage)
+    yield from caps(damage)
+    if damage.sample.is_integer:
+        return
+    yield from turns(damage, kin.thetas)
+    others = list(kin.relatives())
+    yield from relatives(damage, others)
+    yield from epsilons(damage, others)
+    for axis, parts in kin.summands():
+        yield from summands(damage, parts, axis)
+    for axis, parts in kin.replicas():
+        yield from unsummed(damage, parts, axis)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A trial without its values."""
+
+    name: str
+    sentence: str
+    share: float
+    freedom: int
+
+
+def choose(damage: Damage, trials: Iterable[Trial]) -> tuple[Tested | None, tuple[Tested, ...]]:
+    """(the clear winner or None, the best of every family, best first).
+
+    Of those that leave about as little as the best one the least flexible wins, since a more flexible one can always
+    do what it does; two equally flexible ones from different families are no clear answer.
+    """
+    best: dict[str, _Judged] = {}
+    for trial in trials:
+        judged = _Judged(trial.name, trial.sentence, trial.discount * share_of(damage, trial.values), trial.freedom)
+        if judged.share > (best[judged.name].share if judged.name in best else 0.0):
+            best[judged.name] = judged
+    ranked = sorted(best.values(), key=lambda j: (-j.share, j.freedom))
+    tested = tuple(Tested(j.name, j.sentence, j.share) for j in ranked[:MAX_LISTED])
+    if not ranked or ranked[0].share <= WINS:
+        return None, tested
+    limit = max(MARGIN * (1.0 - ranked[0].share), SLACK)
+    good = sorted((j for j in ranked if j.share > WINS and 1.0 - j.share <= limit), key=lambda j: (j.freedom, -j.share))
+    if len(good) > 1 and good[1].freedom == good[0].freedom:
+        return None, tested
+    return Tested(good[0].name, good[0].sentence, good[0].share), tested

@@ -1,0 +1,53 @@
+"""Explanation: what turns the baseline's values into the target's, as far as one hypothesis says so clearly."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """One hypothesis and how well it does."""
+
+    name: str
+    """Its family: ``scale``, ``shift``, ``cast``, …; of a family only the best member is listed."""
+    sentence: str
+    share: float
+    """Share of the error's energy that it removes, beyond what rounding explains; 0 for what does not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the hypotheses say about one divergence."""
+
+    name: str
+    """Family of the winner; ``extent`` where only the place is peculiar; empty where nothing is clear."""
+    sentence: str
+    """``target = 1.041 × baseline``, without the extent and the share."""
+    share: float
+    extent: str
+    """Where in the tensor the error is, where that is not everywhere: ``columns 32–63 (rank 1)``; else empty."""
+    tested: tuple[Tested, ...]
+    """Best first; those that remove nothing are left out."""
+    num_rows: int
+    """Rows that were looked at."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether there is anything to say."""
+        return bool(self.name)
+
+    @property
+    def text(self) -> str:
+        """The whole sentence; empty where nothing is clear."""
+        if not self.name:
+            return ""
+        if self.name == "extent":
+            return f"only {self.extent} differ"
+        where = f"in {self.extent}: " if self.extent else ""
+        return f"{where}{self.sentence} (removes {percent(self.share)} of the error)"
+
+
+def percent(share: float) -> str:
+    """``99.9 %``; never rounded up to a whole that it is not."""
+    if share >= 1.0 - 1e-12:
+        return "100 %"
+    return f"{min(100.0 * share, 99.99):.2f} %" if share > 0.999 else f"{100.0 * share:.1f} %"

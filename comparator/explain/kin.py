@@ -1,0 +1,125 @@
+"""Kin: what the runs know around one culprit: sites beside it, summands and replicas of ranks, heads, padding."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.examine import Examined
+from tapscope.comparator.explain.relatives import Relative, Summand
+from tapscope.comparator.explain.sample import Sample, read_like, read_piece
+from tapscope.comparator.names import is_partial, reduced
+from tapscope.comparator.pieces import Piece, Summed, leaves
+from tapscope.comparator.prepare import Prepared, Preparer
+from tapscope.comparator.rows import PADDING
+from tapscope.site import layer_of
+
+MAX_RELATIVES = 16
+"""Other sites that are read for one culprit."""
+
+
+class Kin:
+    """Reads what hypotheses ask for, when they ask."""
+
+    def __init__(
+        self, preparer: Preparer, examined: Sequence[Examined], inputs: Sequence[int], culprit: Examined, sample: Sample
+    ) -> None:
+        """``inputs`` are the indices of what went into the ``culprit``."""
+        self._preparer, self._examined, self._inputs = preparer, examined, inputs
+        self._culprit, self._sample = culprit, sample
+        self._ready = preparer.prepare(culprit.pair)
+        runs = preparer.baseline, preparer.target
+        self.sizes = {axis: n for run in runs for axis, n in run.mesh.items() if n > 1}
+        self.requests = preparer.row_map.requests
+        self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
+        self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))
+
+    @property
+    def padded(self) -> frozenset[int]:
+        """Requests that are shorter than the batch they were computed in, on either side."""
+        row_map = self._preparer.row_map
+        found: set[int] = set()
+        for grid in (*row_map.baseline.values(), *row_map.target.values()):
+            if len(grid.grid) != 2 or grid.grid[0] * grid.grid[1] != grid.num_slots:
+                continue
+            for line in grid.pairs.reshape(grid.grid):
+                real = line[line >= 0]
+                if len(real) and (line == PADDING).any():
+                    found.add(int(row_map.pair_request[real[0]]))
+        return frozenset(found)
+
+    def relatives(self) -> Iterator[Relative]:
+        """Sites of the same rows and width: what went in, then others of the same layer, nearest first."""
+        path = self._culprit.site.rpartition(":")[0]
+        at = next(i for i, one in enumerate(self._examined) if one is self._culprit)
+        layer = layer_of(path)
+        near = [i for i, one in enumerate(self._examined) if layer_of(one.site.rpartition(":")[0]) == layer]
+        near.sort(key=lambda i: abs(i - at))
+        num_read = 0
+        for i in dict.fromkeys((*self._inputs, *near)):
+            one = self._examined[i]
+            if one is self._culprit or one.basis not in ("values", "hash") or one.is_exact or num_read >= MAX_RELATIVES:
+                continue
+            if is_partial(one.site) or one.baseline is None:
+                continue
+            values = read_like(self._sample, self._preparer.prepare(one.pair), self._preparer.row_map, 0)
+            if values is not None:
+                num_read += 1
+                port = one.site.rpartition(":")[2]
+                yield Relative(one.site, values, one.site.startswith(f"{path}:") and port.startswith("in["))
+
+    def summands(self) -> Iterator[tuple[str, list[Summand]]]:
+        """What the target's ranks held before they were added up to the culprit's value."""
+        for one in self._examined:
+            side = one.target
+            if side is None or one.pair.target is None or not is_partial(side.site) or reduced(side.site) != self._site:
+                continue
+            ready = self._preparer.prepare(one.pair)
+            parts = list(self._parts(ready))
+            if parts:
+                yield self._axis(ready.right[0]), parts
+
+    def replicas(self) -> Iterator[tuple[str, list[Summand]]]:
+        """What the other ranks of the target hold where all should hold the same."""
+        join = self._ready.plan.joins[0]
+        whole = self._ready.right[join.target]
+        for axis in dict.fromkeys(name for _, _, name in whole.replicas):
+            pieces = [other for _, other, name in whole.replicas if name == axis]
+            read = [(p, read_piece(self._sample, self._ready, self._preparer.row_map, p)) for p in pieces]
+            parts = [Summand(_rank(piece), values) for piece, values in read if values is not None]
+            if len(parts) == len(pieces):
+                yield axis, parts
+
+    @property
+    def _site(self) -> str:
+        assert self._culprit.target is not None
+        return self._culprit.target.site
+
+    def _parts(self, ready: Prepared) -> Iterator[Summand]:
+        piece = ready.right[0].piece if len(ready.right) == 1 else None
+        for part in piece.parts if isinstance(piece, Summed) else ():
+            values = read_piece(self._sample, ready, self._preparer.row_map, part)
+            if values is not None:
+                yield Summand(_rank(part), values)
+
+    def _axis(self, whole: Whole) -> str:
+        found = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]
+        return ", ".join(found) or "the ranks"
+
+
+def _rank(piece: Piece) -> int:
+    return next(leaves(piece)).key.rank
+
+
+def _head_dims(manifest: Mapping[str, Any]) -> Iterator[int]:
+    config = manifest.get("model_config") or {}
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(config.get("head_dim"), int):
+        yield config["head_dim"]
+    elif isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        yield hidden // heads
+
+
+def _thetas(manifest: Mapping[str, Any]) -> Iterator[float]:
+    theta = (manifest.get("model_config") or {}).get("rope_theta")
+    if isinstance(theta, int | float) and theta > 1:
+        yield float(theta)

@@ -1,0 +1,62 @@
+"""Limits: one side's values were clamped, or bent by a soft cap."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.trial import MIN_VALUES, Trial
+
+Array = np.ndarray[Any, Any]
+
+MIN_CLAMPED = 4
+"""Values that must sit at the limit."""
+CAPS = 48
+"""Caps that are tried, from the largest magnitude to a hundred times that."""
+
+
+def clamps(damage: Damage) -> Iterator[Trial]:
+    """The target's extremes are limits that the baseline goes beyond."""
+    before, after = damage.before, damage.after
+    good = np.isfinite(before) & np.isfinite(after)
+    if good.sum() < MIN_VALUES:
+        return
+    low, high = float(after[good].min()), float(after[good].max())
+    below = int(((after == low) & (before < low)).sum())
+    above = int(((after == high) & (before > high)).sum())
+    if max(below, above) < MIN_CLAMPED or (damage.sample.is_integer and max(below, above) < MIN_VALUES):
+        return
+    lower, upper = (low if below >= MIN_CLAMPED else -np.inf), (high if above >= MIN_CLAMPED else np.inf)
+    limits = [f"at {limit:.4g}" for limit in (lower, upper) if np.isfinite(limit)]
+    yield Trial("clamp", f"target = baseline clamped {' and '.join(limits)}", np.clip(before, lower, upper), 1)
+
+
+def caps(damage: Damage) -> Iterator[Trial]:
+    """target = cap tanh(baseline / cap), or the other way round (as logits are capped in Gemma 2)."""
+    if damage.sample.is_integer:
+        return
+    before, after = damage.before, damage.after
+    good = np.isfinite(before) & np.isfinite(after)
+    if good.sum() < 4 * MIN_VALUES:
+        return
+    for one, two, inverse in ((before, after, False), (after, before, True)):
+        if float(np.mean(np.abs(two[good]) <= np.abs(one[good]) * (1 + 1e-6))) < 0.99:
+            continue  # a cap only ever makes smaller
+        cap = _fit(one[good], two[good])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.where(np.abs(before) < cap, before / cap, np.nan)
+            values = cap * np.arctanh(ratio) if inverse else cap * np.tanh(before / cap)
+        say = f"target lacks baseline's soft cap, {cap:.4g} × tanh(x / {cap:.4g})" if inverse else ""
+        yield Trial("soft cap", say or f"target = {cap:.4g} × tanh(baseline / {cap:.4g}) (a soft cap)", values, 1)
+
+
+def _fit(one: Array, two: Array) -> float:
+    """The cap that turns ``one`` into ``two`` best: a coarse search on a grid, then finer ones around its best."""
+    low, high = float(np.abs(two).max()) * (1 + 1e-9), 100.0 * float(np.abs(one).max())
+    for _ in range(6):
+        tried = np.geomspace(low, high, CAPS)
+        errors = [float(((cap * np.tanh(one / cap) - two) ** 2).sum()) for cap in tried]
+        best = int(np.argmin(errors))
+        low, high = float(tried[max(best - 1, 0)]), float(tried[min(best + 1, CAPS - 1)])
+    return float(tried[best])

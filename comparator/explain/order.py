@@ -1,0 +1,130 @@
+"""Order: the target's columns are the baseline's in another order, as wrong head or rope layouts leave them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.trial import Trial, share_of
+
+Array = np.ndarray[Any, Any]
+
+MAX_BLOCKS = 512
+"""Blocks whose order is searched for."""
+SEARCH_ROWS = 32
+"""Damaged rows that the search looks at."""
+MIN_EVIDENCE = 32
+"""Values that a block must have over those rows: fewer find a match by chance."""
+FOUND = 0.9
+
+
+def orders(damage: Damage) -> Iterator[Trial]:
+    """Blocks in another order, pairs laid out in the other way, rows of heads transposed, any order at all."""
+    width = damage.sample.baseline.shape[1]
+    if width < 4 or width != damage.sample.width or len(damage.columns) < 2:
+        return
+    yield from _blocks(damage, width)
+    for size in _sizes(damage, width):
+        yield from _layouts(damage, width, size)
+    if width > 4:
+        yield _columns(damage, "order", "target = baseline with its columns reversed", np.arange(width)[::-1], 0)
+    yield from _any_order(damage)
+
+
+def _columns(damage: Damage, name: str, sentence: str, source: Array, freedom: int) -> Trial:
+    """``source`` [width] is the baseline column of each target column."""
+    return Trial(name, sentence, damage.cut(damage.sample.baseline[:, source]), freedom)
+
+
+def _sizes(damage: Damage, width: int) -> list[int]:
+    """Widths that a head may have: those the runs name, then the usual ones, then the whole row."""
+    usual = (64, 128, 32, 16, 8, 96, 80, 256, width)
+    return [n for n in dict.fromkeys((*damage.head_dims, *usual)) if 2 <= n <= width and width % n == 0]
+
+
+def _layouts(damage: Damage, width: int, size: int) -> Iterator[Trial]:
+    heads = np.arange(width).reshape(-1, size)
+    each = f"each block of {size}" if size < width else "each row"
+    if size % 2 == 0 and size > 2:
+        halves = heads.reshape(-1, 2, size // 2).swapaxes(1, 2).reshape(-1)
+        text = f"target holds the pairs of {each} interleaved, baseline as two halves (rope layout)"
+        yield _columns(damage, "rope layout", text, halves, 0)
+        pairs = heads.reshape(-1, size // 2, 2).swapaxes(1, 2).reshape(-1)
+        text = f"target holds the pairs of {each} as two halves, baseline interleaved (rope layout)"
+        yield _columns(damage, "rope layout", text, pairs, 0)
+    if len(heads) > 1 and size > 1:
+        text = f"target has the {len(heads)} × {size} values of each row transposed to {size} × {len(heads)}"
+        yield _columns(damage, "transposed rows", text, heads.T.reshape(-1), 0)
+        back = np.arange(width).reshape(size, -1).T.reshape(-1)
+        text = f"target has the {size} × {len(heads)} values of each row transposed to {len(heads)} × {size}"
+        yield _columns(damage, "transposed rows", text, back, 0)
+
+
+def _blocks(damage: Damage, width: int) -> Iterator[Trial]:
+    """The largest blocks that were moved or copied as wholes."""
+    rows = damage.rows[:: max(len(damage.rows) // SEARCH_ROWS, 1)][:SEARCH_ROWS]
+    scale = damage.sample.size[rows]
+    before, after = (np.nan_to_num(v[rows] / scale) for v in (damage.sample.baseline, damage.sample.target))
+    for count in [n for n in range(2, min(width, MAX_BLOCKS) + 1) if width % n == 0]:
+        size = width // count
+        if size * len(rows) < MIN_EVIDENCE or count * width * len(rows) > 1 << 27:
+            return
+        source = _nearest(before, after, count)
+        if np.array_equal(source, np.arange(count)):
+            continue
+        columns = np.arange(width).reshape(count, size)[source].reshape(-1)
+        one_to_one = len(set(source.tolist())) == count
+        sentence = _say(source, size, one_to_one)
+        name = "block order" if one_to_one else "block copies"
+        trial = _columns(damage, name, sentence, columns, 0 if one_to_one else 1)
+        yield trial
+        if share_of(damage, trial.values) > FOUND:
+            return
+
+
+def _nearest(before: Array, after: Array, count: int) -> Array:
+    """[blocks] the baseline block that each target block is nearest to."""
+    one, two = (v.reshape(len(v), count, -1).swapaxes(0, 1).reshape(count, -1) for v in (before, after))
+    distance = (one * one).sum(axis=1)[None, :] - 2.0 * (two @ one.T)  # without |after|^2, which is the same in a row
+    best = distance.argmin(axis=1)
+    own = np.diagonal(distance)
+    found: Array = np.where(own <= distance[np.arange(count), best], np.arange(count), best)
+    return found
+
+
+def _say(source: Array, size: int, one_to_one: bool) -> str:
+    count = len(source)
+    moved = np.flatnonzero(source != np.arange(count))
+    if not one_to_one:
+        pairs = ", ".join(f"{j} holds {source[j]}" for j in moved[:4])
+        more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
+        return f"target's blocks of {size} columns are copies of other ones: {pairs}{more}"
+    if count == 2:
+        return f"target has the two halves of each row swapped ({size} columns each, e.g. gate and up)"
+    if len(moved) == 2:
+        return f"target has blocks {moved[0]} and {moved[1]} of {size} columns swapped (heads, or shards of ranks)"
+    if np.array_equal(source, np.arange(count)[::-1]):
+        return f"target has the {count} blocks of {size} columns in reverse"
+    shift = int(source[0])
+    if np.array_equal(source, (np.arange(count) + shift) % count):
+        return f"target has the {count} blocks of {size} columns rotated by {shift}"
+    for inner in [n for n in range(2, count) if count % n == 0]:
+        if np.array_equal(source, np.arange(count).reshape(-1, inner).T.reshape(-1)):
+            return (
+                f"target has the {count} blocks of {size} columns in the order of {inner} × {count // inner} "
+                f"instead of {count // inner} × {inner} (repeated heads, as in grouped queries)"
+            )
+    order = ", ".join(map(str, source[:8])) + (", …" if count > 8 else "")
+    return f"target has the {count} blocks of {size} columns in the order {order}"
+
+
+def _any_order(damage: Damage) -> Iterator[Trial]:
+    """The same values, in each row or altogether, in an order that nothing above describes."""
+    before, after = damage.before, damage.after
+    if np.isnan(before).any() or np.isnan(after).any() or np.unique(after).size < 8:
+        return
+    if before.shape[1] > 1 and np.array_equal(np.sort(before, axis=1), np.sort(after, axis=1)):
+        yield Trial("row permuted", "target holds each row's values in another order", after, 3)
+    elif np.array_equal(np.sort(before, axis=None), np.sort(after, axis=None)):
+        yield Trial("permuted", "target holds the same values in another order", after, 4)

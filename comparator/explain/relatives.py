@@ -1,0 +1,92 @@
+"""Relatives: the error, or the target itself, is the value of another site: an input, a sibling, one rank's summand."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.trial import Trial
+
+Array = np.ndarray[Any, Any]
+
+NEAR_ONE = 0.05
+"""A coefficient within this of 1 is said to be 1."""
+
+
+class Relative(NamedTuple):
+    """Another site's baseline values at the rows of the sample."""
+
+    site: str
+    values: Array
+    """[rows, columns]."""
+    is_input: bool
+    """Whether it goes into the culprit's own module."""
+
+
+class Summand(NamedTuple):
+    """What one rank held before, or instead of, a sum over ranks."""
+
+    rank: int
+    values: Array
+
+
+def relatives(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
+    """The target is another site's baseline; or that was added once more, or left out."""
+    for other in others:
+        value = damage.cut(other.values)
+        if not np.isfinite(value).all() or not value.any():
+            continue
+        what = "its own input" if other.is_input else "the baseline of"
+        skipped = ", so the module did nothing" if other.is_input else ""
+        yield Trial("stand-in", f"target = {what} {other.site}{skipped}", value)
+        error = np.nan_to_num(damage.after - damage.before)
+        factor = float((error * value).sum() / (value * value).sum())
+        if abs(abs(factor) - 1.0) < NEAR_ONE:
+            plus = factor > 0
+            sentence = (
+                f"target = baseline {'+' if plus else '−'} {other.site} ({'added once more' if plus else 'left out'})"
+            )
+            yield Trial("summand", sentence, damage.before + np.sign(factor) * value)
+
+
+def epsilons(damage: Damage, inputs: Iterable[Relative]) -> Iterator[Trial]:
+    """A norm with another epsilon: target / baseline = sqrt(m / (m + delta)), m the mean square (or the variance).
+
+    RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba et al. 2016 (arXiv 1607.06450).
+    """
+    before, after = np.nan_to_num(damage.before), np.nan_to_num(damage.after)
+    factor = (before * after).sum(axis=1) / np.maximum((before * before).sum(axis=1), 1e-300)
+    if len(factor) < 4 or not (factor > 0).all() or float(factor.std()) <= damage.noise:
+        return
+    for one in inputs:
+        values = one.values[damage.rows]
+        if not one.is_input or not np.isfinite(values).all():
+            continue
+        for what, mean in (("mean square", (values * values).mean(axis=1)), ("variance", values.var(axis=1))):
+            # 1 / factor^2 = 1 + delta / m, so delta is the slope over 1 / m; fitted on half, judged on the other half.
+            slope, x = factor**-2.0 - 1.0, 1.0 / np.maximum(mean, 1e-300)
+            deltas = [float((slope[i::2] * x[i::2]).sum() / (x[i::2] ** 2).sum()) for i in (1, 0)]
+            ratio = 1.0 + np.where(np.arange(len(x)) % 2 == 0, deltas[0], deltas[1]) * x
+            if not (ratio > 0).all():
+                continue
+            delta = float((slope * x).sum() / (x**2).sum())
+            more = "larger" if delta > 0 else "smaller"
+            sentence = f"the norm's epsilon is {more} by {abs(delta):.2g} (from the {what} of its input)"
+            yield Trial("epsilon", sentence, damage.before * (ratio**-0.5)[:, None], 1)
+
+
+def summands(damage: Damage, parts: list[Summand], axis: str) -> Iterator[Trial]:
+    """One rank's summand stands for the sum over ``axis``."""
+    for part in parts:
+        sentence = f"target = the summand of rank {part.rank} alone: it was not added up over {axis}"
+        yield Trial("missing all-reduce", sentence, damage.cut(part.values))
+
+
+def unsummed(damage: Damage, others: list[Summand], axis: str) -> Iterator[Trial]:
+    """What the ranks hold should be equal; added up it is the baseline."""
+    total = np.sum([damage.cut(other.values) for other in others], axis=0)
+    sentence = (
+        f"the values of the {len(others) + 1} ranks add up to the baseline: the all-reduce over {axis} is missing"
+    )
+    yield Trial("missing all-reduce", sentence, damage.before - total)

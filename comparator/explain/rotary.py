@@ -1,0 +1,61 @@
+"""Rotary: queries or keys were turned by other angles, or in other pairs (RoPE, Su et al. 2021, arXiv 2104.09864)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.trial import Trial
+
+Array = np.ndarray[Any, Any]
+
+THETAS = (10000.0, 500000.0, 1000000.0)
+"""Bases that are tried beside those the runs name: Llama 1 and 2, Llama 3, Qwen 2 and 3."""
+SHIFTS = (1, -1, 2, -2)
+"""Positions."""
+
+
+def turns(damage: Damage, thetas: Sequence[float]) -> Iterator[Trial]:
+    """Not turned, turned twice, turned at a shifted position, or with the other layout of pairs."""
+    sample = damage.sample
+    width = sample.baseline.shape[1]
+    if sample.request[0] < 0 or width != sample.width or sample.is_integer:
+        return
+    for size in [n for n in damage.head_dims if n % 2 == 0 and width % n == 0]:
+        heads = sample.baseline[damage.rows].reshape(len(damage.rows), -1, size)
+        for theta in dict.fromkeys((*thetas, *THETAS)):
+            angle = sample.position[damage.rows][:, None] * theta ** (-np.arange(0, size, 2) / size)[None, :]
+            for sentence, values in _ways(heads, angle, theta, size):
+                flat = values.reshape(len(values), -1)[:, damage.columns]
+                yield Trial("rope", sentence, flat)
+
+
+def _ways(heads: Array, angle: Array, theta: float, size: int) -> Iterator[tuple[str, Array]]:
+    base = f"theta {theta:g}, heads of {size}"
+    for layout in ("half", "interleaved"):
+        other = "interleaved" if layout == "half" else "half"
+        plain = _turn(heads, -angle, layout)
+        yield f"target is not rotated where baseline is (RoPE, {layout} layout, {base})", plain
+        yield f"target is rotated once more than baseline (RoPE, {layout} layout, {base})", _turn(heads, angle, layout)
+        yield (
+            f"target is rotated in the {other} layout, baseline in the {layout} one (RoPE, {base})",
+            _turn(plain, angle, other),
+        )
+        for shift in SHIFTS:
+            moved = shift * theta ** (-np.arange(0, size, 2) / size)[None, :]
+            more = "higher" if shift > 0 else "lower"
+            text = f"target is rotated as if positions were {abs(shift)} {more} (RoPE, {layout} layout, {base})"
+            yield text, _turn(heads, moved, layout)
+
+
+def _turn(heads: Array, angle: Array, layout: str) -> Array:
+    """[rows, heads, size] rotated by [rows or 1, size / 2] angles."""
+    cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :]
+    if layout == "half":
+        one, two = np.split(heads, 2, axis=-1)
+        return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+    one, two = heads[..., 0::2], heads[..., 1::2]
+    found = np.empty_like(heads)
+    found[..., 0::2], found[..., 1::2] = one * cos - two * sin, two * cos + one * sin
+    return found

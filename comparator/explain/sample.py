@@ -1,0 +1,220 @@
+"""Sample: the rows of one site that hypotheses are tested on, of both sides, as numbers."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.align import Join, Rows
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.finding import Place
+from tapscope.comparator.layout import Layout
+from tapscope.comparator.pieces import Piece, blocks
+from tapscope.comparator.prepare import Prepared
+from tapscope.comparator.rows import RowMap
+from tapscope.run import Run
+
+Array = np.ndarray[Any, Any]
+
+MAX_VALUES = 1 << 18
+"""Values of either side in a sample."""
+MAX_ROWS = 384
+MAX_WIDTH = 1 << 15
+"""Columns in a sample; of wider rows those around the worst one."""
+MIN_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some paired rows of one site; not finite values are kept as they are."""
+
+    baseline: Array
+    """[rows, columns] float64."""
+    target: Array
+    request: Array
+    """[rows] index of the request, -1 without token rows."""
+    position: Array
+    """[rows] position in the request, or the row's index without token rows."""
+    step: Array
+    """[rows] target step."""
+    first_column: int
+    width: int
+    """Columns of the site; more than were taken where rows are wide."""
+    num_rows: int
+    """Paired rows of the site; more than were taken where there are many."""
+    ranks: Array
+    """[columns] target rank that holds the column, -1 where no single one does."""
+    dtypes: tuple[str, str]
+    is_integer: bool
+
+    @cached_property
+    def size(self) -> Array:
+        """[rows, 1] norm of the baseline's row; of rows far smaller than the median, a quarter of that."""
+        norms = np.sqrt(np.nansum(np.where(np.isfinite(self.baseline), self.baseline, 0.0) ** 2, axis=1, keepdims=True))
+        typical = float(np.median(norms)) if len(norms) else 0.0
+        sizes: Array = np.maximum(norms, 0.25 * typical if typical > 0.0 else 1.0)
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which rows were taken: (join, index within it) by row, and the columns."""
+
+    join: Array
+    index: Array
+    first_column: int
+    num_columns: int
+    num_rows: int
+
+
+def take(ready: Prepared, row_map: RowMap, worst: Place | None, *, is_integer: bool) -> Sample:
+    """The rows around the worst one, and others spread evenly; a huge tensor is never read as a whole."""
+    choice = _choose(ready, row_map, worst)
+    sides = _read(ready, choice, 0), _read(ready, choice, 1)
+    request, position, step = _places(ready, row_map, choice)
+    join = ready.plan.joins[int(choice.join[0])]
+    whole = ready.right[join.target]
+    names = str(ready.left[join.baseline].dtype), str(whole.dtype)
+    ranks = _ranks(whole, ready.layouts[1])[choice.first_column : choice.first_column + choice.num_columns]
+    width = _width(whole, ready.layouts[1])
+    return Sample(
+        *sides, request, position, step, choice.first_column, width, choice.num_rows, ranks, names, is_integer
+    )
+
+
+def read_like(sample: Sample, ready: Prepared, row_map: RowMap, side: int) -> Array | None:
+    """The same rows of another site, [rows, columns]; None where it lacks any or its rows have another width."""
+    if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
+        return None
+    known = _Known(ready, row_map)
+    found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
+    places = [place for place in found if place is not None]
+    first = ready.plan.joins[0]
+    whole, layout = (ready.left[first.baseline], ready.right[first.target])[side], ready.layouts[side]
+    if len(places) < len(found) or _width(whole, layout) != sample.width:
+        return None
+    joins, index = (np.array(column) for column in zip(*places, strict=True))
+    return _read(ready, Choice(joins, index, 0, sample.width, len(joins)), side)
+
+
+def read_piece(sample: Sample, ready: Prepared, row_map: RowMap, piece: Piece) -> Array | None:
+    """The same rows of a part of the target's only firing, e.g. one rank's summand; None where it lacks any."""
+    if len(ready.plan.joins) != 1 or sample.width != sample.baseline.shape[1]:
+        return None
+    known, join = _Known(ready, row_map), ready.plan.joins[0]
+    found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
+    index = np.array([place[1] for place in found if place is not None])
+    whole = ready.right[join.target]
+    if len(index) < len(found):
+        return None
+    values = rows_of(piece, whole.run, ready.layouts[1].axes, _index(join.target_rows, index)).astype(np.float64)
+    return values if values.shape == sample.target.shape else None
+
+
+class _Known:
+    """(request, position, step) of every paired row of a site."""
+
+    def __init__(self, ready: Prepared, row_map: RowMap) -> None:
+        counts = [_num_rows(ready, join) for join in ready.plan.joins]
+        join = np.repeat(np.arange(len(counts)), counts)
+        index = np.concatenate([np.arange(n) for n in counts])
+        places = _places(ready, row_map, Choice(join, index, 0, 1, len(join)))
+        rows = zip(*(column.tolist() for column in places), strict=True)
+        self._at = dict(zip(rows, zip(join.tolist(), index.tolist(), strict=True), strict=True))
+
+    def find(self, request: Any, position: Any, step: Any) -> tuple[int, int] | None:
+        return self._at.get((int(request), int(position), int(step)))
+
+
+def _choose(ready: Prepared, row_map: RowMap, worst: Place | None) -> Choice:
+    joins = ready.plan.joins
+    counts = np.array([_num_rows(ready, join) for join in joins])
+    total, width = int(counts.sum()), _width(ready.right[joins[0].target], ready.layouts[1])
+    columns = min(width, MAX_WIDTH)
+    at = worst.index[-1] if worst is not None and worst.index else 0
+    first = min(max(at - columns // 2, 0), width - columns)
+    limit = min(max(MAX_VALUES // max(columns, 1), MIN_ROWS), MAX_ROWS)
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    if total <= limit:
+        rows = np.arange(total)
+    else:
+        centre = _find(ready, row_map, worst, starts)
+        near = np.arange(max(centre - limit // 4, 0), min(centre + limit // 4, total))
+        rows = np.union1d(near, np.linspace(0, total - 1, limit // 2).astype(np.int64))
+    join = np.searchsorted(starts, rows, side="right") - 1
+    return Choice(join, rows - starts[join], first, columns, total)
+
+
+def _find(ready: Prepared, row_map: RowMap, worst: Place | None, starts: Array) -> int:
+    """Place of the worst row among all paired rows, 0 where it is unknown."""
+    if worst is None:
+        return 0
+    for i, join in enumerate(ready.plan.joins):
+        if ready.right[join.target].records[0].key.step != worst.step:
+            continue
+        if join.pairs is None:
+            return int(starts[i]) + (worst.index[0] if len(worst.index) > 1 else 0)
+        here = (row_map.pair_position[join.pairs] == worst.position) & (row_map.pair_visit[join.pairs] == worst.visit)
+        names = np.array(row_map.requests, dtype=object)[row_map.pair_request[join.pairs]]
+        found = np.flatnonzero(here & (names == worst.request))
+        if len(found):
+            return int(starts[i] + found[0])
+    return 0
+
+
+def _num_rows(ready: Prepared, join: Join) -> int:
+    if join.pairs is not None:
+        return len(join.pairs)
+    sizes = [n for n in ready.right[join.target].shape if n != 1] or [1]
+    return int(np.prod(sizes[:-1]))
+
+
+def _width(whole: Whole, layout: Layout) -> int:
+    complex_ = 2 if str(whole.dtype).startswith("complex") else 1
+    if not layout.axes:
+        return complex_ * ([n for n in whole.shape if n != 1] or [1])[-1]
+    return complex_ * int(np.prod([n for i, n in enumerate(whole.shape) if i not in layout.axes]))
+
+
+def _read(ready: Prepared, choice: Choice, side: int) -> Array:
+    parts = []
+    for number in np.unique(choice.join):
+        join, rows = ready.plan.joins[int(number)], choice.index[choice.join == number]
+        whole = ready.left[join.baseline] if side == 0 else ready.right[join.target]
+        picked = join.baseline_rows if side == 0 else join.target_rows
+        values = rows_of(whole.piece, whole.run, ready.layouts[side].axes, _index(picked, rows))
+        parts.append(values[:, choice.first_column : choice.first_column + choice.num_columns])
+    return np.concatenate(parts).astype(np.float64)
+
+
+def _index(picked: Rows, rows: Array) -> Array:
+    return rows + (picked.start or 0) if isinstance(picked, slice) else np.asarray(picked)[rows]
+
+
+def rows_of(piece: Piece | None, run: Run, axes: tuple[int, ...], rows: Array) -> Array:
+    """[rows, width]: some rows of a tensor, of any dtype."""
+    assert piece is not None
+    return np.concatenate([block.values[rows] for block in blocks(piece, run, axes)], axis=1)
+
+
+def _ranks(whole: Whole, layout: Layout) -> Array:
+    assert whole.piece is not None
+    found = list(blocks(whole.piece, whole.run, layout.axes))
+    lone = len(found) == 1  # one rank holds it all, or all ranks hold the same
+    return np.concatenate([np.full(b.values.shape[1], -1 if lone or b.rank is None else b.rank) for b in found])
+
+
+def _places(ready: Prepared, row_map: RowMap, choice: Choice) -> tuple[Array, Array, Array]:
+    """(request, position, target step) of the chosen rows."""
+    columns: list[tuple[Array, Array, Array]] = []
+    for number in np.unique(choice.join):
+        join, rows = ready.plan.joins[int(number)], choice.index[choice.join == number]
+        step = np.full(len(rows), ready.right[join.target].records[0].key.step)
+        if join.pairs is None:
+            columns.append((np.full(len(rows), -1), rows, step))
+        else:
+            pairs = join.pairs[rows]
+            columns.append((row_map.pair_request[pairs], row_map.pair_position[pairs], step))
+    request, position, step = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    return request, position, step

@@ -1,0 +1,104 @@
+"""Scale and offset: the target is the baseline times, or plus, a number: one for all, or one a channel or token.
+
+What is fitted is judged on values that it was not fitted on: two halves, each judged by the fit of the other.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.trial import MIN_VALUES, Trial
+
+Array = np.ndarray[Any, Any]
+
+MIN_FIT = 4
+"""Values that each half must have for every fitted number, at least."""
+
+
+def constants(damage: Damage) -> Iterator[Trial]:
+    """Zeroed, negated, or off by a factor that a sum over ranks explains."""
+    before, after = damage.before, damage.after
+    if not after.any():
+        yield Trial("zeroed", "target is zero", np.zeros_like(after))
+    if damage.sample.is_integer:
+        return
+    yield Trial("sign", "target = −baseline", -before)
+    for axis, size in damage.sizes.items():
+        doubled = f"target = {size} × baseline: added up over {axis}={size} once too often (a doubled all-reduce)"
+        yield Trial("all-reduce", doubled, before * size)
+        shared = (
+            f"target = baseline / {size}: one of {size} equal parts, or the mean over {axis}={size} instead of the sum"
+        )
+        yield Trial("all-reduce", shared, before / size)
+
+
+def scales(damage: Damage) -> Iterator[Trial]:
+    """One factor for all values, one a channel, one a token."""
+    if damage.sample.is_integer:
+        return
+    before, after = _clean(damage)
+    factor = _factor(before, after, None)
+    board = np.add.outer(np.arange(before.shape[0]), np.arange(before.shape[1])) % 2 == 0
+    if board.sum() >= MIN_VALUES:
+        values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
+        values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
+        yield Trial("scale", f"target = {_number(factor)} × baseline", values, 1)
+    for axis, what in ((0, "channel"), (1, "token")):
+        if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
+            factors = _factor(before, after, axis)
+            sentence = f"target = baseline × a factor of its own for each {what} ({_range(factors)})"
+            yield Trial(f"{what} scale", sentence, _crossed(before, after, axis, _factor, np.multiply), 2)
+
+
+def offsets(damage: Damage) -> Iterator[Trial]:
+    """One summand for all values, one a channel, one a token."""
+    before, after = _clean(damage)
+    error = after - before
+    if error.size >= MIN_VALUES:
+        common = float(np.median(error)) if damage.sample.is_integer else float(error.mean())
+        sign = "+" if common >= 0 else "−"
+        yield Trial("offset", f"target = baseline {sign} {_number(abs(common))}", before + common, 1)
+    for axis, what in ((0, "channel"), (1, "token")):
+        if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
+            note = ", as a bias that is wrong, missing or added twice would be" if axis == 0 else ""
+            sentence = (
+                f"target = baseline + a summand of its own for each {what} ({_range(_summand(before, after, axis))})"
+            )
+            yield Trial(f"{what} offset", sentence + note, _crossed(before, after, axis, _summand, np.add), 2)
+
+
+def _clean(damage: Damage) -> tuple[Array, Array]:
+    good = np.isfinite(damage.before) & np.isfinite(damage.after)
+    return np.where(good, damage.before, 0.0), np.where(good, damage.after, 0.0)
+
+
+def _factor(before: Array, after: Array, axis: int | None) -> Any:
+    """Least squares of after = factor x before."""
+    energy = (before * before).sum(axis=axis)
+    return np.divide((before * after).sum(axis=axis), energy, out=np.ones_like(energy), where=energy > 0)
+
+
+def _summand(before: Array, after: Array, axis: int) -> Array:
+    found: Array = (after - before).mean(axis=axis)
+    return found
+
+
+def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Array:
+    """Fitted on every other row (or column), applied to those in between, and the other way round."""
+    values = np.empty_like(before)
+    for mine, other in ((0, 1), (1, 0)):
+        fitted_on = (slice(other, None, 2), slice(None)) if axis == 0 else (slice(None), slice(other, None, 2))
+        judged_on = (slice(mine, None, 2), slice(None)) if axis == 0 else (slice(None), slice(mine, None, 2))
+        numbers = np.expand_dims(fit(before[fitted_on], after[fitted_on], axis), axis)
+        values[judged_on] = apply(before[judged_on], numbers)
+    return values
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _range(values: Array) -> str:
+    return f"{_number(float(values.min()))} to {_number(float(values.max()))}"

@@ -1,0 +1,47 @@
+"""Trial: what a hypothesis predicts, and how much of the error that removes."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+
+Array = np.ndarray[Any, Any]
+
+MIN_VALUES = 8
+"""Values below which agreement may be chance."""
+MIN_CLOSER = 0.75
+"""Share of the damaged values that must come closer: a few large ones must not speak for all."""
+ABOVE = 4.0
+"""An error whose energy is not this many times that of rounding cannot be explained: nothing would be left over."""
+
+
+class Trial(NamedTuple):
+    """One hypothesis with its numbers filled in."""
+
+    name: str
+    """Family; members of one family are no rivals."""
+    sentence: str
+    values: Array
+    """[rows, columns] what the target would be at the damage; NaN where the hypothesis has nothing to say."""
+    freedom: int = 0
+    """0: nothing is fitted; 1: one number; 2: a number for each channel or token; 3: any order of the values."""
+    discount: float = 1.0
+    """Factor on the share, where the values agree in kind only."""
+
+
+def share_of(damage: Damage, values: Array) -> float:
+    """1 - |t - h|^2 / |t - b|^2, every row divided by its size, less the energy that rounding leaves; 0 to 1."""
+    said = np.isfinite(values) & np.isfinite(damage.after) & np.isfinite(damage.before)
+    if said.sum() < MIN_VALUES or 4 * said.any(axis=1).sum() < len(said):
+        return 0.0
+    before, after, guess = (np.where(said, v, 0.0) * damage.weight for v in (damage.before, damage.after, values))
+    floor = damage.noise**2 * float((before**2).sum())
+    old, new = np.abs(after - before), np.abs(after - guess)
+    total, rest = float((old**2).sum()), float((new**2).sum())
+    if total <= ABOVE * floor or total == 0.0:
+        return 0.0
+    visible = old > 2.0 * damage.noise * np.abs(before)
+    if not visible.any() or float((new < old)[visible].mean()) < MIN_CLOSER:
+        return 0.0
+    return float(np.clip(1.0 - max(rest - floor, 0.0) / (total - floor), 0.0, 1.0))
