@@ -88,29 +88,35 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
     damage = find_damage(sample, inherited, kin.sizes, kin.head_dims)
     if damage is None:
         return None
-    extent = "" if damage.is_everywhere else describe(damage, kin.requests, kin.padded)
     lost = overflow(damage.before, damage.after)
     if lost:
         return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
     winner, tested = choose(damage, _trials(damage, kin))
     if winner is not None:
+        extent = describe(damage, kin.requests, kin.padded, counted=False)
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
+    extent = describe(damage, kin.requests, kin.padded, counted=True)
     return Explanation("extent" if extent else "", "", 0.0, extent, tested, len(sample.baseline))
 
 
-def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
+def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Trial]:
+    """Every hypothesis that needs the pair's values alone; ``thetas`` are bases of RoPE that the runs name."""
     yield from constants(damage)
     yield from scales(damage)
     yield from offsets(damage)
     yield from shifts(damage)
-    yield from moves(damage, kin.requests)
+    yield from moves(damage, requests)
     yield from orders(damage)
     yield from casts(damage)
     yield from clamps(damage)
     yield from caps(damage)
+    yield from turns(damage, thetas)
+
+
+def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
+    yield from hypotheses(damage, kin.requests, kin.thetas)
     if damage.sample.is_integer:
         return
-    yield from turns(damage, kin.thetas)
     others = list(kin.relatives())
     yield from relatives(damage, others)
     yield from epsilons(damage, others)

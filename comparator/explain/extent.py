@@ -1,5 +1,6 @@
 """Extent: the rows and columns of a damage in words."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,16 @@ from tapscope.comparator.explain.damage import Damage
 
 Array = np.ndarray[Any, Any]
 _NAMED = 4
+_COUNT = re.compile(r"[\d,]+ of [\d,]+ ")
 
 
-def describe(damage: Damage, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """Where the damage is; empty where it is everywhere. ``padded`` are the requests shorter than their batch."""
+def describe(damage: Damage, requests: Sequence[str], padded: frozenset[int], *, counted: bool) -> str:
+    """Where the damage is; empty where it is everywhere. ``padded`` are the requests shorter than their batch.
+
+    ``counted`` also says how many rows or columns there are where they follow no pattern.
+    """
     found = [part for part in (_columns(damage), _rows(damage, requests, padded)) if part]
-    return " of ".join(found)
+    return " of ".join(part for part in found if counted or _COUNT.match(part) is None)
 
 
 def _columns(damage: Damage) -> str:
@@ -74,7 +79,7 @@ def _plain_rows(off: Array, total: int) -> str:
         return f"row {rows[0]}"
     if len(off) == total and rows[-1] - rows[0] + 1 == len(rows):
         return f"rows {rows[0]}–{rows[-1]}"
-    return f"{len(rows):,} of {len(off):,} rows looked at"
+    return f"{len(rows):,} of {len(off):,} rows{_sampled(len(off), total)}"
 
 
 def _by_request(request: Array, off: Array, requests: Sequence[str], padded: frozenset[int]) -> str:
@@ -128,7 +133,11 @@ def _counted(request: Array, off: Array, sample: Any, requests: Sequence[str]) -
         if span + 1 == off.sum():
             last = "" if (spared > positions.max()).any() else " (its end)"
             return f"{where}, positions {positions.min()}–{positions.max()}{last}"
-    return f"{int(off.sum()):,} of {len(off):,} rows looked at"
+    return f"{int(off.sum()):,} of {len(off):,} rows{_sampled(len(off), sample.num_rows)}"
+
+
+def _sampled(looked_at: int, total: int) -> str:
+    return " looked at" if looked_at < total else ""
 
 
 def _ordinal(number: int) -> str:

@@ -41,7 +41,8 @@ def caps(damage: Damage) -> Iterator[Trial]:
     if good.sum() < 4 * MIN_VALUES:
         return
     for one, two, inverse in ((before, after, False), (after, before, True)):
-        if float(np.mean(np.abs(two[good]) <= np.abs(one[good]) * (1 + 1e-6))) < 0.99:
+        smaller = np.abs(two[good]) <= np.abs(one[good]) * (1 + 1e-6)
+        if float(np.mean(smaller)) < 0.99 or not two[good].any():
             continue  # a cap only ever makes smaller
         cap = _fit(one[good], two[good])
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -24,11 +24,10 @@ def orders(damage: Damage) -> Iterator[Trial]:
     width = damage.sample.baseline.shape[1]
     if width < 4 or width != damage.sample.width or len(damage.columns) < 2:
         return
-    yield from _blocks(damage, width)
     for size in _sizes(damage, width):
         yield from _layouts(damage, width, size)
-    if width > 4:
-        yield _columns(damage, "order", "target = baseline with its columns reversed", np.arange(width)[::-1], 0)
+    yield _columns(damage, "order", "target = baseline with its columns reversed", np.arange(width)[::-1], 0)
+    yield from _blocks(damage, width)
     yield from _any_order(damage)
 
 
@@ -77,7 +76,7 @@ def _blocks(damage: Damage, width: int) -> Iterator[Trial]:
         one_to_one = len(set(source.tolist())) == count
         sentence = _say(source, size, one_to_one)
         name = "block order" if one_to_one else "block copies"
-        trial = _columns(damage, name, sentence, columns, 0 if one_to_one else 1)
+        trial = _columns(damage, name, sentence, columns, 1 if one_to_one else 2)
         yield trial
         if share_of(damage, trial.values) > FOUND:
             return

@@ -10,6 +10,8 @@ from tapscope.comparator.explain.trial import Trial
 
 Array = np.ndarray[Any, Any]
 
+TINY = 1e-200
+"""Energy below which nothing can be divided by."""
 NEAR_ONE = 0.05
 """A coefficient within this of 1 is said to be 1."""
 
@@ -41,7 +43,8 @@ def relatives(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
         skipped = ", so the module did nothing" if other.is_input else ""
         yield Trial("stand-in", f"target = {what} {other.site}{skipped}", value)
         error = np.nan_to_num(damage.after - damage.before)
-        factor = float((error * value).sum() / (value * value).sum())
+        energy = float((value * value).sum())
+        factor = float((error * value).sum()) / energy if energy > TINY else 0.0
         if abs(abs(factor) - 1.0) < NEAR_ONE:
             plus = factor > 0
             sentence = (
@@ -56,8 +59,9 @@ def epsilons(damage: Damage, inputs: Iterable[Relative]) -> Iterator[Trial]:
     RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba et al. 2016 (arXiv 1607.06450).
     """
     before, after = np.nan_to_num(damage.before), np.nan_to_num(damage.after)
-    factor = (before * after).sum(axis=1) / np.maximum((before * before).sum(axis=1), 1e-300)
-    if len(factor) < 4 or not (factor > 0).all() or float(factor.std()) <= damage.noise:
+    energy = (before * before).sum(axis=1)
+    factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > TINY)
+    if len(factor) < 4 or not (factor > 1e-6).all() or float(factor.std()) <= damage.noise:
         return
     for one in inputs:
         values = one.values[damage.rows]

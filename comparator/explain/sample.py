@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.align import Join, Rows
+from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import Block, Rows, blocks
 from tapscope.comparator.finding import Place
 from tapscope.comparator.layout import Layout
-from tapscope.comparator.pieces import Piece, blocks
+from tapscope.comparator.pieces import Piece
 from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.rows import RowMap
 from tapscope.run import Run
@@ -166,15 +167,16 @@ def _find(ready: Prepared, row_map: RowMap, worst: Place | None, starts: Array) 
 def _num_rows(ready: Prepared, join: Join) -> int:
     if join.pairs is not None:
         return len(join.pairs)
-    sizes = [n for n in ready.right[join.target].shape if n != 1] or [1]
-    return int(np.prod(sizes[:-1]))
+    return _blocks(ready.right[join.target], ready.layouts[1])[0].num_rows
 
 
 def _width(whole: Whole, layout: Layout) -> int:
-    complex_ = 2 if str(whole.dtype).startswith("complex") else 1
-    if not layout.axes:
-        return complex_ * ([n for n in whole.shape if n != 1] or [1])[-1]
-    return complex_ * int(np.prod([n for i, n in enumerate(whole.shape) if i not in layout.axes]))
+    return sum(block.width for block in _blocks(whole, layout))
+
+
+def _blocks(whole: Whole, layout: Layout) -> list[Block]:
+    assert whole.piece is not None
+    return blocks(whole.piece, whole.run, layout.axes)
 
 
 def _read(ready: Prepared, choice: Choice, side: int) -> Array:
@@ -195,14 +197,13 @@ def _index(picked: Rows, rows: Array) -> Array:
 def rows_of(piece: Piece | None, run: Run, axes: tuple[int, ...], rows: Array) -> Array:
     """[rows, width]: some rows of a tensor, of any dtype."""
     assert piece is not None
-    return np.concatenate([block.values[rows] for block in blocks(piece, run, axes)], axis=1)
+    return np.concatenate([np.asarray(block.rows(rows)) for block in blocks(piece, run, axes)], axis=1)
 
 
 def _ranks(whole: Whole, layout: Layout) -> Array:
-    assert whole.piece is not None
-    found = list(blocks(whole.piece, whole.run, layout.axes))
+    found = _blocks(whole, layout)
     lone = len(found) == 1  # one rank holds it all, or all ranks hold the same
-    return np.concatenate([np.full(b.values.shape[1], -1 if lone or b.rank is None else b.rank) for b in found])
+    return np.concatenate([np.full(b.width, -1 if lone or b.rank is None else b.rank) for b in found])
 
 
 def _places(ready: Prepared, row_map: RowMap, choice: Choice) -> tuple[Array, Array, Array]:

@@ -8,7 +8,7 @@ from tapscope.comparator.explain.damage import Damage
 
 Array = np.ndarray[Any, Any]
 
-MIN_VALUES = 8
+MIN_VALUES = 16
 """Values below which agreement may be chance."""
 MIN_CLOSER = 0.75
 """Share of the damaged values that must come closer: a few large ones must not speak for all."""
@@ -31,7 +31,11 @@ class Trial(NamedTuple):
 
 
 def share_of(damage: Damage, values: Array) -> float:
-    """1 - |t - h|^2 / |t - b|^2, every row divided by its size, less the energy that rounding leaves; 0 to 1."""
+    """1 - |t - h|^2 / |t - b|^2, every row divided by its size, less the energy that rounding leaves; 0 to 1.
+
+    Where the target is small beside the error, what is left over must be small beside the target: anything near 0
+    removes the error of a value that was lost, and says nothing about where it went.
+    """
     said = np.isfinite(values) & np.isfinite(damage.after) & np.isfinite(damage.before)
     if said.sum() < MIN_VALUES or 4 * said.any(axis=1).sum() < len(said):
         return 0.0
@@ -44,4 +48,5 @@ def share_of(damage: Damage, values: Array) -> float:
     visible = old > 2.0 * damage.noise * np.abs(before)
     if not visible.any() or float((new < old)[visible].mean()) < MIN_CLOSER:
         return 0.0
-    return float(np.clip(1.0 - max(rest - floor, 0.0) / (total - floor), 0.0, 1.0))
+    whole = min(total - floor, float((after**2).sum())) if rest > floor else 1.0
+    return float(np.clip(1.0 - max(rest - floor, 0.0) / max(whole, 1e-300), 0.0, 1.0))
