@@ -84,6 +84,7 @@ def _inherited(context: Context, node: int) -> float:
     return max((e for e in errors if np.isfinite(e)), default=0.0)
 
 
+@np.errstate(all="ignore")  # values may be as large as their type allows: what overflows explains nothing
 def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
     damage = find_damage(sample, inherited, kin.sizes, kin.head_dims)
     if damage is None:

@@ -38,7 +38,8 @@ class Kin:
         """Requests that are shorter than the batch they were computed in, on either side."""
         row_map = self._preparer.row_map
         found: set[int] = set()
-        for grid in (*row_map.baseline.values(), *row_map.target.values()):
+        sides = row_map.baseline.by_step(), row_map.target.by_step()
+        for grid in (grid for side in sides for grids in side.values() for grid in grids):
             if len(grid.grid) != 2 or grid.grid[0] * grid.grid[1] != grid.num_slots:
                 continue
             for line in grid.pairs.reshape(grid.grid):

@@ -43,10 +43,12 @@ def share_of(damage: Damage, values: Array) -> float:
     floor = damage.noise**2 * float((before**2).sum())
     old, new = np.abs(after - before), np.abs(after - guess)
     total, rest = float((old**2).sum()), float((new**2).sum())
-    if total <= ABOVE * floor or total == 0.0:
+    if not np.isfinite(total + rest) or total <= ABOVE * floor or total == 0.0:
         return 0.0
     visible = old > 2.0 * damage.noise * np.abs(before)
     if not visible.any() or float((new < old)[visible].mean()) < MIN_CLOSER:
         return 0.0
-    whole = min(total - floor, float((after**2).sum())) if rest > floor else 1.0
-    return float(np.clip(1.0 - max(rest - floor, 0.0) / max(whole, 1e-300), 0.0, 1.0))
+    if rest <= floor:
+        return 1.0
+    whole = min(total - floor, float((after**2).sum()))
+    return max(1.0 - (rest - floor) / whole, 0.0) if whole > 0.0 else 0.0
