@@ -1,0 +1,100 @@
+"""The verdict bench: seeded bugs that `tapscope diff` should name, and benign changes that it should not report.
+
+    python -m benchmarks.verdict [--bugs DIR] [--benign DIR] [--only GLOB] [--json]
+
+Exits with 1 when a strong bug is missed or a benign change is flagged, and with 2 for a bad case file.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    from tapscope.errors import TapscopeError
+
+    try:
+        return _run(args)
+    except TapscopeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.verdict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bugs", type=Path, metavar="DIR", help="bug files instead of the catalogue's")
+    parser.add_argument("--benign", type=Path, metavar="DIR", help="benign files instead of the catalogue's")
+    parser.add_argument("--only", action="append", default=[], metavar="GLOB", help="cases of this name; repeatable")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, to look at them")
+    parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
+    parser.add_argument("--json", action="store_true", help="one object a line: the cases, then the score")
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    cases = list(_chosen(args))
+    if args.list:
+        for case in cases:
+            print(f"{case.name:<44} {case.family:<11} {case.visibility or 'benign':<8} {case.about}")
+        return 0
+    import torch
+
+    from benchmarks.verdict.bench import Bench
+    from benchmarks.verdict.report import exit_code, line, score_lines
+
+    torch.set_num_threads(1)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
+        bench = Bench(args.keep or Path(folder))
+        for case in cases:
+            outcomes.append(bench.run(case))
+            print(json.dumps(_to_json(outcomes[-1])) if args.json else line(outcomes[-1]), flush=True)
+    if args.json:
+        print(json.dumps({"type": "score", "exit_code": exit_code(outcomes), "lines": score_lines(outcomes)}))
+    else:
+        print("", *score_lines(outcomes), sep="\n")
+    return exit_code(outcomes)
+
+
+def _chosen(args: argparse.Namespace) -> Iterator[Any]:
+    """The cases asked for; a catalogue of one's own takes the place of both unless the other is given too."""
+    from benchmarks.verdict.catalogue import load
+    from tapscope.errors import UsageError
+
+    own = args.bugs or args.benign
+    cases = load(args.bugs or HERE / "bugs", bugs=True) if args.bugs or not own else []
+    cases += load(args.benign or HERE / "benign", bugs=False) if args.benign or not own else []
+    unmatched = [glob for glob in args.only if not any(_matches(case.name, glob) for case in cases)]
+    if unmatched:
+        raise UsageError(f"no case is called {unmatched[0]!r}; --list shows the {len(cases)} cases")
+    for case in cases:
+        if not args.only or any(_matches(case.name, glob) for glob in args.only):
+            yield case
+
+
+def _matches(name: str, glob: str) -> bool:
+    return glob in (name, name.partition("[")[0]) or fnmatchcase(name, glob)
+
+
+def _to_json(outcome: Any) -> dict[str, Any]:
+    case = outcome.case
+    fields = {"type": "case", "name": case.name, "family": case.family, "expected": list(case.expect)}
+    fields |= {"visibility": case.visibility or "benign", "patches": case.patches, "about": case.about}
+    fields |= {"baseline": asdict(case.baseline), "target": asdict(case.target), "where": dict(case.where)}
+    measured = ("named", "site", "others", "said", "seconds", "ratio", "effect")
+    return fields | {"score": str(outcome.score)} | {name: getattr(outcome, name) for name in measured}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Bench: makes the runs of cases in one temporary folder, each baseline once, and has them compared."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.verdict.catalogue import Case
+from benchmarks.verdict.families import family
+from benchmarks.verdict.outcome import Outcome, Score, failed, judged
+from benchmarks.verdict.patching import Patch, applied
+from benchmarks.verdict.setup import Setup
+from tapscope import open_run
+from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.errors import NothingInCommonError, TapscopeError
+
+Runner = Callable[[Path, Setup, Path, Patch | None], None]
+
+
+class Bench:
+    """Runs cases, one after the other."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._checkpoints: dict[str, Path] = {}
+        self._runs: dict[tuple[str, Setup], Path] = {}
+        self._count = 0
+
+    def run(self, case: Case) -> Outcome:
+        """The case's outcome; nothing that goes wrong in it stops the bench."""
+        start = time.perf_counter()
+        try:
+            outcome = self._bug(case) if case.is_bug else self._benign(case)
+        except Exception as error:  # noqa: BLE001 - a stranger's patch may raise anything; it is said as the outcome
+            outcome = failed(case, error)
+        return outcome.timed(time.perf_counter() - start)
+
+    def _bug(self, case: Case) -> Outcome:
+        baseline = self._clean(case.family, case.baseline)
+        clean = self._clean(case.family, case.target)
+        target = self._patched(case)
+        effect = _effect(clean, target)
+        if effect == 0.0:
+            return Outcome(case, Score.FAULTY, said="the patch changed nothing that was recorded")
+        return judged(case, _compared(baseline, target), effect)
+
+    def _benign(self, case: Case) -> Outcome:
+        baseline = self._clean(case.family, case.baseline)
+        target = self._clean(case.family, case.target) if case.patch is None else self._patched(case)
+        return judged(case, _compared(baseline, target), 0.0)
+
+    def _clean(self, name: str, setup: Setup) -> Path:
+        """The run of an unharmed model, made once."""
+        if (name, setup) not in self._runs:
+            out = self._new(f"{name}-clean")
+            _runner(setup)(self._checkpoint(name), setup, out, None)
+            self._runs[name, setup] = out
+        return self._runs[name, setup]
+
+    def _patched(self, case: Case) -> Path:
+        checkpoint, patch, out = self._checkpoint(case.family), case.patch, self._new(case.family)
+        if case.patches == "checkpoint":
+            checkpoint, patch = self._damaged(checkpoint, patch), None
+        _runner(case.target)(checkpoint, case.target, out, patch)
+        return out
+
+    def _checkpoint(self, name: str) -> Path:
+        if name not in self._checkpoints:
+            self._checkpoints[name] = family(name).save(self._root / f"checkpoint-{name}")
+        return self._checkpoints[name]
+
+    def _damaged(self, checkpoint: Path, patch: Patch | None) -> Path:
+        """A copy of a checkpoint after ``patch`` has changed its weights, a dict of tensors."""
+        from safetensors.torch import load_file, save_file
+
+        copy = self._new("checkpoint")
+        copy.mkdir()
+        weights = load_file(checkpoint / "model.safetensors")
+        with applied(patch, weights):
+            stored = {key: value.contiguous().clone() for key, value in weights.items()}
+        save_file(stored, copy / "model.safetensors", metadata={"format": "pt"})
+        (copy / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+        return copy
+
+    def _new(self, name: str) -> Path:
+        self._count += 1
+        return self._root / f"{self._count:04d}-{name}"
+
+
+def _runner(setup: Setup) -> Runner:
+    if setup.framework == "engine":
+        from benchmarks.verdict.run_engine import run_engine
+
+        return run_engine
+    from benchmarks.verdict.run_transformers import run_transformers
+
+    return run_transformers
+
+
+def _compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | TapscopeError:
+    with open_run(baseline) as one, open_run(target) as two:
+        try:
+            return compare(one, two, options)
+        except TapscopeError as error:
+            return error
+
+
+def _effect(clean: Path, target: Path) -> float:
+    """Largest relative change, over sites, that a patch makes between runs that are alike otherwise; 0 for none."""
+    report: Any = _compared(clean, target, CompareOptions(atol=0.0, rtol=0.0, allow_partial=True))
+    if isinstance(report, NothingInCommonError):
+        return float("inf")
+    if isinstance(report, TapscopeError):
+        raise report
+    changed = [f for f in report.findings if f.verdict.is_bad]
+    known = [f.numbers.rel_l2 for f in changed if f.numbers is not None]
+    return max((value if value > 0 else float("inf") for value in known), default=float("inf") if changed else 0.0)

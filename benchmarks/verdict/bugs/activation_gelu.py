@@ -1,0 +1,13 @@
+"""One MLP uses GELU where SiLU is meant."""
+
+import torch
+
+from benchmarks.verdict.tools import around
+
+EXPECT = "model.layers.1.mlp.act_fn"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    around(model.model.layers[1].mlp.act_fn, lambda forward, x: torch.nn.functional.gelu(x))

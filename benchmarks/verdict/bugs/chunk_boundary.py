@@ -1,0 +1,24 @@
+"""With chunked prefill one layer forgets the last token of the chunk before."""
+
+from unittest import mock
+
+from transformers import DynamicCache
+
+EXPECT = "model.layers.1.self_attn"
+VISIBILITY = "strong"
+TARGET = {"schedule": "chunks"}
+WHERE = {"step": 1}
+
+
+def patch(model):
+    update = DynamicCache.update
+
+    def forgetful(self, keys, values, layer, *args, **kwargs):
+        new = keys.shape[-2]
+        keys, values = update(self, keys, values, layer, *args, **kwargs)
+        if layer == 1 and 1 < new < values.shape[-2]:
+            values = values.clone()
+            values[..., -new - 1, :] = 0
+        return keys, values
+
+    return mock.patch.object(DynamicCache, "update", forgetful)

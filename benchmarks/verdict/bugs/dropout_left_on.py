@@ -1,0 +1,10 @@
+"""Dropout of one attention is on in inference."""
+
+EXPECT = "model.layers.1.self_attn"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    attention = model.model.layers[1].self_attn
+    attention.attention_dropout, attention.training = 0.1, True

@@ -1,0 +1,9 @@
+"""One dropout module of GPT-2 is in training mode."""
+
+FAMILY = "gpt2"
+EXPECT = "transformer.h.1.mlp.dropout"
+VISIBILITY = "strong"
+
+
+def patch(model):
+    model.transformer.h[1].mlp.dropout.train()

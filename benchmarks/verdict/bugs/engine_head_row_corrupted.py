@@ -1,0 +1,12 @@
+"""One of 256 rows of the head is wrong on rank 1."""
+
+PATCHES = "engine"
+EXPECT = "lm_head"
+VISIBILITY = "subtle"
+BOTH = {"tp": 2}
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    if model.tp.rank == 1:
+        model.lm_head.weight[77] *= -1

@@ -1,0 +1,13 @@
+"""Rank 1 looks tokens up one row too low in its share of the embedding."""
+
+PATCHES = "engine"
+EXPECT = "model.embed_tokens"
+VISIBILITY = "strong"
+BOTH = {"tp": 2}
+BASELINE = [{}, {"framework": "transformers", "tp": 1}]
+
+
+def patch(model):
+    if model.tp.rank == 1:
+        table = model.model.embed_tokens.weight
+        table.copy_(table.roll(1, dims=0))

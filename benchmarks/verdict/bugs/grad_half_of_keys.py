@@ -1,0 +1,14 @@
+"""Half of the gradient of one key projection's input is lost, as by a missing all-reduce."""
+
+from benchmarks.verdict.tools import around
+
+EXPECT = ["model.layers.2.self_attn.k_proj", "model.layers.2.self_attn"]  # its input is that of q and v too
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole"}
+
+
+def patch(model):
+    def call(forward, x):
+        return forward(0.5 * x + 0.5 * x.detach())
+
+    around(model.model.layers[2].self_attn.k_proj, call)

@@ -1,0 +1,14 @@
+"""The gradient that one MLP passes back is doubled, as by an all-reduce too many."""
+
+from benchmarks.verdict.tools import around
+
+EXPECT = "model.layers.1.mlp"
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole"}
+
+
+def patch(model):
+    def call(forward, x):
+        return forward(x + (x - x.detach()))
+
+    around(model.model.layers[1].mlp, call)

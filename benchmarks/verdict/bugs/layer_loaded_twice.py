@@ -1,0 +1,11 @@
+"""Layer 2 has been loaded from the weights of layer 1."""
+
+PATCHES = "checkpoint"
+EXPECT = "model.layers.2.input_layernorm"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(weights):
+    for name in [n for n in weights if ".layers.2." in n]:
+        weights[name] = weights[name.replace(".layers.2.", ".layers.1.")]

@@ -1,0 +1,18 @@
+"""Left padding is forgotten: positions are counted from the start of the padded row."""
+
+import torch
+
+from benchmarks.verdict.tools import around
+
+EXPECT = "model"
+VISIBILITY = "strong"
+BOTH = {"schedule": "whole"}
+
+
+def counted(forward, *args, position_ids, **kwargs):
+    count = torch.arange(position_ids.shape[1]).expand_as(position_ids)
+    return forward(*args, position_ids=count, **kwargs)
+
+
+def patch(model):
+    around(model.model, counted)

@@ -1,0 +1,15 @@
+"""Positions within the model are one too high while decoding."""
+
+from benchmarks.verdict.tools import around
+
+EXPECT = "model"
+VISIBILITY = "strong"
+WHERE = {"step": 1}
+
+
+def shifted(forward, *args, position_ids, **kwargs):
+    return forward(*args, position_ids=position_ids + (position_ids.shape[1] == 1), **kwargs)
+
+
+def patch(model):
+    around(model.model, shifted)

@@ -1,0 +1,11 @@
+"""The norm of the queries of one layer is skipped."""
+
+from benchmarks.verdict.tools import around
+
+FAMILY = ["qwen3", "qwen3-moe"]
+EXPECT = "model.layers.1.self_attn.q_norm"
+VISIBILITY = "strong"
+
+
+def patch(model):
+    around(model.model.layers[1].self_attn.q_norm, lambda forward, hidden: hidden)

@@ -1,0 +1,11 @@
+"""`model.to(bfloat16)` has rounded the rotary frequencies of a float32 model too."""
+
+import torch
+
+EXPECT = "model.rotary_emb"
+VISIBILITY = "subtle"
+
+
+def patch(model):
+    inv_freq = model.model.rotary_emb.inv_freq
+    inv_freq.copy_(inv_freq.to(torch.bfloat16).float())

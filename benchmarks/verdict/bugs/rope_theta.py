@@ -1,0 +1,12 @@
+"""Rotary frequencies of theta 500,000 instead of 10,000."""
+
+import torch
+
+EXPECT = "model.rotary_emb"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    inv_freq = model.model.rotary_emb.inv_freq
+    inv_freq.copy_(500000.0 ** -(torch.arange(len(inv_freq)) / len(inv_freq)))

@@ -1,0 +1,9 @@
+"""The router's top weights are not scaled to sum to one."""
+
+FAMILY = "qwen3-moe"
+EXPECT = "model.layers.1.mlp.gate"
+VISIBILITY = "strong"
+
+
+def patch(model):
+    model.model.layers[1].mlp.gate.norm_topk_prob = False

@@ -1,0 +1,16 @@
+"""The last row of one projection's output is uninitialised memory that holds NaN."""
+
+from benchmarks.verdict.tools import after
+
+EXPECT = "model.layers.2.self_attn.v_proj"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    def change(output):
+        output = output.clone()
+        output[:, -1, 5:9] = float("nan")
+        return output
+
+    after(model.model.layers[2].self_attn.v_proj, change)

@@ -1,0 +1,12 @@
+"""One projection of a float32 model holds weights that went through bfloat16."""
+
+import torch
+
+FAMILY = ["llama", "qwen2"]
+EXPECT = "model.layers.1.mlp.gate_proj"
+VISIBILITY = "subtle"
+
+
+def patch(model):
+    weight = model.model.layers[1].mlp.gate_proj.weight
+    weight.data = weight.data.to(torch.bfloat16).float()

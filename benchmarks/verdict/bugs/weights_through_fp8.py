@@ -1,0 +1,12 @@
+"""One projection holds weights that went through float8 without a scale."""
+
+import torch
+
+EXPECT = "model.layers.2.self_attn.o_proj"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    weight = model.model.layers[2].self_attn.o_proj.weight
+    weight.data = weight.data.to(torch.float8_e5m2).to(weight.dtype)

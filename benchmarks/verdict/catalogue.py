@@ -1,0 +1,151 @@
+"""Catalogue: the case files of a folder, checked. One Python file describes one bug, or one benign change."""
+
+import importlib.util
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.verdict.families import FAMILIES, family
+from benchmarks.verdict.patching import Patch
+from benchmarks.verdict.setup import Setup
+from tapscope.errors import ConfigError, UsageError
+
+VISIBILITIES = ("strong", "subtle")
+PATCHES = ("transformers", "engine", "megatron", "checkpoint")
+_KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "BASELINE", "TARGET", "BOTH", "WHERE")
+_PLACE = ("step", "rank", "request", "position")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A baseline, a target, and what the comparison of both should say."""
+
+    name: str
+    """Of the file; family and changed settings are appended where the file makes several cases."""
+    family: str
+    baseline: Setup
+    target: Setup
+    patches: str = "transformers"
+    """What ``patch`` is given."""
+    patch: Patch | None = None
+    expect: tuple[str, ...] = ()
+    """Globs of the module to be named; with a ``:`` globs of the site. Empty for a benign change."""
+    visibility: str = ""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """The place to be named: any of step, rank, request, position."""
+    about: str = ""
+    """First line of the file's docstring."""
+
+    @property
+    def is_bug(self) -> bool:
+        """Whether something is to be found."""
+        return bool(self.expect)
+
+
+def load(folder: Path, *, bugs: bool) -> list[Case]:
+    """The cases of every ``*.py`` in a folder, in order of name; raises UsageError for what is no case."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no directory; give a folder of case files (see benchmarks/verdict/README.md)")
+    files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
+    if not files:
+        raise UsageError(f"{folder} holds no case file (*.py)")
+    return [case for path in files for case in read(path, is_bug=bugs)]
+
+
+def read(path: Path, *, is_bug: bool) -> list[Case]:
+    """The cases of one file; raises UsageError saying what of it is wrong and what would do."""
+    module = _imported(path)
+    names = [name for name in vars(module) if name.isupper() and not name.startswith("_")]
+    unknown = [name for name in names if name not in _KNOWN]
+    _require(not unknown, path, f"{unknown[:1]} is no setting of a case; settings are {', '.join(_KNOWN)}")
+    values = {name: getattr(module, name) for name in _KNOWN if hasattr(module, name)}
+    patch = getattr(module, "patch", None)
+    patches = values.get("PATCHES", "transformers")
+    _require(patches in PATCHES, path, f"PATCHES is {patches!r}; it must be one of {', '.join(PATCHES)}")
+    expect = _texts(path, "EXPECT", values.get("EXPECT", ()))
+    visibility = values.get("VISIBILITY", "")
+    if is_bug:
+        _require(callable(patch), path, "a bug needs a function patch(model)")
+        _require("EXPECT" in values, path, "a bug needs EXPECT, the module that is at fault, e.g. 'model.norm'")
+        _require(visibility in VISIBILITIES, path, f"VISIBILITY is {visibility!r}; it must be strong or subtle")
+    else:
+        _require(not expect and not visibility, path, "a benign change has no EXPECT and no VISIBILITY")
+    _require(patch is None or _takes_one(patch), path, "patch must take one argument, the model or the weights")
+    about = (module.__doc__ or "").strip().partition("\n")[0]
+    _require(bool(about), path, "a case file begins with a docstring that says what is wrong")
+    where = dict(values.get("WHERE", {}))
+    strange = [name for name in where if name not in _PLACE]
+    _require(not strange, path, f"WHERE has {strange[:1]}; it may have {', '.join(_PLACE)}")
+    shared = {"patches": patches, "patch": patch, "expect": expect if is_bug else ()}
+    shared |= {"visibility": visibility, "where": where, "about": about}
+    return [Case(**fields, **shared) for fields in _expanded(path, values, patches)]
+
+
+def _expanded(path: Path, values: Mapping[str, Any], patches: str) -> list[dict[str, Any]]:
+    """One case for every family, every BASELINE and every TARGET."""
+    families = _texts(path, "FAMILY", values.get("FAMILY", "llama"))
+    framework = patches if patches in ("engine", "megatron") else "transformers"
+    found = []
+    both, baselines, targets = (_settings(path, name, values.get(name, {})) for name in ("BOTH", "BASELINE", "TARGET"))
+    for name, shared, left, right in itertools.product(families, both, baselines, targets):
+        try:
+            family(name)
+            start = Setup(framework=framework).but(shared)
+            sides = {"baseline": start.but(left), "target": start.but(right)}
+        except (ConfigError, UsageError) as error:
+            raise UsageError(f"{path}: {error}") from None
+        words = [] if len(families) == 1 else [name]
+        for group, chosen in ((both, shared), (baselines, left), (targets, right)):
+            words += [] if len(group) == 1 else [_said(chosen)]
+        case = path.stem + (f"[{','.join(words)}]" if words else "")
+        found.append({"name": case, "family": name} | sides)
+    return found
+
+
+def _said(settings: Mapping[str, Any]) -> str:
+    """``bfloat16 tp=2``: settings as part of a name."""
+    return " ".join(v if isinstance(v, str) else f"{k}={v}" for k, v in settings.items()) or "same"
+
+
+def _imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"verdict_case_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's file raises is said with its name
+        raise UsageError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from None
+    return module
+
+
+def _takes_one(patch: Any) -> bool:
+    try:
+        inspect.signature(patch).bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _texts(path: Path, name: str, value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
+    _require(all(isinstance(v, str) for v in found), path, f"{name} is {value!r}; it must be a text or a list of texts")
+    if name == "FAMILY":
+        _require(bool(found), path, f"FAMILY is empty; families are {', '.join(FAMILIES)}")
+    return found
+
+
+def _settings(path: Path, name: str, value: Any) -> Sequence[Mapping[str, Any]]:
+    found = list(value) if isinstance(value, list | tuple) else [value]
+    good = found and all(isinstance(v, Mapping) for v in found)
+    _require(bool(good), path, f"{name} is {value!r}; it must be a dict of settings, or a list of such")
+    return found
+
+
+def _require(holds: bool, path: Path, sentence: str) -> None:
+    if not holds:
+        raise UsageError(f"{path}: {sentence}")

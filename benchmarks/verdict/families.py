@@ -1,0 +1,165 @@
+"""Families: small models of known architectures whose weights are spread like those of trained ones.
+
+A model as it comes out of ``from_config`` hides bugs: norms are all ones, biases zero, every channel has one scale and
+attention is nearly uniform. Here every channel has a scale of its own, a few channels and the first token are far
+larger than the rest (massive activations, arXiv:2402.17762), and attention has something to choose from.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.verdict.workload import BOS, VOCAB
+from tapscope.errors import UsageError
+
+_DENSE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": BOS,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture."""
+
+    name: str
+    classes: str
+    """Prefix of its classes in transformers, e.g. ``Llama``."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def config(self) -> Any:
+        """Its transformers configuration."""
+        import transformers
+
+        return getattr(transformers, f"{self.classes}Config")(**self.settings)
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint in Hugging Face form; returns the folder."""
+        import transformers
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            model = transformers.AutoModelForCausalLM.from_config(self.config())
+            generator = torch.Generator().manual_seed(self.seed)
+            for name, parameter in model.named_parameters():
+                parameter.data = _spread(name, parameter.data, self, generator)
+        model.save_pretrained(folder)
+        return folder
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("llama", "Llama", _DENSE | {"tie_word_embeddings": False}),
+        Family("llama-tied", "Llama", _DENSE | {"tie_word_embeddings": True, "num_hidden_layers": 3}, 1),
+        Family("llama-bias", "Llama", _DENSE | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 3}, 10),
+        Family("llama3", "Llama", _DENSE | {"rope_parameters": _LLAMA3, "num_key_value_heads": 1}, 2),
+        Family("llama-deep", "Llama", _DENSE | {"num_hidden_layers": 10, "hidden_size": 96, "head_dim": 24}, 3),
+        Family("qwen2", "Qwen2", _DENSE | {"tie_word_embeddings": False}, 4),
+        Family("qwen3", "Qwen3", _DENSE | {"head_dim": 32, "tie_word_embeddings": False}, 5),
+        Family(
+            "qwen3-moe",
+            "Qwen3Moe",
+            _DENSE | _MOE | {"num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16, "norm_topk_prob": True},
+            6,
+        ),
+        Family("mixtral", "Mixtral", _DENSE | _MOE | {"num_local_experts": 4, "intermediate_size": 96}, 7),
+        Family(
+            "gemma2",
+            "Gemma2",
+            _DENSE | {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 8.0},
+            8,
+        ),
+        Family("gpt2", "GPT2", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}, 9),
+    )
+}
+
+
+def family(name: str) -> Family:
+    """The family of this name; raises UsageError."""
+    if name not in FAMILIES:
+        raise UsageError(f"there is no family {name!r}; families are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+@functools.cache
+def modeling(name: str) -> Any:
+    """The module of transformers that defines a family, to patch its functions, e.g. ``modeling("llama")``."""
+    package = "llama" if name.startswith("llama") else name.replace("-", "_")
+    return importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+
+
+def _spread(name: str, weight: Tensor, family: Family, draw: torch.Generator) -> Tensor:
+    if weight.ndim == 1 and name.endswith("bias"):
+        return torch.randn(weight.shape, generator=draw) * (2.0 if "k_proj" in name else 0.3)
+    if weight.ndim == 1:
+        return _norm(name, weight, family, draw)
+    if "embed" in name or "wte" in name or "wpe" in name:
+        return _embedding(name, weight, draw)
+    transposed = family.classes == "GPT2"
+    table = torch.randn(weight.shape, generator=draw) * _gain(name) / math.sqrt(weight.shape[-2 if transposed else -1])
+    rows = torch.randn((*weight.shape[:-1], 1), generator=draw) * (0.2 if transposed else 0.4)
+    columns = torch.randn((*weight.shape[:-2], 1, weight.shape[-1]), generator=draw) * (0.4 if transposed else 0.2)
+    return table * rows.exp() * columns.exp()
+
+
+def _norm(name: str, weight: Tensor, family: Family, draw: torch.Generator) -> Tensor:
+    """Around a level that grows with depth; two channels stand out."""
+    layer = next((int(part) for part in name.split(".") if part.isdigit()), 2)
+    depth = family.settings.get("num_hidden_layers", 4)
+    level = 1.2 if "q_norm" in name or "k_norm" in name else 0.5 + 0.5 * min(layer / depth, 1.0)
+    values = level * (1 + 0.25 * torch.randn(weight.shape, generator=draw))
+    values[torch.randperm(len(values), generator=draw)[:2]] *= 3.0
+    return values - 1.0 if family.classes == "Gemma2" else values
+
+
+def _embedding(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
+    table = torch.randn(weight.shape, generator=draw) * 0.5
+    table = table * (torch.randn((len(weight), 1), generator=draw) * 0.3).exp()
+    if "wpe" in name:
+        return 0.2 * table
+    table[BOS, torch.randperm(weight.shape[1], generator=draw)[:2]] = 25.0
+    return table
+
+
+_GAINS = {
+    "q_proj": 1.3,
+    "k_proj": 1.3,
+    "o_proj": 0.7,
+    "c_attn": 1.2,
+    "lm_head": 1.5,
+    "mlp.gate.": 2.0,
+    "down_proj": 0.9,
+    "c_proj": 0.8,
+}
+
+
+def _gain(name: str) -> float:
+    return next((gain for part, gain in _GAINS.items() if part in name), 1.0)

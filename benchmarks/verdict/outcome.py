@@ -1,0 +1,132 @@
+"""Outcome: what became of one case, and the score of all."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from benchmarks.verdict.catalogue import Case
+from tapscope.comparator import Divergence, Report
+from tapscope.errors import TapscopeError
+from tapscope.site import Glob
+
+
+class Score(StrEnum):
+    """How a case ended."""
+
+    NAMED = "named"
+    """A bug, named at its site."""
+    ANCESTOR = "ancestor"
+    """A bug whose site was not recorded on both sides, named at the nearest enclosing module that was."""
+    MISNAMED = "misnamed"
+    """A bug that was noticed and put down to another module."""
+    MISPLACED = "misplaced"
+    """The module is right; the step, rank, request or position is not."""
+    MISSED = "missed"
+    """A bug, and the runs are said to agree."""
+    FAULTY = "faulty"
+    """A case that proves nothing: its patch changes no tensor, or cannot be run."""
+    CLEAN = "clean"
+    """A benign change, and the runs are said to agree."""
+    FLAGGED = "flagged"
+    """A benign change that was reported."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it is what is wanted."""
+        return self in (Score.NAMED, Score.ANCESTOR, Score.CLEAN)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one case."""
+
+    case: Case
+    score: Score
+    named: str = ""
+    """The module named."""
+    site: str = ""
+    """The site that shows it."""
+    ratio: float = math.nan
+    """error / floor there; of the closest call where nothing was named."""
+    others: int = 0
+    """Modules named beside it."""
+    effect: float = 0.0
+    """Largest relative L2 change that the patch makes at any site, without any judge."""
+    said: str = ""
+    """Evidence, or why not."""
+    seconds: float = 0.0
+
+    def timed(self, seconds: float) -> "Outcome":
+        """With the time that it took."""
+        return replace(self, seconds=seconds)
+
+
+def failed(case: Case, error: Exception) -> Outcome:
+    """The case could not be run; of a benign change that is what counts against the product."""
+    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return Outcome(case, Score.FAULTY, said=said)
+
+
+def judged(case: Case, report: Report | TapscopeError, effect: float) -> Outcome:
+    """The outcome of a comparison."""
+    if isinstance(report, TapscopeError):
+        score = Score.MISNAMED if case.is_bug else Score.FLAGGED
+        return Outcome(case, score, effect=effect, said=f"{type(report).__name__}: {report}")
+    first = report.first_divergence
+    if first is None:
+        call = report.closest_call
+        score, said = _unnamed(case, report)
+        return Outcome(case, score, ratio=call.ratio if call else 0.0, effect=effect, said=said)
+    score = _score(case, report, first) if case.is_bug else Score.FLAGGED
+    others = len(report.divergences) - 1
+    return Outcome(case, score, first.module, first.site, first.finding.ratio, others, effect, first.evidence)
+
+
+def _unnamed(case: Case, report: Report) -> tuple[Score, str]:
+    odd = next((f for f in report.findings if f.verdict.is_bad), None)
+    said = f"{odd.site} {odd.verdict}: {'; '.join(odd.notes)}" if odd else "; ".join(report.coverage.partial)
+    if not case.is_bug:
+        return (Score.FLAGGED if report.exit_code else Score.CLEAN), said
+    return (Score.MISNAMED if report.exit_code else Score.MISSED), said
+
+
+def _score(case: Case, report: Report, first: Divergence) -> Score:
+    score = Score.NAMED
+    if not any(_fits(glob, first) for glob in case.expect):
+        recorded = {f.site.rpartition(":")[0] for f in report.findings if f.baseline and f.target}
+        if first.module not in {_nearest(glob, recorded) for glob in case.expect}:
+            return Score.MISNAMED
+        score = Score.ANCESTOR
+    return score if _place_fits(case, first) else Score.MISPLACED
+
+
+def _fits(glob: str, first: Divergence) -> bool:
+    if ":" in glob:
+        return Glob(glob).matches(first.site)
+    return first.module == glob or (bool(glob) and Glob(glob).matches(first.module))
+
+
+def _nearest(glob: str, recorded: set[str]) -> str | None:
+    """The module to be named where the expected one was not recorded; None where it was."""
+    path = glob.partition(":")[0]
+    if _is_recorded(path, recorded):
+        return None
+    while path and not _is_recorded(path, recorded):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _is_recorded(path: str, recorded: set[str]) -> bool:
+    return path in recorded or (bool(path) and any(Glob(path).matches(one) for one in recorded if one))
+
+
+def _place_fits(case: Case, first: Divergence) -> bool:
+    found = {"step": first.step}
+    if first.place is not None:
+        found |= {name: getattr(first.place, name) for name in ("rank", "request", "position")}
+    return all(found.get(name) in (_several(value)) for name, value in case.where.items())
+
+
+def _several(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else (value,)

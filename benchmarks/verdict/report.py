@@ -1,0 +1,69 @@
+"""Report: a line for every case, and the score."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from benchmarks.verdict.outcome import Outcome, Score
+
+_BUGS = (Score.NAMED, Score.ANCESTOR, Score.MISPLACED, Score.MISNAMED, Score.MISSED, Score.FAULTY)
+_WORDS = {
+    Score.NAMED: "named at the site",
+    Score.ANCESTOR: "named at the nearest recorded ancestor",
+    Score.MISPLACED: "named at another step, rank or token",
+    Score.MISNAMED: "detected but misnamed",
+    Score.MISSED: "missed",
+    Score.FAULTY: "faulty cases",
+    Score.CLEAN: "clean",
+    Score.FLAGGED: "flagged",
+}
+
+
+def line(outcome: Outcome) -> str:
+    """Score, name, expected, named, error / floor, seconds."""
+    case = outcome.case
+    kind = case.visibility or "benign"
+    text = f"{outcome.score.upper() if not outcome.score.is_good else outcome.score:<9} {kind:<7} {case.name:<42}"
+    if case.is_bug:
+        named = outcome.named or ("" if outcome.site else "nobody")
+        text += f" expected {_shown(' or '.join(case.expect)):<34} named {_shown(named):<34}"
+    elif outcome.named or outcome.site:
+        text += f" named {_shown(outcome.named):<34}"
+    text += f" {_ratio(outcome.ratio):>8} x floor"
+    if outcome.others:
+        text += f" +{outcome.others}"
+    text += f" {outcome.seconds:6.1f} s"
+    return text if outcome.score.is_good else f"{text}  {outcome.said[:160]}".rstrip()
+
+
+def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """The score, and how many cases ran on what."""
+    lines = []
+    for kind in ("strong", "subtle"):
+        counts = Counter(o.score for o in outcomes if o.case.visibility == kind)
+        if counts:
+            said = ", ".join(f"{counts[s]} {_WORDS[s]}" for s in _BUGS if counts[s])
+            lines.append(f"{kind} bugs: {counts.total()}: {said}")
+    counts = Counter(o.score for o in outcomes if not o.case.is_bug)
+    if counts:
+        said = ", ".join(f"{n} {_WORDS[s]}" for s, n in sorted(counts.items()))
+        lines.append(f"benign changes: {counts.total()}: {said}")
+    pairs = Counter(f"{o.case.baseline.framework} against {o.case.target.framework}" for o in outcomes)
+    lines.append("cases run: " + ", ".join(f"{n} {pair}" for pair, n in pairs.most_common()))
+    families = Counter(o.case.family for o in outcomes)
+    lines.append("models: " + ", ".join(f"{n} {name}" for name, n in families.most_common()))
+    return [*lines, f"seconds: {sum(o.seconds for o in outcomes):.0f}"]
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """1 when a strong bug is missed, a benign change is flagged, or a case proves nothing."""
+    bad = [o for o in outcomes if o.score in (Score.FLAGGED, Score.FAULTY)]
+    bad += [o for o in outcomes if o.score is Score.MISSED and o.case.visibility == "strong"]
+    return int(bool(bad))
+
+
+def _shown(module: str) -> str:
+    return module or "(root)"
+
+
+def _ratio(ratio: float) -> str:
+    return "-" if ratio != ratio else f"{ratio:.2g}" if ratio < 1000 else f"{ratio:.0e}"

@@ -1,0 +1,98 @@
+"""Runs tapscope's engine over a workload and captures everything, on every rank."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.verdict.patching import Patch, applied
+from benchmarks.verdict.setup import Setup
+from benchmarks.verdict.workload import requests
+from tapscope.dumper import DumperConfig, make_observer
+from tapscope.engine import LLM
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.request import Request
+from tapscope.engine.runner import Runner
+from tapscope.engine.scheduler import Scheduler
+from tapscope.errors import ConfigError
+from tapscope.observe import RankInfo, StepObserver
+
+_TIMEOUT_S = 30.0
+
+
+def run_engine(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = None) -> None:
+    """Capture one run to ``out``; ``patch`` is called with the model of every rank."""
+    if setup.schedule != "decode" or setup.train:
+        raise ConfigError(f"schedule={setup.schedule!r}, train={setup.train}: the engine runs schedule 'decode' only")
+    config = EngineConfig(
+        model=str(checkpoint),
+        tp=setup.tp,
+        dtype=setup.dtype,
+        page_size=setup.page_size,
+        max_running=1 if setup.batch == "separate" else 8,
+        logits="all",
+    )
+    observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
+    if setup.processes:
+        if patch is not None:
+            raise ConfigError("processes: a patch reaches ranks that are threads only")
+        _in_processes(config, setup, observer)
+    else:
+        _in_threads(config, setup, observer, patch)
+
+
+def _in_processes(config: EngineConfig, setup: Setup, observer: Any) -> None:
+    work = requests(setup.workload, setup.seed, setup.order)
+    with LLM(config, observer=observer) as llm:
+        for r in work:
+            llm.submit(r.prompt, request_id=r.name, max_new_tokens=len(r.forced) + 1, forced=r.forced, ignore_eos=True)
+        while llm.has_work:
+            llm.step()
+
+
+def _in_threads(config: EngineConfig, setup: Setup, observer: Any, patch: Patch | None) -> None:
+    """Real ranks, real gloo, one process: a patch reaches all of them and no time is spent on spawning."""
+    model_config = ModelConfig.read(Path(config.model))
+    folder = Path(tempfile.mkdtemp(prefix="verdict-"))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        pool = stack.enter_context(ThreadPoolExecutor(config.tp))
+
+        def build(rank: int) -> Runner:
+            alone = config.tp == 1
+            group = TensorParallel() if alone else TensorParallel.connect(folder / "store", rank, config.tp, _TIMEOUT_S)
+            return Runner(config, model_config, group, None)
+
+        runners = list(pool.map(build, range(config.tp)))
+        for runner in runners:
+            stack.enter_context(applied(patch, runner.model))
+        stack.callback(lambda: list(pool.map(Runner.close, runners)))
+        list(pool.map(partial(_observe, observer, config), runners))
+        _drive(config, setup, runners, pool.map)
+
+
+def _observe(observer: Callable[[Any, RankInfo], StepObserver], config: EngineConfig, runner: Runner) -> None:
+    """What Runner does when it is given an observer, but behind the patch."""
+    tp = runner.model.tp
+    mesh, coords = {"tp": tp.size}, {"tp": tp.rank}
+    info = RankInfo(
+        rank=tp.rank, world_size=tp.size, mesh=mesh, coords=coords, framework="tapscope", dtype=runner.dtype
+    )
+    runner.observer = observer(runner.model, info)
+
+
+def _drive(config: EngineConfig, setup: Setup, runners: list[Runner], each: Any) -> None:
+    scheduler = Scheduler(runners[0].num_pages, config.page_size, config.max_running, ())
+    for r in requests(setup.workload, setup.seed, setup.order):
+        scheduler.add(Request(id=r.name, prompt_ids=r.prompt, max_new_tokens=len(r.forced) + 1, forced=r.forced))
+    while scheduler.has_work:
+        plan = scheduler.plan(all_logits=True, epoch=None)
+        tokens = list(each(lambda runner, plan=plan: runner.execute(plan), runners))
+        scheduler.commit(tokens[0])
+        list(each(lambda runner, plan=plan: runner.finish(plan), runners))

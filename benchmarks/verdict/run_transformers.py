@@ -1,0 +1,126 @@
+"""Runs a transformers model over a workload and captures everything."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.verdict.fused import fuse
+from benchmarks.verdict.patching import Patch, applied
+from benchmarks.verdict.setup import Setup
+from benchmarks.verdict.workload import BOS, Request, requests
+from tapscope import Dumper
+from tapscope.dumper.rows import padded_step
+from tapscope.observe import RowRun, StepInfo
+
+CHUNK = 5
+
+
+def load(checkpoint: Path, setup: Setup) -> Any:
+    """The model of a checkpoint."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dtype = getattr(torch, setup.dtype)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation=setup.attention).eval()
+    return fuse(model) if setup.fused else model
+
+
+def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = None) -> None:
+    """Capture one run to ``out``."""
+    model, work = load(checkpoint, setup), requests(setup.workload, setup.seed, setup.order)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(setup.threads)
+    try:
+        with applied(patch, model), Dumper(model, out, keep="full", grads=setup.train) as dumper:
+            for group in [[r] for r in work] if setup.batch == "separate" else [work]:
+                _run_group(model, dumper, group, setup)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
+    """The requests of one batch, from the first token to the last."""
+    if setup.batch == "packed":
+        _run_packed(model, dumper, group, setup)
+        return
+    cache: Any = None
+    for call in _calls(group, setup):
+        info = padded_step(dumper.next_step, call.phase, call.ids, call.positions, call.valid, [r.name for r in group])
+        extra = {"attention_mask": torch.tensor(call.mask), "use_cache": setup.schedule != "whole"}
+        given = {"input_ids": torch.tensor(call.ids), "position_ids": torch.tensor(call.positions)} | extra
+        with dumper.step_of(info) if setup.named else nullcontext():
+            if setup.train:
+                _backward(model(**given).logits, call.ids, call.valid)
+            else:
+                with torch.no_grad():
+                    cache = model(**given, past_key_values=cache).past_key_values
+        model.zero_grad(set_to_none=True)
+
+
+def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
+    """All requests in one row, told apart by their positions alone."""
+    rows, ids, positions = [], [], []
+    for request in group:
+        rows.append(RowRun(request.name, 0, len(request.tokens), 0, len(ids)))
+        ids += request.tokens
+        positions += range(len(request.tokens))
+    info = StepInfo(step=dumper.next_step, phase="prefill", grid=(1, len(ids)), rows=tuple(rows), token_ids=tuple(ids))
+    with dumper.step_of(info), torch.set_grad_enabled(setup.train):
+        logits = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=False).logits
+        if setup.train:
+            valid = [[True] * len(ids)]
+            for run in rows[1:]:
+                valid[0][run.slot] = False  # the token before it is another request's
+            _backward(logits, [ids], valid)
+
+
+def _backward(logits: torch.Tensor, ids: list[list[int]], valid: list[list[bool]]) -> None:
+    """Cross-entropy of every next token, summed, so that batching does not change its scale."""
+    labels = torch.tensor(ids)[:, 1:].masked_fill(~torch.tensor(valid)[:, 1:], -100)
+    before = torch.tensor(valid)[:, :-1]
+    labels = labels.masked_fill(~before, -100)
+    flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
+    torch.nn.functional.cross_entropy(flat, labels.reshape(-1), ignore_index=-100, reduction="sum").backward()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    phase: str
+    ids: list[list[int]]
+    positions: list[list[int]]
+    valid: list[list[bool]]
+    mask: list[list[int]]
+    """Over everything fed so far."""
+
+
+def _calls(group: Sequence[Request], setup: Setup) -> Iterator[_Call]:
+    """The forwards of one padded batch."""
+    whole = setup.schedule == "whole"
+    first = [list(r.tokens if whole else r.prompt) for r in group]
+    width = max(map(len, first))
+    right = setup.batch == "right"
+    pads = [width - len(ids) for ids in first]
+    ids = [_pad(row, [BOS] * pad, right) for row, pad in zip(first, pads, strict=True)]
+    valid = [_pad([True] * len(row), [False] * pad, right) for row, pad in zip(first, pads, strict=True)]
+    positions = [_pad(list(range(len(row))), [0] * pad, right) for row, pad in zip(first, pads, strict=True)]
+    mask: list[list[int]] = [[] for _ in group]
+    chunk = CHUNK if setup.schedule == "chunks" else width
+    for start in range(0, width, chunk):
+        part = slice(start, min(start + chunk, width))
+        seen = [row[part] for row in valid]
+        mask = [old + [int(v) for v in new] for old, new in zip(mask, seen, strict=True)]
+        yield _Call("prefill", [r[part] for r in ids], [r[part] for r in positions], seen, mask)
+    for at in range(0 if whole else max(len(r.forced) for r in group)):
+        mask = [[*row, 1] for row in mask]
+        now = [[len(r.prompt) + at] for r in group]
+        yield _Call("decode", [[r.forced[at]] for r in group], now, [[True]] * len(group), mask)
+
+
+def _pad(row: list[Any], padding: list[Any], right: bool) -> list[Any]:
+    return row + padding if right else padding + row

@@ -1,0 +1,78 @@
+"""Setup: how one side of a case is run: framework, dtype, batching, schedule."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from tapscope.errors import ConfigError
+
+_CHOICES = {
+    "framework": ("transformers", "engine", "megatron"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "attention": ("eager", "sdpa"),
+    "batch": ("left", "right", "separate", "packed"),
+    "order": ("given", "reversed"),
+    "schedule": ("decode", "whole", "chunks"),
+    "workload": ("short", "long", "one"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Settings of one run; raises ConfigError naming the field, the value and the rule."""
+
+    framework: str = "transformers"
+    dtype: str = "float32"
+    attention: str = "eager"
+    """transformers: ``eager`` or ``sdpa``."""
+    tp: int = 1
+    """Tensor-parallel ranks; the engine's are threads of this process, Megatron's are processes."""
+    sequence_parallel: bool = False
+    """Megatron: norms see a share of the sequence."""
+    batch: str = "left"
+    """transformers: requests padded on the ``left`` or ``right``, ``separate`` (a forward each), or ``packed`` into
+    one row. The engine always packs, or with ``separate`` runs one request after the other."""
+    order: str = "given"
+    """Order of the requests in the batch."""
+    schedule: str = "decode"
+    """``decode``: the prompts, then one forced token a step; ``whole``: all tokens in one forward without a cache;
+    ``chunks``: prompts in pieces of five tokens, then as ``decode``."""
+    workload: str = "short"
+    """Which requests: three ``short`` ones, ``one``, or one ``long`` one among others."""
+    seed: int = 0
+    """Of the requests' tokens."""
+    train: bool = False
+    """Forward and backward of a cross-entropy; gradients are captured too. Needs schedule ``whole``."""
+    named: bool = True
+    """False: nobody tells the dumper about requests and positions; it reads them off the model's arguments."""
+    compiled: bool = False
+    """The activation and norm functions run through torch.compile."""
+    fused: bool = False
+    """q, k, v and gate, up run as one linear each, named ``qkv_proj`` and ``gate_up_proj``."""
+    threads: int = 1
+    """Threads of torch: other splits of the same sums."""
+    page_size: int = 16
+    """The engine's KV pages."""
+    processes: bool = False
+    """The engine's ranks are real processes."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        for name in ("tp", "page_size", "threads"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be a whole number above 0")
+        if self.train and self.schedule != "whole":
+            raise ConfigError("train needs schedule='whole'")
+        if self.batch == "packed" and self.schedule != "whole":
+            raise ConfigError("batch='packed' needs schedule='whole'")
+        if self.framework == "transformers" and self.tp > 1:
+            raise ConfigError("tp: transformers runs on one rank here; use framework engine or megatron")
+
+    def but(self, changes: dict[str, Any]) -> "Setup":
+        """This setup with some fields changed; raises ConfigError for one that does not exist."""
+        known = [field.name for field in fields(self)]
+        unknown = [name for name in changes if name not in known]
+        if unknown:
+            raise ConfigError(f"a setup has no {unknown[0]!r}; it has {', '.join(known)}")
+        return replace(self, **changes)

@@ -1,0 +1,35 @@
+"""Workload: the requests that a case runs, with every token given, so that both sides compute the same rows."""
+
+import random
+from dataclasses import dataclass
+
+VOCAB = 256
+BOS = 0
+_LENGTHS = {"short": ((13, 4), (7, 4), (10, 4)), "one": ((16, 4),), "long": ((40, 3), (5, 3))}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: its prompt, and the tokens that follow it whatever the model says."""
+
+    name: str
+    prompt: tuple[int, ...]
+    forced: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens that are computed."""
+        return self.prompt + self.forced
+
+
+def requests(name: str, seed: int = 0, order: str = "given") -> list[Request]:
+    """The requests of a workload; all start with the same token, and some tokens come again, as in text."""
+    draw = random.Random(f"{name} {seed}")
+    found = []
+    for i, (prompt, forced) in enumerate(_LENGTHS[name]):
+        tokens = [BOS]
+        while len(tokens) < prompt + forced:
+            again = len(tokens) > 3 and draw.random() < 0.3
+            tokens.append(draw.choice(tokens[1:]) if again else draw.randrange(1, VOCAB))
+        found.append(Request(f"r{i}", tuple(tokens[:prompt]), tuple(tokens[prompt:])))
+    return found[::-1] if order == "reversed" else found

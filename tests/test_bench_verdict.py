@@ -1,0 +1,112 @@
+"""The verdict bench: its catalogue is sound, its files are checked, and a few of its cases end as they should."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tapscope.errors import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def package() -> None:
+    """Make `benchmarks.verdict` importable without the root on the path, where `kernels` would shadow others."""
+    if "benchmarks" not in sys.modules:
+        sys.modules["benchmarks"] = namespace = ModuleType("benchmarks")
+        namespace.__path__ = [str(ROOT / "benchmarks")]
+
+
+package()
+catalogue: Any = importlib.import_module("benchmarks.verdict.catalogue")
+main: Any = importlib.import_module("benchmarks.verdict.__main__")
+
+GOOD = '''"""A bug."""
+EXPECT = "model.norm"
+VISIBILITY = "strong"
+
+
+def patch(model):
+    pass
+'''
+
+
+def bench(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and JSON lines of the bench."""
+    code = main.main(["--json", *map(str, words)])
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_catalogue_is_large_and_every_file_of_it_is_a_case() -> None:
+    folder = ROOT / "benchmarks" / "verdict"
+    bugs, benign = catalogue.load(folder / "bugs", bugs=True), catalogue.load(folder / "benign", bugs=False)
+    assert len({case.name.partition("[")[0] for case in bugs}) >= 40
+    assert len(benign) >= 40
+    assert len({case.family for case in bugs}) >= 6
+    assert {case.patches for case in bugs} >= {"transformers", "engine", "checkpoint"}
+    assert len({case.name for case in [*bugs, *benign]}) == len(bugs) + len(benign)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOD.replace('"""A bug."""', ""), "docstring"),
+        (GOOD.replace("def patch(model)", "def other(model)"), "needs a function patch"),
+        (GOOD.replace("patch(model)", "patch()"), "one argument"),
+        (GOOD.replace('EXPECT = "model.norm"', ""), "needs EXPECT"),
+        (GOOD.replace('"model.norm"', "3"), "EXPECT is 3"),
+        (GOOD.replace("strong", "loud"), "strong or subtle"),
+        (GOOD + "FAMILY = 'lama'\n", "families are llama"),
+        (GOOD + "PATCHES = 'vllm'\n", "one of transformers, engine"),
+        (GOOD + "TARGET = {'dtyp': 'bfloat16'}\n", "no 'dtyp'"),
+        (GOOD + "TARGET = {'dtype': 'int3'}\n", "dtype='int3'"),
+        (GOOD + "TARGETS = {}\n", "settings are FAMILY"),
+        (GOOD + "WHERE = {'token': 3}\n", "it may have step"),
+        (GOOD + "1 / 0\n", "ZeroDivisionError"),
+        ("def broken(:\n", "SyntaxError"),
+    ],
+)
+def test_a_bad_file_is_one_clear_error(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UsageError, match=said) as raised:
+        catalogue.load(tmp_path, bugs=True)
+    assert "mine.py" in str(raised.value)
+
+
+def test_an_empty_or_missing_folder_is_an_error(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UsageError, match=r"no case file|no directory"):
+            catalogue.load(folder, bugs=True)
+
+
+def test_a_strangers_bug_is_named_and_cases_that_prove_nothing_are_faulty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good.py").write_text(GOOD.replace("pass", "model.model.norm.weight.data[3] *= -2"))
+    (tmp_path / "idle.py").write_text(GOOD)
+    (tmp_path / "raises.py").write_text(GOOD.replace("pass", "model.nothing.here = 1"))
+    code, lines = bench(capsys, "--bugs", tmp_path)
+    scores = {line["name"]: line["score"] for line in lines if line["type"] == "case"}
+    assert scores == {"good": "named", "idle": "faulty", "raises": "faulty"}
+    assert code == 1, "a faulty case is no success"
+
+
+def test_a_few_cases_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("rope_theta[same]", "shard_row_zeroed[engine tp=2 bfloat16]", "engine_kv_off_by_one[transformers]")
+    benign = ("dtype[llama,bfloat16]", "engine_tp2[llama,engine tp=2 bfloat16]")
+    code, lines = bench(capsys, *(word for name in (*names, *benign) for word in ("--only", name)))
+    scores = {line["name"]: line["score"] for line in lines if line["type"] == "case"}
+    assert scores == dict.fromkeys(names[:2], "named") | {names[2]: "ancestor"} | dict.fromkeys(benign, "clean")
+    assert code == 0
+
+
+def test_from_the_command_line_a_name_that_no_case_has_is_a_usage_error() -> None:
+    command = [sys.executable, "-m", "benchmarks.verdict", "--only", "no_such_bug"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"no_such_bug" in done.stderr
