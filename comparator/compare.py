@@ -13,12 +13,13 @@ from tapscope.comparator.hints import hints_of
 from tapscope.comparator.judge import Judge
 from tapscope.comparator.localise import Divergence, localise
 from tapscope.comparator.match import Pair, match
-from tapscope.comparator.options import CompareOptions, select
+from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rows import RowMap, map_rows
+from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
 from tapscope.comparator.series import series_of
+from tapscope.comparator.stages import numbered
 from tapscope.errors import NothingInCommonError
-from tapscope.record import Record
 from tapscope.run import Run
 
 Progress = Callable[[int, int], None]
@@ -91,30 +92,28 @@ def compare(
     runs can be compared.
     """
     options = options or CompareOptions()
-    left, right = select(baseline, target, options)
-    kept = [_without_objects(records) for records in (left, right)]
+    given = numbered(baseline), numbered(target)
+    chosen = select((baseline, target), given, options)
+    kept = [[r for r in records if not is_object(r)] for records in chosen]
     rows = map_rows(baseline, target, options.steps, options.ranks)
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
-    pairs = match(*series, options.mapping, (hints_of(baseline), hints_of(target)))
+    hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
+    pairs = select_pairs(match(*series, options.mapping, hints), options)
     _check_common(baseline, target, pairs, rows)
     examiner = Examiner(Preparer(baseline, target, rows), options.tolerance)
     examined = _examine(examiner, pairs, progress)
-    sites = target.sites | baseline.sites
+    sites = {**given[1].sites, **given[0].sites}
     judge = Judge(examined, sites, options.tolerance, explain_flips(examined, examiner.preparer))
     findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
     divergences = explain(divergences, Context(examined, judge.matched, judge.inputs, examiner.preparer))
     if all(f.basis == "none" for f in findings):
         reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
-    objects = len(left) + len(right) - sum(map(len, kept))
-    coverage = cover((baseline, target), rows, examined, findings, objects)
-    headers = _header(baseline, len(left)), _header(target, len(right))
+    objects = [num_objects(records, options) for records in chosen]
+    coverage = cover((baseline, target), rows, examined, findings, sum(objects), (*given[0].notes, *given[1].notes))
+    counts = [num_selected(pairs, side) + objects[side] for side in (0, 1)]
+    headers = _header(baseline, counts[0]), _header(target, counts[1])
     return Report(*headers, tuple(findings), tuple(divergences), coverage, options)
-
-
-def _without_objects(records: Sequence[Record]) -> list[Record]:
-    """Without records of objects that have no value: a cache, a config."""
-    return [r for r in records if r.dtype is not None or (isinstance(r.value, dict) and "value" in r.value)]
 
 
 def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:

@@ -42,13 +42,19 @@ class Coverage:
 
 
 def cover(
-    runs: tuple[Run, Run], rows: RowMap, examined: Sequence[Examined], findings: Sequence[Finding], num_objects: int
+    runs: tuple[Run, Run],
+    rows: RowMap,
+    examined: Sequence[Examined],
+    findings: Sequence[Finding],
+    num_objects: int,
+    notes: Sequence[str] = (),
 ) -> Coverage:
-    """Account for a comparison; ``num_objects`` records held objects that have no value to compare."""
+    """Account for a comparison; ``num_objects`` records held objects that have no value to compare, and ``notes`` say
+    what else was assumed."""
     counts = {v: sum(f.verdict is v for f in findings) for v in Verdict}
     ledgers = runs[0].ledger(), runs[1].ledger()
     partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
-    warnings = list(rows.notes)
+    warnings = [*rows.notes, *notes]
     for run, ledger in zip(runs, ledgers, strict=True):
         said = [f"{run.name}: {sentence}" for sentence in ledger.sentences()]
         (warnings if ledger.complete else partial).extend(said)

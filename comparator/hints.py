@@ -55,6 +55,6 @@ def sections_of(dim: Dim) -> tuple[Section, ...]:
     return dim.sections
 
 
-def hints_of(run: Run) -> Hints:
-    """The hints of a run."""
-    return Hints(run.manifest.get("model_config") or {}, run.sites, run.mesh, str(run.manifest.get("framework") or ""))
+def hints_of(run: Run, sites: Mapping[str, SiteInfo]) -> Hints:
+    """The hints of a run and its site table."""
+    return Hints(run.manifest.get("model_config") or {}, sites, run.mesh, str(run.manifest.get("framework") or ""))

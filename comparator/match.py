@@ -10,7 +10,7 @@ from tapscope.comparator.hints import Hints
 from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.names import FAMILIES, common, is_partial, reduced, unique
 from tapscope.comparator.renames import renamed
-from tapscope.comparator.series import Series
+from tapscope.comparator.series import Key, Series, key_of, origins
 from tapscope.comparator.sums import sums
 from tapscope.comparator.usermap import UserMap
 
@@ -32,6 +32,10 @@ class Pair:
     """What the finding is called; empty: as its baseline, or as what it has."""
     note: str = ""
     """Why an orphan has no partner, where several would do."""
+
+    def names(self) -> set[str]:
+        """Every name that either run has for it."""
+        return {self.site} - {""} | {site for one in (self.baseline, self.target) if one for _, site in origins(one)}
 
 
 @dataclass(slots=True)
@@ -204,38 +208,22 @@ def _by_spelling(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
     """By the place of the target, or of what it was made of; a lone baseline comes after what came before it."""
-    places = {_key(s): (i, 0) for i, s in enumerate(target)}
+    places = {key_of(s): (i, 0) for i, s in enumerate(target)}
     partner = {
-        key: max(places[k] for k in _origins(p.target))
+        key: max(places[k] for k in origins(p.target))
         for p in pairs
         if p.baseline and p.target
-        for key in _origins(p.baseline)
+        for key in origins(p.baseline)
     }
     lone: dict[Key, tuple[int, int]] = {}
     last = (-1, 0)
     for i, one in enumerate(baseline):
-        last = partner.get(_key(one), (last[0], i + 1))
-        lone[_key(one)] = last
+        last = partner.get(key_of(one), (last[0], i + 1))
+        lone[key_of(one)] = last
 
     def place(pair: Pair) -> tuple[int, int]:
         one = pair.target or pair.baseline
         assert one is not None
-        return max((places if pair.target else lone)[key] for key in _origins(one))
+        return max((places if pair.target else lone)[key] for key in origins(one))
 
     return sorted(pairs, key=place)
-
-
-Key = tuple[tuple[str, str], str]
-"""Of a recorded series within its run: (model, pass) and site."""
-
-
-def _key(one: Series) -> Key:
-    return one.group, one.site
-
-
-def _origins(one: Series) -> Iterator[Key]:
-    """The recorded series that a series is, or is made of."""
-    if not one.sources:
-        yield _key(one)
-    for source in one.sources:
-        yield from _origins(source)

@@ -1,6 +1,6 @@
 """Series: the records of a run by site: all firings of one site, on all ranks and steps, in execution order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tapscope.comparator.recipe import Recipe
@@ -52,6 +52,28 @@ class Series:
     def is_float(self) -> bool:
         """Whether it holds floating-point tensors."""
         return (self.first.dtype or "").startswith(("float", "bfloat"))
+
+
+Key = tuple[tuple[str, str], str]
+"""Of a recorded series within its run: (model, pass) and site."""
+
+
+def key_of(one: Series) -> Key:
+    """What tells a recorded series from the others of its run."""
+    return one.group, one.site
+
+
+def recorded(one: Series) -> Iterator[Series]:
+    """The recorded series that a series is, or is made of."""
+    if not one.sources:
+        yield one
+    for source in one.sources:
+        yield from recorded(source)
+
+
+def origins(one: Series) -> Iterator[Key]:
+    """Their keys."""
+    return map(key_of, recorded(one))
 
 
 def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:

@@ -1,0 +1,107 @@
+"""Stages: layers and experts that a framework numbers anew on every rank, under the numbers that the model gives them.
+
+Megatron-core keeps a stage's layers in a list of its own: ``decoder.layers.0`` of the second of two stages is layer 2
+of 4. Expert parallelism does the same to ``local_experts``. A run that numbers them over all stages is left as it is.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from tapscope.index import SiteInfo
+from tapscope.record import Record
+from tapscope.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of module that is numbered."""
+
+    axis: str
+    """Mesh axis over which it is spread."""
+    noun: str
+    pattern: re.Pattern[str]
+    """The number is its second group."""
+    totals: tuple[str, ...]
+    """Hyperparameters that say how many there are."""
+
+
+KINDS = (
+    Kind("pp", "layer", re.compile(r"^((?:[^:.]+\.)*?(?:layers|h|blocks)\.)(\d+)(?=[.:])"), ("num_hidden_layers",)),
+    Kind(
+        "ep",
+        "expert",
+        re.compile(r"^([^:]*\.local_experts\.)(\d+)(?=[.:])"),
+        ("num_experts", "num_local_experts", "n_routed_experts"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A run's records with numbers that are the model's."""
+
+    records: list[Record]
+    sites: Mapping[str, SiteInfo]
+    notes: tuple[str, ...] = ()
+    """What was assumed, or could not be known."""
+
+
+def numbered(run: Run) -> Numbered:
+    """The records of a run; the run's own where no rank numbers anew."""
+    found = Numbered(run.records, run.sites)
+    for kind in KINDS:
+        if run.mesh.get(kind.axis, 1) > 1:
+            found = _renumbered(run, kind, found)
+    return found
+
+
+def _renumbered(run: Run, kind: Kind, given: Numbered) -> Numbered:
+    stage = {rank: run.coords(rank).get(kind.axis, 0) for rank in run.ranks}
+    seen: dict[int, set[int]] = {}
+    for site, rank in {(r.key.site, r.key.rank) for r in given.records}:
+        if match := kind.pattern.match(site):
+            seen.setdefault(stage[rank], set()).add(int(match[2]))
+    if len(seen) < 2 or len(set.union(*seen.values())) == sum(map(len, seen.values())):
+        return given  # no number comes twice: they are the model's already
+    if len({r.key.model for r in given.records}) > 1:
+        note = f"{run.name} numbers its {kind.noun}s anew in every chunk and stage; they were left as they are"
+        return replace(given, notes=(*given.notes, note))
+    sizes, doubt = _sizes(run, kind, seen)
+    if not sizes:
+        note = f"{run.name} numbers its {kind.noun}s anew on every rank of {kind.axis}, and {doubt}: left as they are"
+        return replace(given, notes=(*given.notes, note))
+    note = f"{run.name}: {kind.noun}s are numbered on over the ranks of {kind.axis}" + (f"; {doubt}" if doubt else "")
+    starts = [0, *accumulate(sizes)]
+    sites = dict(given.sites)
+    records = []
+    for record in given.records:
+        name = _shifted(record.key.site, kind, starts[stage[record.key.rank]])
+        if name != record.key.site:
+            if record.key.site in given.sites:
+                sites.setdefault(name, given.sites[record.key.site])
+            record = replace(record, key=record.key._replace(site=name))
+        records.append(record)
+    return Numbered(records, sites, (*given.notes, note))
+
+
+def _shifted(site: str, kind: Kind, start: int) -> str:
+    match = kind.pattern.match(site) if start else None
+    return site if match is None else f"{match[1]}{int(match[2]) + start}{site[match.end() :]}"
+
+
+def _sizes(run: Run, kind: Kind, seen: Mapping[int, set[int]]) -> tuple[list[int], str]:
+    """(how many each rank of the axis has, what is doubtful about it); no sizes where they cannot be known."""
+    num_stages = run.mesh[kind.axis]
+    config = run.manifest.get("model_config") or {}
+    total = next((int(config[name]) for name in kind.totals if config.get(name)), None)
+    least = [max(seen.get(s, {-1})) + 1 for s in range(num_stages)]
+    if total is None:
+        return least, f"how many there are on each is taken from what was recorded ({', '.join(map(str, least))})"
+    if sum(least) == total:
+        return least, ""
+    share, rest = divmod(total, num_stages)
+    if not rest and max(least) <= share:
+        return [share] * num_stages, f"{share} each, as the model has {total}"
+    return [], f"{total} do not divide into what was recorded ({', '.join(map(str, least))})"
