@@ -128,13 +128,14 @@ def _check_complete(work: Work, group: Sequence[tuple[Coords, Piece]], shard: Sh
     found = [place.get(shard.axis) for place, _ in group]
     if found == list(range(size)):
         return
-    missing = sorted(set(range(size)) - {c for c in found if c is not None})
-    if missing:
-        raise UnassembledError(f"dims '{work.dims}' need {size} shards over {shard.axis}; {_list(missing)} missing")
-    raise UnassembledError(
-        f"dims '{work.dims}' need {size} shards over {shard.axis}, but the ranks' coordinates there are "
-        f"{', '.join(map(str, found))}"
-    )
+    missing = sorted(set(range(size)) - {at for at in found if at is not None})
+    lacks = f"; {_list(missing)} missing" if missing else ""
+    odd = "" if all(at in range(size) for at in found) and missing else f"; the ranks stand at {_places(found)}"
+    raise UnassembledError(f"dims '{work.dims}' need {size} shards over {shard.axis}{lacks}{odd}")
+
+
+def _places(found: Sequence[int | None]) -> str:
+    return ", ".join("no place" if at is None else str(at) for at in found)
 
 
 def _put_together(work: Work, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:
