@@ -20,6 +20,7 @@ from tapscope.comparator.selection import is_object, num_objects, num_selected, 
 from tapscope.comparator.series import series_of
 from tapscope.comparator.stages import numbered
 from tapscope.errors import NothingInCommonError
+from tapscope.kernels.native import filled
 from tapscope.run import Run
 
 Progress = Callable[[int, int], None]
@@ -94,7 +95,8 @@ def compare(
     options = options or CompareOptions()
     given = numbered(baseline), numbered(target)
     chosen = select((baseline, target), given, options)
-    kept = [[r for r in records if not is_object(r)] for records in chosen]
+    runs = (baseline, target)
+    kept = [filled(run, [r for r in chosen[i] if not is_object(r)]) for i, run in enumerate(runs)]
     rows = map_rows(baseline, target, options.steps, options.ranks)
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)

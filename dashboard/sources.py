@@ -13,6 +13,7 @@ from tapscope.dashboard.notes import flags
 from tapscope.dashboard.oddity import oddity_of
 from tapscope.dashboard.rows import RowMap, row_map
 from tapscope.dashboard.tree import SiteNode, ancestors, build_tree, contains
+from tapscope.kernels.native import filled
 from tapscope.record import Key, Record
 from tapscope.run import Run
 from tapscope.site import Glob, describe_layers
@@ -62,6 +63,7 @@ class RunSource:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        run.records = filled(run, run.records)
         self._index: dict[tuple[int, int], list[Record]] = defaultdict(list)
         for record in run.records:
             self._index[record.key.step, record.key.rank].append(record)

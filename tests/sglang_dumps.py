@@ -1,6 +1,7 @@
 """Directories as SGLang's dumper writes them, made by torch.save; no test in here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,95 @@ class SglangDump:
             meta["dims"] = dims
         file = self.folder / ("___".join(f"{k}={v}" for k, v in said.items()) + ".pt")
         torch.save({"value": value, "meta": meta}, file)
+
+
+Bug = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def serve_llama(
+    model: Any,
+    folder: Path,
+    prompts: Mapping[str, Sequence[int]],
+    *,
+    tp: int = 1,
+    cuts: Sequence[int] = (),
+    annotate: bool = True,
+    bug: Bug = lambda name, value: value,
+    **arguments: Any,
+) -> Path:
+    """What SGLang would dump of serving ``prompts``: packed rows, fused projections, shards of ``tp`` ranks.
+
+    The values come from the Hugging Face ``model``; ``cuts`` are positions at which every prompt is cut into steps, so
+    that the last ones may be single tokens, as in decoding. ``bug`` changes a value, given its name, before it is cut.
+    """
+    dump = SglangDump(folder, tp=tp)
+    taken = {name: _forward(model, ids) for name, ids in prompts.items()}
+    for first, last in pairwise([0, *cuts, max(map(len, prompts.values()))]):
+        part = {name: range(first, min(last, len(ids))) for name, ids in prompts.items() if len(ids) > first}
+        dump.step(
+            input_ids=[prompts[name][i] for name, rows in part.items() for i in rows],
+            positions=[i for rows in part.values() for i in rows],
+            seq_lens=[rows.stop for rows in part.values()],
+            rids=[f"rid-{name}" for name in part],
+            **arguments,
+        )
+        packed = {
+            site: bug(site, torch.cat([taken[name][site][rows.start : rows.stop] for name, rows in part.items()]))
+            for site in next(iter(taken.values()))
+        }
+        _dump_forward(dump, packed, model.config, annotate)
+    return folder
+
+
+def _forward(model: Any, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Module path -> its output, [tokens, width]."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(path: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            if isinstance(value, torch.Tensor):
+                found[path] = value[0].detach().clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(path)) for path, module in model.named_modules() if path]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(ids)]))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _dump_forward(dump: SglangDump, values: Mapping[str, torch.Tensor], config: Any, annotate: bool) -> None:
+    whole = "t h # tp:replicated attn_tp:replicated" if annotate else None
+
+    def fused(parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        shards = zip(*(part.chunk(dump.tp, dim=-1) for part in parts), strict=True)
+        return {rank: torch.cat(shard, dim=-1) for rank, shard in enumerate(shards)}
+
+    dump.hook("model.embed_tokens", output=values["model.embed_tokens"], dims=whole)
+    residual = values["model.embed_tokens"]
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        about = {"layer_id": i, "dims": whole}
+        shard = {"layer_id": i}
+        dump.hook(f"{layer}.input_layernorm", output=values[f"{layer}.input_layernorm"], **about)
+        qkv = [values[f"{layer}.self_attn.{name}_proj"] for name in "qkv"]
+        gate_up = [values[f"{layer}.mlp.{name}_proj"] for name in ("gate", "up")]
+        dims = "t (q+k+v)[tp]" if annotate else None
+        dump.hook(f"{layer}.self_attn.qkv_proj", output=fused(qkv), **shard, dims=dims)
+        dump.hook(f"{layer}.self_attn.o_proj", output=values[f"{layer}.self_attn.o_proj"], **about)
+        dump.hook(f"{layer}.post_attention_layernorm", output=values[f"{layer}.post_attention_layernorm"], **about)
+        dims = "t (gate+up)[tp]" if annotate else None
+        dump.hook(f"{layer}.mlp.gate_up_proj", output=fused(gate_up), **shard, dims=dims)
+        dump.hook(f"{layer}.mlp.down_proj", output=values[f"{layer}.mlp.down_proj"], **about)
+        mlp = values[f"{layer}.mlp.down_proj"]
+        dump.hook(f"{layer}.mlp", output=mlp, **about)
+        # The layer hands on what its MLP added and the residual apart; the next norm adds them up.
+        residual = values[layer] - mlp
+        for number, value in enumerate((mlp, residual)):
+            dump.dump(f"non_intrusive__{layer}.output.{number}", value, dims=whole)
+    dump.hook("model.norm", output=values["model.norm"], dims=whole)
+    dump.hook("", output=None)
+    dump.dump("non_intrusive__output.next_token_logits", values["lm_head"][-1:])

@@ -5,6 +5,7 @@ precision of a float32 block.
 """
 
 from tapscope.kernels.native.compare import compare_rows
+from tapscope.kernels.native.filled import filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures
 from tapscope.kernels.native.reference import Summary
@@ -18,6 +19,7 @@ __all__ = [
     "backend",
     "compare_rows",
     "digest_of",
+    "filled",
     "last",
     "summarize",
     "summarize_array",

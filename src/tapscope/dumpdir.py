@@ -83,14 +83,14 @@ class DumpPayloads:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.spread: dict[Key, Tensor] = {}
-        """Tensors that do not lie in one piece."""
+        self.spread: dict[tuple[int, int], Tensor] = {}
+        """(rank, seq) -> a tensor that does not lie in one piece."""
 
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.payload.Payloads`."""
         assert record.entry is not None
         assert record.dtype is not None
-        tensor = self.spread.get(record.key) or packed(record.dtype, record.shape, record.entry.offset)
+        tensor = self.spread.get((record.key.rank, record.seq)) or packed(record.dtype, record.shape, record.entry.offset)
         return self.read(record.entry.file, tensor)
 
     def read(self, name: str, tensor: Tensor) -> Array:
@@ -198,7 +198,7 @@ class _Reader:
                 tags=_own_tags(tags),
             )
             if is_tensor and not leaf.is_contiguous:
-                self._found.payloads.spread[key] = leaf
+                self._found.payloads.spread[rank, record.seq] = leaf
             index.records.append(record)
             index.sites.setdefault(here, SiteInfo(here, "", {}, dims=record.dims))
             self._per_step[rank, step] += 1

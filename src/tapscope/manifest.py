@@ -66,6 +66,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_bytes())
     except FileNotFoundError:
         hint = "it does not exist" if not path.exists() else f"it holds no {MANIFEST}"
+        if any(path.glob("*___*.pt")):
+            raise RunNotFoundError(
+                f"{path} is an SGLang dump: it can be looked at and compared, but not changed"
+            ) from None
         raise RunNotFoundError(f"{path} is no run: {hint}; make one with: tapscope dump MODEL -o {path}") from None
     except NotADirectoryError:
         raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None

@@ -39,9 +39,11 @@ class InfoCommand:
             raise UsageError("info needs a RUN; write: tapscope info RUN, or tapscope info --env")
         from tapscope.cli.account import account_of
         from tapscope.cli.verify import payload_sentence, report_of
+        from tapscope.kernels.native import filled
         from tapscope.run import open_run
 
         with open_run(args.path) as run:
+            run.records = filled(run, run.records)
             account = account_of(run)
             report = report_of(run) if args.verify else None
             damage = [str(one) for one in report.damaged] if report else []

@@ -47,11 +47,12 @@ class ShowCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Print the tensor."""
         from tapscope.dashboard.rows import row_map
+        from tapscope.kernels.native import filled
         from tapscope.run import open_run
 
         with open_run(args.path) as run:
             matches = find(run, args)
-            record = matches[0]
+            (record,) = filled(run, matches[:1])
             if len(matches) > 1:
                 diagnostics.note(_others(matches))
             step = run.steps.get(record.key.step, {}).get(record.key.rank)

@@ -44,6 +44,8 @@ class VerifyCommand:
 
 def report_of(run: "Run") -> "Report":
     """Verify an open run with the native hash, and show how far it is."""
+    import numpy as np
+
     from tapscope.kernels.native import summarize_array
     from tapscope.text import size
     from tapscope.verify import verify_run
@@ -52,7 +54,7 @@ def report_of(run: "Run") -> "Report":
     if total > _BIG:
         diagnostics.note(f"reading {size(total)} of payloads")
     with diagnostics.progress(total, "verifying") as advance:
-        return verify_run(run, lambda array: summarize_array(array).hash, advance)
+        return verify_run(run, lambda array: summarize_array(np.ascontiguousarray(array)).hash, advance)
 
 
 def payload_sentence(report: "Report") -> str:
