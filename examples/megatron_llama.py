@@ -207,7 +207,7 @@ DIMS: dict[str, dict[str, str]] = {
     "attention_dropout": {"in[input]": "b a[tp] s k", "out": "b a[tp] s k"},
     "linear_proj": {"in[input_]": "s b h[tp]", "out[0]": "SEQ", "param[weight]": "o h[tp]"},
     "mlp": {"in[hidden_states]": "SEQ", "out[0]": "SEQ"},
-    "linear_fc1": {"in[input_]": "SEQ", "out[0]": "s b f[tp]", "param[weight]": "f[tp] h"},
+    "linear_fc1": {"in[input_]": "SEQ", "out[0]": "s b (gate+up)[tp]", "param[weight]": "(gate+up)[tp] h"},
     "linear_fc2": {"in[input_]": "s b f[tp]", "out[0]": "SEQ", "param[weight]": "o f[tp]"},
     "output_layer": {"in[input_]": "SEQ", "out[0]": "s b v", "param[weight]": "v[tp] h"},
 }

@@ -90,8 +90,8 @@ class DumpPayloads:
         """See :class:`~tapscope.payload.Payloads`."""
         assert record.entry is not None
         assert record.dtype is not None
-        tensor = self.spread.get((record.key.rank, record.seq)) or packed(record.dtype, record.shape, record.entry.offset)
-        return self.read(record.entry.file, tensor)
+        spread = self.spread.get((record.key.rank, record.seq))
+        return self.read(record.entry.file, spread or packed(record.dtype, record.shape, record.entry.offset))
 
     def read(self, name: str, tensor: Tensor) -> Array:
         """A tensor of a file; raises RunCorruptError when the file has become shorter or is gone."""
