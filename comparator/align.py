@@ -1,5 +1,6 @@
 """Align: which rows of which firing of one side meet which of the other, for one matched site."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,8 +12,10 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows
 from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.grids import SideRows, StepRows
-from tapscope.comparator.layout import Layout, slots_of
-from tapscope.comparator.rows import FORKED, PADDING, UNALIGNED, RowMap
+from tapscope.comparator.layout import Layout, is_parameter, slots_of
+from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap
+from tapscope.comparator.steps import StepPartners
+from tapscope.site import compact_ranges
 
 Array = np.ndarray[Any, Any]
 
@@ -42,15 +45,19 @@ class Plan:
     missing: int = 0
     """Firings that lack a partner though the rows were computed on both sides, and nobody said why."""
     problem: str = ""
+    apart: str = ""
+    """Why nothing of it meets though nothing is wrong."""
+    note: str = ""
+    """What was assumed."""
 
 
 class Aligner:
     """Plans joins; sites of one shape of firing share their plan."""
 
-    def __init__(self, row_map: RowMap) -> None:
+    def __init__(self, row_map: RowMap, shift_steps: int = 0) -> None:
         self.rows = row_map
+        self.steps = StepPartners(row_map, shift_steps)
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._partners = _step_partners(row_map) if row_map.known else None
 
     def plan(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
         """Pair the firings of one site. Both layouts must be free of problems."""
@@ -89,16 +96,25 @@ class Aligner:
         )
 
     def _plan_whole(self, baseline: Sequence[Whole], target: Sequence[Whole]) -> Plan:
+        if self.rows.known and not is_parameter(baseline[0].records[0].key.site):
+            partners = self.steps.by_rows(is_number=all(math.prod(w.shape) == 1 for w in (*baseline, *target)))
+        else:
+            partners = self.steps.by_number(*([_place(whole)[0] for whole in side] for side in (baseline, target)))
         places = {_place(whole): i for i, whole in enumerate(baseline)}
         joins = []
         for i, whole in enumerate(target):
             step, turn = _place(whole)
-            partner = step if self._partners is None else self._partners.get(step)
-            index = places.get((partner, turn)) if partner is not None else None
+            index = places.get((partners.of[step], turn)) if step in partners.of else None
             if index is not None:
                 joins.append(Join(index, i))
+        if partners.is_by_rows and not joins:
+            return Plan(apart="no token axis, and no two steps of the runs hold the same rows")
+        if not joins:
+            numbers = (sorted({_place(whole)[0] for whole in side}) for side in (baseline, target))
+            have = " against ".join(compact_ranges(steps) for steps in numbers)
+            return Plan(problem=f"no step in common here: {have}; see --shift-steps")
         lone = len(baseline) + len(target) - 2 * len(joins)
-        return Plan(tuple(joins), missing=lone if self._partners is None else 0)
+        return Plan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
 
 
 @dataclass(slots=True)
@@ -157,25 +173,6 @@ def _compact(rows: Array) -> Rows:
     return slice(first, last + 1) if neighbours else rows
 
 
-def _step_partners(rows: RowMap) -> dict[int, int]:
-    """Target step -> baseline step that holds exactly the same rows in the same order."""
-    found: dict[bytes, list[int]] = {}
-    for step, grids in rows.baseline.by_step().items():
-        valid = _valid(grids)
-        if len(valid) and valid.min() >= 0:
-            found.setdefault(valid.tobytes(), []).append(step)
-    partners = {}
-    for step, grids in rows.target.by_step().items():
-        same = found.get(_valid(grids).tobytes())
-        if same:
-            partners[step] = same[0]
-    return partners
-
-
-def _valid(grids: Sequence[StepRows]) -> Array:
-    return np.concatenate([grid.pairs[grid.pairs != PADDING] for grid in grids])
-
-
 def _place(whole: Whole) -> tuple[int, tuple[int, int]]:
     key = whole.records[0].key
     return key.step, (key.micro, key.occurrence)
@@ -188,4 +185,4 @@ def _turn(whole: Whole, grid: StepRows) -> int:
 
 
 def _signature(whole: Whole) -> tuple[object, ...]:
-    return (*_place(whole), whole.records[0].rows)
+    return (*_place(whole), whole.records[0].key.rank, whole.records[0].rows)

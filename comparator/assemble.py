@@ -10,6 +10,7 @@ from tapscope.comparator.pieces import Leaf, Piece, digest, is_joined, leaves
 from tapscope.comparator.places import Places
 from tapscope.comparator.series import Firing
 from tapscope.comparator.shards import UnassembledError
+from tapscope.comparator.split import without
 from tapscope.dims import Dims
 from tapscope.errors import DimsError
 from tapscope.record import Record
@@ -69,7 +70,7 @@ def assemble(run: Run, places: Places, firing: Firing) -> Whole:
     records = firing.records
     dims: Dims | None = None
     try:
-        dims = _dims(records)
+        dims = _dims(records, firing.apart)
         if len(records) == 1 and (dims is None or is_plain(dims, places)):
             return Whole(run, records, Leaf(records[0]), dims)
         work = merge(run, places, records, dims)
@@ -79,7 +80,7 @@ def assemble(run: Run, places: Places, firing: Firing) -> Whole:
     return Whole(run, records, piece, dims, "", tuple(work.replicas), tuple(work.notes), tuple(work.warnings))
 
 
-def _dims(records: Sequence[Record]) -> Dims | None:
+def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
     texts = {r.dims for r in records}
     if len(texts) > 1:
         raise UnassembledError(f"ranks disagree on the dims: {', '.join(sorted(map(repr, texts)))}")
@@ -94,4 +95,4 @@ def _dims(records: Sequence[Record]) -> Dims | None:
     dims = dims_grammar.parse(text)
     for record in records:
         dims.check(record.shape)
-    return dims
+    return without(dims, apart)

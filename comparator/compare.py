@@ -97,13 +97,14 @@ def compare(
     chosen = select((baseline, target), given, options)
     runs = (baseline, target)
     kept = [filled(run, [r for r in chosen[i] if not is_object(r)]) for i, run in enumerate(runs)]
-    rows = map_rows(baseline, target, options.steps, options.ranks)
+    rows = map_rows(baseline, target, options)
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
     pairs = select_pairs(match(*series, options.mapping, hints), options)
     _check_common(baseline, target, pairs, rows)
-    examiner = Examiner(Preparer(baseline, target, rows), options.tolerance)
-    examined = _examine(examiner, pairs, progress)
+    examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance)
+    everything = _examine(examiner, pairs, progress)
+    examined = [one for one in everything if not one.apart]
     sites = {**given[1].sites, **given[0].sites}
     judge = Judge(examined, sites, options.tolerance, explain_flips(examined, examiner.preparer))
     findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
@@ -112,7 +113,7 @@ def compare(
         reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
     objects = [num_objects(records, options) for records in chosen]
-    coverage = cover((baseline, target), rows, examined, findings, sum(objects), (*given[0].notes, *given[1].notes))
+    coverage = cover((baseline, target), rows, everything, findings, sum(objects), (*given[0].notes, *given[1].notes))
     counts = [num_selected(pairs, side) + objects[side] for side in (0, 1)]
     headers = _header(baseline, counts[0]), _header(target, counts[1])
     return Report(*headers, tuple(findings), tuple(divergences), coverage, options)

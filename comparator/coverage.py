@@ -8,6 +8,7 @@ from tapscope.comparator.examine import Examined
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.requests import Fork
 from tapscope.comparator.rows import RowMap
+from tapscope.comparator.steps import IN_ORDER
 from tapscope.ledger import Ledger
 from tapscope.run import Run
 from tapscope.site import layer_of
@@ -54,7 +55,7 @@ def cover(
     counts = {v: sum(f.verdict is v for f in findings) for v in Verdict}
     ledgers = runs[0].ledger(), runs[1].ledger()
     partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
-    warnings = [*rows.notes, *notes]
+    warnings = [*rows.notes, *notes, *_left_out(examined)]
     for run, ledger in zip(runs, ledgers, strict=True):
         said = [f"{run.name}: {sentence}" for sentence in ledger.sentences()]
         (warnings if ledger.complete else partial).extend(said)
@@ -102,6 +103,16 @@ def cover(
 
 def _more(sites: Sequence[str]) -> str:
     return f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+
+
+def _left_out(examined: Sequence[Examined]) -> list[str]:
+    """What was not compared, or by an assumption, though nothing is wrong."""
+    reasons: dict[str, list[str]] = {}
+    for one in examined:
+        if one.apart:
+            reasons.setdefault(one.apart, []).append(one.site)
+    said = [f"{text.plural(len(sites), 'site')} not compared, e.g. {sites[0]}: {why}" for why, sites in reasons.items()]
+    return said + list(dict.fromkeys(note for one in examined for note in one.notes if note.startswith(IN_ORDER)))
 
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:

@@ -38,6 +38,8 @@ class Examined:
     target: Side | None = None
     problem: str = ""
     """Why it could not be compared; everything below is then empty."""
+    apart: str = ""
+    """Why nothing of it meets though nothing is wrong: it is left out of the findings."""
     basis: str = "none"
     layout: str = "whole"
     rows: RowCounts = field(default_factory=RowCounts)
@@ -86,7 +88,7 @@ class Examiner:
             notes = (pair.note,) if pair.note else ()
             return Examined(pair=pair, site=series.site, baseline=mine, target=other, notes=notes)
         if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
-            return _examine_values(pair)
+            return _examine_values(pair, self.preparer.shift_steps)
         ready = self.preparer.prepare(pair)
         one = Examined(
             pair=pair,
@@ -94,6 +96,7 @@ class Examiner:
             baseline=_side(pair.baseline, ready.left[0].shape),
             target=_side(pair.target, ready.right[0].shape),
             problem=ready.problem,
+            apart=ready.plan.apart,
             layout=_weaker(ready.layouts),
             missing=ready.num_broken + ready.plan.missing,
             rows=ready.plan.counts,
@@ -101,7 +104,7 @@ class Examiner:
             warnings=ready.warnings,
         )
         try:
-            return one if one.problem else self._compare(one, ready)
+            return one if one.problem or one.apart else self._compare(one, ready)
         except (WidthError, DataError) as error:
             return replace(one, problem=str(error))
 
@@ -139,7 +142,7 @@ class Examiner:
         target = int(measured.target_firing[row])
         step = ready.right[target].records[0].key.step
         baseline_step = ready.left[int(measured.baseline_firing[row])].records[0].key.step
-        rank = int(measured.target_rank[row]) if isinstance(ready.right[target].piece, Joined) else -1
+        rank = int(measured.target_rank[row]) if _is_alone(ready.right[target]) else -1
         where = None if rank < 0 else rank
         if pair < 0:
             first = int(np.flatnonzero(measured.target_firing == target)[0])
@@ -162,6 +165,11 @@ def _is_permuted(measured: Measured, odd: Array, ready: Prepared) -> bool:
     return any(ready.equal_by_bag(join) for join in ready.plan.joins if (join.baseline, join.target) in unequal)
 
 
+def _is_alone(whole: Whole) -> bool:
+    """Whether one rank alone holds each column: shards, or the rows of one rank among several."""
+    return isinstance(whole.piece, Joined) or len(whole.records) == 1 < len(whole.run.ranks)
+
+
 def _examine_stats(one: Examined, ready: Prepared) -> Examined:
     problem, spread = compare_stats(ready)
     num_unequal, padded = unequal_hashes(ready)
@@ -178,17 +186,19 @@ def _examine_stats(one: Examined, ready: Prepared) -> Examined:
     )
 
 
-def _examine_values(pair: Pair) -> Examined:
+def _examine_values(pair: Pair, shift: int) -> Examined:
     """A pair of which at least one side is no tensor."""
     assert pair.baseline is not None
     assert pair.target is not None
-    problem, compared, unequal = compare_values(pair.baseline, pair.target)
+    problem, compared, unequal = compare_values(pair.baseline, pair.target, shift)
+    nowhere = not problem and not compared
     return Examined(
         pair=pair,
         site=pair.site or pair.baseline.site,
         baseline=_side(pair.baseline, pair.baseline.first.shape),
         target=_side(pair.target, pair.target.first.shape),
         problem=problem,
+        apart="a plain value that changes, and no step number is in both runs" if nowhere else "",
         basis="value" if compared else "none",
         num_unequal=unequal,
     )

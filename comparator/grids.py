@@ -82,12 +82,14 @@ def grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int
             continue
         groups: dict[tuple[object, ...], list[int]] = {}
         told = {rank: line.info for rank, line in run.steps[step].items() if line.info.grid and line.info.rows}
-        for rank, info in told.items():
-            groups.setdefault((info.grid, info.rows), []).append(rank)
+        for rank, info in sorted(told.items(), key=lambda item: not item[1].token_ids):
+            rows = info.grid, info.rows
+            known = next((key for key in groups if key[:2] == rows), None) if not info.token_ids else None
+            groups.setdefault(known or (*rows, tuple(info.token_ids)), []).append(rank)
         silent = [rank for rank in run.ranks if rank not in told]
         for rank in silent if told else ():
             _nearest(groups.values(), coords, rank).append(rank)
-        for members in groups.values():
+        for members in sorted(groups.values(), key=min):
             info = told[members[0]]
             if ranks is None or not ranks.isdisjoint(members):
                 place = step, None, info.phase, info.grid, info.rows, tuple(info.token_ids)

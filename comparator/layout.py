@@ -40,15 +40,19 @@ def layout_of(site: str, wholes: Sequence[Whole], steps: SideRows) -> Layout:
 
     Inference must hold for every firing: a table that has the grid's length in one step has another in the next.
     """
-    port = site.rpartition(":")[2]
     placed = [(w, rows) for w in wholes if (rows := steps.of(w.records[0])) is not None]
-    if not placed or port.startswith(("param[", "buffer[")):
+    if not placed or is_parameter(site):
         return Layout()
     dims = placed[0][0].dims
     if dims is not None:
         return _checked(_annotated(dims), placed)
     common = [_inferred(whole, rows) for whole, rows in placed]
     return next((c for c in common[0] if all(c in other for other in common)), Layout())
+
+
+def is_parameter(site: str) -> bool:
+    """Whether the site is a parameter or buffer, or its gradient, which has no token rows whatever its shape."""
+    return site.rpartition(":")[2].startswith(("param[", "buffer["))
 
 
 def _annotated(dims: Dims) -> Layout:

@@ -19,6 +19,8 @@ class CompareOptions:
     """Layers to compare; sites outside every layer are left out then."""
     steps: frozenset[int] | None = None
     """Steps of either run whose records are compared."""
+    shift_steps: int = 0
+    """How much higher the target's step numbers are; ``steps`` are the baseline's then."""
     ranks: frozenset[int] | None = None
     """Ranks whose records are compared."""
     rtol: float | None = None
@@ -42,3 +44,8 @@ class CompareOptions:
         if self.rtol is None and self.atol is None:
             return None
         return self.atol or 0.0, self.rtol or 0.0
+
+    def steps_of(self, side: int) -> frozenset[int] | None:
+        """The selected steps in the baseline's (0) or the target's (1) own numbers."""
+        shift = self.shift_steps if side else 0
+        return None if self.steps is None else frozenset(step + shift for step in self.steps)

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 
 from tapscope.comparator.align import Aligner, Join, Plan
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.layout import Layout, layout_of
+from tapscope.comparator.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.match import Pair
 from tapscope.comparator.places import Places, places_of
 from tapscope.comparator.realise import realise
 from tapscope.comparator.rows import RowMap
 from tapscope.comparator.series import Series
+from tapscope.comparator.split import split_series
 from tapscope.run import Run
 
 
@@ -55,23 +56,22 @@ class Preparer:
     baseline: Run
     target: Run
     row_map: RowMap
+    shift_steps: int = 0
+    """How much higher the target's step numbers are."""
     _aligner: Aligner = field(init=False)
     _places: tuple[Places, Places] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._aligner = Aligner(self.row_map)
+        self._aligner = Aligner(self.row_map, self.shift_steps)
         self._places = places_of(self.baseline), places_of(self.target)
 
     def prepare(self, pair: Pair) -> Prepared:
         """Prepare a pair of tensors; never raises for what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
-        left, broken_left = _sound(self.baseline, self._places[0], pair.baseline)
-        right, broken_right = _sound(self.target, self._places[1], pair.target)
-        layouts = (
-            layout_of(pair.baseline.site, left, self.row_map.baseline),
-            layout_of(pair.target.site, right, self.row_map.target),
-        )
+        left, broken_left, layout_left = self._laid_out(0, pair.baseline)
+        right, broken_right, layout_right = self._laid_out(1, pair.target)
+        layouts = layout_left, layout_right
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in problems if p), "")
         plan = Plan() if problem else self._aligner.plan(left, right, layouts)
@@ -79,7 +79,21 @@ class Preparer:
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
         broken = broken_left + broken_right
         notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
+        notes += (plan.note,) if plan.note else ()
         return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
+
+    def _laid_out(self, side: int, series: Series) -> tuple[tuple[Whole, ...], list[Whole], Layout]:
+        """(sound firings, broken ones, where their token rows are); ranks that hold other rows are firings apart."""
+        run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
+        places = self._places[side]
+        parts = series if is_parameter(series.site) else split_series(series, rows, places.coords)
+        if parts is not series:
+            apart, broken = _sound(run, places, parts)
+            layout = layout_of(series.site, apart, rows)
+            if layout.by_rows and not apart[0].problem:
+                return apart, broken, layout
+        together, broken = _sound(run, places, series)
+        return together, broken, layout_of(series.site, together, rows)
 
 
 def _sound(run: Run, places: Places, series: Series) -> tuple[tuple[Whole, ...], list[Whole]]:

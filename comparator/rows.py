@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.grids import Grid, SideRows, StepRows, grids_of, lineages
+from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.requests import Fork, Partners, find_forks, match_requests
 from tapscope.comparator.trace import NEVER, Trace, trace
 from tapscope.run import Run
@@ -61,17 +62,16 @@ class RowMap:
         return bool(self.baseline) and bool(self.target)
 
 
-def map_rows(
-    baseline: Run, target: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None
-) -> RowMap:
-    """Pair the rows of the selected ``steps`` and ``ranks`` of both runs."""
-    grids = [grids_of(run, steps, ranks) for run in (baseline, target)]
+def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) -> RowMap:
+    """Pair the rows of the selected steps and ranks of both runs."""
+    options = options or CompareOptions()
+    grids = [grids_of(run, options.steps_of(side), options.ranks) for side, run in enumerate((baseline, target))]
     if not all(grids):
         return RowMap(SideRows({}), SideRows({}))
     left, right = (trace(mine, lineages(run, mine)) for run, mine in zip((baseline, target), grids, strict=True))
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
-    work = _Pairing((_Side(left), _Side(right)))
+    work = _Pairing((_Side(left), _Side(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
     return work.row_map(forks, (*matching.notes, *unchecked), tuple(matching.problems))
 
@@ -79,13 +79,13 @@ def map_rows(
 class _Side:
     """The rows of one side while they look for partners."""
 
-    def __init__(self, rows: Trace) -> None:
+    def __init__(self, rows: Trace, shift_steps: int = 0) -> None:
         self.rows = rows
         self.pair = np.full(len(rows.requests), -1, np.int64)  # request -> pair of requests
         self.position = rows.position  # in the baseline's count
         self.code = np.empty(0, np.int64)
         self.visit = np.maximum(rows.visit, rows.again)
-        self.step = np.array([g.step for g in rows.grids], np.int64)[rows.grid]
+        self.step = np.array([g.step - shift_steps for g in rows.grids], np.int64)[rows.grid]
 
     def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
         """Take over (request, shift) of every pair, and the positions at which the pairs fork."""

@@ -17,7 +17,7 @@ def select(
 ) -> tuple[list[Record], list[Record]]:
     """The records of both runs in the steps and ranks asked for.
 
-    A glob that matches a site of neither run raises RuleError, and so does a step or rank that neither has: a typing
+    A glob that matches a site of neither run raises RuleError, and so do steps or ranks of which one has none: a typing
     error must not look like sameness.
     """
     every = {r.key.site for one in given for r in one.records}
@@ -30,14 +30,15 @@ def select(
             )
     if every and not any(choice.means((site,)) for site in every):
         raise RuleError(f"the selection leaves no site of {where}; {describe_layers(every)}")
-    for what, wanted, known in (
-        ("step", options.steps, {r.key.step for one in given for r in one.records}),
-        ("rank", options.ranks, {r.key.rank for one in given for r in one.records}),
-    ):
-        if wanted is not None and known and not known & set(wanted):
-            have, asked = compact_ranges(known), compact_ranges(wanted)
-            raise RuleError(f"no {what} {asked} in {where}; {what}s are {have}")
-    return _records(given[0], options), _records(given[1], options)
+    for side, (run, one) in enumerate(zip(runs, given, strict=True)):
+        _check_numbers(run, "step", options.steps_of(side), {r.key.step for r in one.records})
+        _check_numbers(run, "rank", options.ranks, {r.key.rank for r in one.records})
+    return _records(given[0], options, 0), _records(given[1], options, 1)
+
+
+def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: set[int]) -> None:
+    if wanted is not None and known and not known & wanted:
+        raise RuleError(f"no {what} {compact_ranges(wanted)} in {run.path}; {what}s are {compact_ranges(known)}")
 
 
 def select_pairs(pairs: Sequence[Pair], options: CompareOptions) -> list[Pair]:
@@ -83,10 +84,10 @@ def num_selected(pairs: Iterable[Pair], side: int) -> int:
     return sum(found.values())
 
 
-def _records(given: Numbered, options: CompareOptions) -> list[Record]:
+def _records(given: Numbered, options: CompareOptions, side: int) -> list[Record]:
+    steps = options.steps_of(side)
     return [
         r
         for r in given.records
-        if (options.steps is None or r.key.step in options.steps)
-        and (options.ranks is None or r.key.rank in options.ranks)
+        if (steps is None or r.key.step in steps) and (options.ranks is None or r.key.rank in options.ranks)
     ]

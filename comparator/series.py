@@ -17,6 +17,8 @@ class Firing:
     """(micro-batch, occurrence) within the step."""
     records: tuple[Record, ...]
     """One a rank, in rank order."""
+    apart: frozenset[str] = frozenset()
+    """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Runs made without a model: the real writer, values of the test's choosing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ class RunFactory:
         rows: Sequence[RowRun] = (),
         token_ids: Sequence[int] = (),
         row_sets: Mapping[str, Sequence[int]] | None = None,
+        apart: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open the next step (and close the last)."""
+        """Open the next step (and close the last); ``apart`` says what other fields single ranks have."""
         number = self._info.step + 1 if self._info else 0
         self.end_step()
         self._info = StepInfo(
@@ -68,8 +70,8 @@ class RunFactory:
             row_sets=row_sets or {},
         )
         self._counts = {rank: ledger.StepCounts() for rank in self.writers}
-        for writer in self.writers.values():
-            writer.line(ledger.begin_line(self._info, 0))
+        for rank, writer in self.writers.items():
+            writer.line(ledger.begin_line(replace(self._info, **(apart or {}).get(rank, {})), 0))
 
     def end_step(self) -> None:
         """Close the open step, if any."""

@@ -193,6 +193,8 @@ def test_the_flags_of_diff_are_these(capsys: pytest.CaptureFixture[str]) -> None
         "--skip",
         "--layers",
         "--steps",
+        "--shift-steps",
+        "--map",
         "--ranks",
         "--map",
         "--rtol",

@@ -14,6 +14,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these; repeatable")
     choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
     choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
+    choose.add_argument(
+        "--shift-steps", metavar="N", type=int, default=0, help="the target's step numbers are this much higher"
+    )
     choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
     meet = parser.add_argument_group("matching")
     meet.add_argument(
@@ -32,6 +35,7 @@ def options_of(args: argparse.Namespace) -> CompareOptions:
         skip=tuple(args.skip),
         layers=args.layers,
         steps=args.steps,
+        shift_steps=args.shift_steps,
         ranks=args.ranks,
         rtol=args.rtol,
         atol=args.atol,

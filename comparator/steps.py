@@ -1,0 +1,73 @@
+"""Steps: which step of the target is which of the baseline, for what has no token rows and is compared whole."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.grids import StepRows
+from tapscope.comparator.rows import PADDING, RowMap
+
+Array = np.ndarray[Any, Any]
+IN_ORDER = "no step number is in both runs: steps meet in order"
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """Which steps meet."""
+
+    of: Mapping[int, int]
+    """Target step -> baseline step."""
+    note: str = ""
+    """What was assumed."""
+    is_by_rows: bool = False
+    """Whether they meet because they hold the same rows, so that a step without a partner lacks nothing."""
+
+
+class StepPartners:
+    """Pairs the steps of one comparison.
+
+    What depends on the rows of its step (a mask, a loss) meets where both runs say what these are and they are the
+    same, in one order; a single number also where they are the same in any order. All else (parameters, runs that do
+    not tell their rows) meets by step number; where no number is in both runs, in order, and that is said.
+    """
+
+    def __init__(self, rows: RowMap, shift: int = 0) -> None:
+        """``shift``: how much higher the target's step numbers are."""
+        self.shift = shift
+        self._rows = rows
+        self._ordered = self._by_rows(in_order=True) if rows.known else {}
+        self._unordered = self._by_rows(in_order=False) if rows.known else {}
+
+    def by_rows(self, *, is_number: bool) -> Partners:
+        """Steps that hold the same rows; only where both runs tell them."""
+        return Partners(self._unordered if is_number else self._ordered, is_by_rows=True)
+
+    def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> Partners:
+        """Steps of equal number, or when there is none, in order."""
+        left, right = sorted(set(baseline)), sorted(set(target))
+        equal = {step: step - self.shift for step in right if step - self.shift in set(left)}
+        if equal or not left or not right or self.shift:
+            return Partners(equal)
+        note = f"{IN_ORDER}, {left[0]} with {right[0]} and so on"
+        return Partners(dict(zip(right, left, strict=False)), note)
+
+    def _by_rows(self, *, in_order: bool) -> dict[int, int]:
+        """Target step -> baseline step that holds exactly the same rows."""
+        found: dict[bytes, list[int]] = {}
+        for step, grids in self._rows.baseline.by_step().items():
+            valid = _valid(grids, in_order)
+            if len(valid) and valid.min() >= 0:
+                found.setdefault(valid.tobytes(), []).append(step)
+        partners = {}
+        for step, grids in self._rows.target.by_step().items():
+            same = found.get(_valid(grids, in_order).tobytes())
+            if same:
+                partners[step] = same[0]
+        return partners
+
+
+def _valid(grids: Sequence[StepRows], in_order: bool) -> Array:
+    pairs = np.concatenate([grid.pairs[grid.pairs != PADDING] for grid in grids])
+    return pairs if in_order else np.sort(pairs)
