@@ -1,6 +1,7 @@
 """The report: the table, the JSON lines and the exit code tell one story, byte for byte."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,21 +103,34 @@ def test_table_and_json_agree_on_every_number(runs: Path) -> None:
 
 
 def test_the_last_three_lines_are_the_answer(runs: Path) -> None:
-    counts, verdict, following = lines(report(runs / "base", runs / "bad"))[-3:]
-    assert "differs" in counts
-    assert verdict.startswith(f"diverges at {CULPRIT} (seen at {CULPRIT}.partial:out), step 0; ")
-    assert verdict.endswith("inputs close")
-    assert following == f"next: tapscope show {runs / 'bad'} {CULPRIT}.partial:out --step 0"
+    what, where, following = lines(report(runs / "base", runs / "bad"))[-3:]
+    assert re.match(rf"what      {CULPRIT} \(seen at {CULPRIT}.partial:out\) differs: [\d.]+ × the floor \(", what)
+    assert what.endswith("; inputs close")
+    assert re.match(r"where     step 0, layer 1; most tokens, worst in request 0, position \d, column \d+$", where)
+    assert following == f"next      tapscope show {runs / 'bad'} {CULPRIT}.partial:out --step 0"
+
+
+def test_a_clear_cause_is_in_the_last_line(runs: Path, tmp_path: Path) -> None:
+    Toy(TABLES, tp=2, hooks={f"{CULPRIT}:out": lambda x: x * 2}).write(tmp_path / "twice", prompts((6, 4))).close()
+    found = report(runs / "base", tmp_path / "twice")
+    cause = (
+        "target = 2 × baseline: added up over tp=2 once too often (a doubled all-reduce) (removes 100 % of the error)"
+    )
+    assert lines(found)[-1] == f"why       {cause}; next: tapscope show {tmp_path / 'twice'} {CULPRIT}:out --step 0"
+    summary = list(found.to_json())[-1]
+    assert summary["first_divergence"]["explanation"]["name"] == "all-reduce"
+    assert summary["first_divergence"]["explanation"]["text"] == cause
 
 
 def test_agreement_says_how_close(runs: Path) -> None:
     found = report(runs / "base", runs / "good")
-    counts, verdict, following = lines(found)[-3:]
-    assert "0 differs" in counts
+    judged, what, where, following = lines(found)[-4:]
+    assert "0 differs" in judged
     assert found.closest_call is not None
-    assert verdict.startswith(f"agrees: the largest error is {found.closest_call.ratio:.2f} of what rounding explains")
-    assert found.closest_call.site in verdict
-    assert following == f"next: tapscope view {runs / 'good'}"
+    assert what.startswith(f"what      agrees: the largest error is {found.closest_call.ratio:.2f} of what rounding")
+    assert found.closest_call.site in what
+    assert where == f"where     {found.coverage.sites_matched} sites, 10 token rows"
+    assert following == f"next      tapscope view {runs / 'good'}"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

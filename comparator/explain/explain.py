@@ -36,6 +36,8 @@ SLACK = 0.01
 MAX_EXPLAINED = 6
 """Divergences that are explained; later ones are rarely anybody's question."""
 MAX_LISTED = 8
+MIN_DIFFERENT = 4
+"""Values that must differ from each other before agreement means anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
 def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Trial]:
     """Every hypothesis that needs the pair's values alone; ``thetas`` are bases of RoPE that the runs name."""
     yield from constants(damage)
+    if np.unique(damage.before).size < MIN_DIFFERENT:
+        return  # a constant is a scale, an offset and a copy of anything
     yield from scales(damage)
     yield from offsets(damage)
     yield from shifts(damage)
@@ -116,7 +120,7 @@ def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float])
 
 def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
     yield from hypotheses(damage, kin.requests, kin.thetas)
-    if damage.sample.is_integer:
+    if damage.sample.is_integer or np.unique(damage.before).size < MIN_DIFFERENT:
         return
     others = list(kin.relatives())
     yield from relatives(damage, others)

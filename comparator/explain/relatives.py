@@ -37,7 +37,7 @@ def relatives(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
     """The target is another site's baseline; or that was added once more, or left out."""
     for other in others:
         value = damage.cut(other.values)
-        if not np.isfinite(value).all() or not value.any():
+        if not np.isfinite(value).all() or not value.any() or _is_copy(value, damage.before, damage.noise):
             continue
         what = "its own input" if other.is_input else "the baseline of"
         skipped = ", so the module did nothing" if other.is_input else ""
@@ -51,6 +51,11 @@ def relatives(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
                 f"target = baseline {'+' if plus else '−'} {other.site} ({'added once more' if plus else 'left out'})"
             )
             yield Trial("summand", sentence, damage.before + np.sign(factor) * value)
+
+
+def _is_copy(value: Array, before: Array, noise: float) -> bool:
+    """Whether the other site shows the culprit's own value, as a parent's output does."""
+    return bool((np.abs(value - before) <= 2.0 * noise * np.abs(before)).all())
 
 
 def epsilons(damage: Damage, inputs: Iterable[Relative]) -> Iterator[Trial]:

@@ -1,4 +1,4 @@
-"""Answer: the last three lines of a report: the counts, the verdict, and the next command."""
+"""Answer: the last three lines of a report: what differs and by how much, where, and why or what to do next."""
 
 import shlex
 from typing import TYPE_CHECKING
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from tapscope import text
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.localise import Divergence
+from tapscope.site import compact_ranges, layer_of
 
 if TYPE_CHECKING:
     from tapscope.comparator.compare import Report
@@ -16,11 +17,19 @@ _WORDS = {
     Verdict.ONLY_BASELINE: "only in baseline",
     Verdict.ONLY_TARGET: "only in target",
 }
+LABEL = 10
+"""Columns of the word that a line begins with."""
 
 
 def answer(report: "Report") -> list[str]:
-    """Three lines."""
-    return [_counts(report), _verdict(report), f"next: {_next(report)}"]
+    """Three lines: ``what``, ``where``, and ``why`` with the next command, or ``next`` alone."""
+    return [_labelled("what", _what(report)), _labelled("where", _where(report)), _last(report)]
+
+
+def counts(report: "Report") -> str:
+    """How many findings have which verdict."""
+    found = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
+    return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in found.items() if n or v in _ALWAYS)
 
 
 def share(ratio: float) -> str:
@@ -30,23 +39,28 @@ def share(ratio: float) -> str:
     return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else text.number(ratio)
 
 
-def _counts(report: "Report") -> str:
-    counts = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
-    return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in counts.items() if n or v in _ALWAYS)
+def _labelled(label: str, sentence: str) -> str:
+    return f"{label:<{LABEL}}{sentence}"
 
 
-def _verdict(report: "Report") -> str:
+def _what(report: "Report") -> str:
     divergence = report.first_divergence
     if divergence is not None:
         return _diverges(report, divergence)
-    odd = next((f for f in report.findings if f.verdict.is_bad), None)
+    odd = _odd(report)
     if odd is not None:
-        return f"cannot be compared: {odd.site}: {odd.notes[0] if odd.notes else odd.verdict}"
+        more = _more(sum(f.verdict.is_bad for f in report.findings) - 1, "site")
+        return f"cannot be compared: {odd.site}: {odd.notes[0] if odd.notes else odd.verdict}{more}"
     partial = report.coverage.partial
     if partial:
         allowed = " (allowed)" if report.options.allow_partial else ""
-        return f"agrees as far as it goes, but on partial data{allowed}: {partial[0]}{_more(len(partial) - 1)}"
+        reasons = f"{partial[0]}{_more(len(partial) - 1, 'reason')}"
+        return f"agrees as far as it goes, but on partial data{allowed}: {reasons}"
     return f"agrees{_up_to_fork(report)}: {_how_close(report)}"
+
+
+def _odd(report: "Report") -> Finding | None:
+    return next((f for f in report.findings if f.verdict.is_bad), None)
 
 
 def _up_to_fork(report: "Report") -> str:
@@ -59,8 +73,8 @@ def _up_to_fork(report: "Report") -> str:
     return f" up to where the tokens part ({where}; {unseen:,} later rows not compared)"
 
 
-def _more(count: int) -> str:
-    return f", and {count} more" if count > 0 else ""
+def _more(count: int, noun: str) -> str:
+    return f", and {text.plural(count, f'more {noun}')}" if count > 0 else ""
 
 
 def _how_close(report: "Report") -> str:
@@ -76,19 +90,60 @@ def _how_close(report: "Report") -> str:
 
 def _diverges(report: "Report", divergence: Divergence) -> str:
     finding = divergence.finding
-    parts = [f"diverges at {divergence.module or '(root)'}, step {divergence.step}"]
-    if divergence.site.rpartition(":")[0] != divergence.module:
-        parts[0] = f"diverges at {divergence.module or '(root)'} (seen at {divergence.site}), step {divergence.step}"
-    if divergence.place is not None:
-        rank = f", rank {divergence.place.rank}" if divergence.place.rank is not None else ""
-        parts.append(f"{_extent(finding)} {divergence.place.text()}{rank}")
-    parts += [_amount(finding), divergence.evidence]
+    name = divergence.module or "(root)"
+    port = divergence.site.rpartition(":")[2]
+    seen = port if divergence.site.rpartition(":")[0] == divergence.module else f"seen at {divergence.site}"
+    parts = [
+        f"{name} ({seen}) {'is not finite' if finding.verdict is Verdict.NONFINITE else 'differs'}: {_size(finding)}"
+    ]
+    parts.append(divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}")
     if len(report.divergences) > 1:
         others = text.plural(len(report.divergences) - 1, "module")
         parts.append(f"{others} more on their own account, next {report.divergences[1].module}")
     if report.coverage.partial:
         parts.append("on partial data")
     return "; ".join(parts)
+
+
+def _size(finding: Finding) -> str:
+    if finding.floor > 0.0 and finding.test not in ("exact", "replicas", "tolerance", "nonfinite"):
+        return f"{share(finding.ratio)} × the floor ({_amount(finding)})"
+    return _amount(finding)
+
+
+def _amount(finding: Finding) -> str:
+    if finding.test == "nonfinite":
+        return f"{int(finding.error):,} values not finite on one side only"
+    if finding.test == "exact":
+        return f"{int(finding.error):,} rows of integers unequal"
+    if finding.test in ("replicas", "tolerance", "rule"):
+        return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
+    if finding.test == "gain":
+        return f"scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
+    what = "largest element off by" if finding.test == "element" else "error"
+    return f"{what} {text.number(finding.error)}, rounding explains {text.number(finding.floor)}"
+
+
+def _where(report: "Report") -> str:
+    divergence = report.first_divergence
+    if divergence is None:
+        return _compared(report)
+    parts = [f"step {divergence.step}"]
+    layer = layer_of(divergence.module) if divergence.module else None
+    parts += [f"layer {layer}"] if layer is not None else []
+    if divergence.place is None:
+        return ", ".join(parts)
+    parts += [f"rank {divergence.place.rank}"] if divergence.place.rank is not None else []
+    column = f", column {divergence.place.index[-1]}" if divergence.place.position is not None else ""
+    return f"{', '.join(parts)}; {_extent(divergence.finding)} {divergence.place.text()}{column}"
+
+
+def _compared(report: "Report") -> str:
+    """What the verdict is about."""
+    coverage, steps = report.coverage, sorted({s.step for f in report.findings for s in f.steps})
+    rows = f", {text.plural(coverage.rows_aligned, 'token row')}" if coverage.rows_known else ""
+    seen = f", steps {compact_ranges(steps)}" if len(steps) > 1 else ""
+    return f"{text.plural(coverage.sites_matched, 'site')}{rows}{seen}"
 
 
 def _extent(finding: Finding) -> str:
@@ -100,17 +155,12 @@ def _extent(finding: Finding) -> str:
     return f"{words.get(finding.test, 'single tokens')}, worst in"
 
 
-def _amount(finding: Finding) -> str:
-    if finding.test == "nonfinite":
-        return f"{int(finding.error):,} values not finite on one side only"
-    if finding.test == "exact":
-        return f"{int(finding.error):,} rows of integers unequal"
-    if finding.test in ("replicas", "tolerance", "permuted"):
-        return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
-    if finding.test == "gain":
-        return f"scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
-    what = "largest element off by" if finding.test == "element" else "error"
-    return f"{what} {text.number(finding.error)}, rounding explains {text.number(finding.floor)}"
+def _last(report: "Report") -> str:
+    divergence = report.first_divergence
+    why = divergence.explanation if divergence is not None else None
+    if why is not None and why.is_clear:
+        return _labelled("why", f"{why.text}; next: {_next(report)}")
+    return _labelled("next", _next(report))
 
 
 def _next(report: "Report") -> str:
@@ -119,7 +169,6 @@ def _next(report: "Report") -> str:
         side = divergence.finding.target
         site = side.site if side else divergence.site
         return f"tapscope show {shlex.quote(report.target.path)} {shlex.quote(site)} --step {divergence.step}"
-    odd = next((f for f in report.findings if f.verdict.is_bad), None)
-    if odd is not None or report.coverage.partial:
+    if _odd(report) is not None or report.coverage.partial:
         return f"tapscope info {shlex.quote(report.target.path)}"
     return f"tapscope view {shlex.quote(report.target.path)}"

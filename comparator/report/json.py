@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tapscope.comparator.coverage import Coverage
+from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, Verdict
 from tapscope.comparator.localise import Divergence
 
@@ -61,8 +62,17 @@ def _divergence(divergence: Divergence | None) -> dict[str, Any] | None:
         "place": _place(divergence.place),
         "inputs": divergence.inputs,
         "evidence": divergence.evidence,
+        "is_certain": divergence.is_certain,
         "ratio": divergence.finding.ratio,
+        "explanation": _explanation(divergence.explanation),
     }
+
+
+def _explanation(explanation: Explanation | None) -> dict[str, Any] | None:
+    if explanation is None:
+        return None
+    fields = asdict(explanation)
+    return {**fields, "text": explanation.text, "tested": list(fields["tested"])}
 
 
 def _coverage(coverage: Coverage) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Table: a report for people. Glyph and word carry the meaning, colour only repeats it; the last three lines are the
 answer."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from tapscope import dtypes, text
 from tapscope.comparator.finding import Finding, Place, Verdict
-from tapscope.comparator.report.answer import answer, share
+from tapscope.comparator.report.answer import answer, counts, share
 from tapscope.comparator.report.fold import STRETCH, Row, fold
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def _coverage(report: "Report") -> Iterator[Text]:
         superseded = sum(coverage.rows_superseded)
         rows += f", {superseded:,} of rejected drafts" if superseded else ""
     yield Text(f"coverage  {sites} ({alone}){rows}")
+    yield Text(f"matched   {_matched(report)}")
+    yield Text(f"judged    {_judged(report)}")
     for fork in coverage.forks[:4]:
         tokens = f"token {fork.baseline_token} against {fork.target_token}"
         yield Text(f"fork      request {fork.request} at position {fork.position}: {tokens}; later rows not compared")
@@ -121,6 +124,20 @@ def _coverage(report: "Report") -> Iterator[Text]:
         yield Text(f"note      {sentence}")
     for sentence in coverage.partial:
         yield Text(f"missing   {sentence}", style="bold")
+
+
+def _matched(report: "Report") -> str:
+    """How many sites each pass of the matching paired."""
+    passes = Counter(f.matched_by for f in report.findings if not f.verdict.is_orphan)
+    return " · ".join(f"{n:,} {name or 'unknown'}" for name, n in passes.most_common())
+
+
+def _judged(report: "Report") -> str:
+    tolerance = report.options.tolerance
+    by = (
+        "what rounding explains" if tolerance is None else f"atol {tolerance[0]:g} + rtol {tolerance[1]:g} × |baseline|"
+    )
+    return f"by {by}: {counts(report)}"
 
 
 def _where(place: Place) -> str:
