@@ -39,8 +39,8 @@ class Block:
             return self.values[rows]
         index = np.arange(*rows.indices(self.num_rows)) if isinstance(rows, slice) else rows
         shape = self._piece.shape
-        at = dict(zip(self._axes, np.unravel_index(index, [shape[i] for i in self._axes]), strict=True))
         if self._axes:
+            at = dict(zip(self._axes, np.unravel_index(index, [shape[i] for i in self._axes]), strict=True))
             select: Select = tuple(at[i] if i in at else slice(0, n) for i, n in enumerate(shape))
             found = read(self._piece, self._run, select)
         else:

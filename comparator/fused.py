@@ -100,7 +100,8 @@ class Anatomy:
             return replace(fused, problem=_unknown_sizes(series))
         if order == "plain":
             return fused
-        if known is None or fused.sizes[1] % known[1]:
+        fits = known is not None and fused.sizes[0] * known[1] == fused.sizes[1] * known[0]
+        if known is None or not fits or fused.sizes[1] % known[1]:
             return replace(fused, problem=_unknown_groups(series))
         return replace(fused, groups=known[1])
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tapscope import dims as dims_grammar
+from tapscope.comparator.places import places_of
 from tapscope.comparator.series import Series
 from tapscope.dims import Dim, Section
 from tapscope.errors import DimsError
@@ -57,4 +58,6 @@ def sections_of(dim: Dim) -> tuple[Section, ...]:
 
 def hints_of(run: Run, sites: Mapping[str, SiteInfo]) -> Hints:
     """The hints of a run and its site table."""
-    return Hints(run.manifest.get("model_config") or {}, sites, run.mesh, str(run.manifest.get("framework") or ""))
+    return Hints(
+        run.manifest.get("model_config") or {}, sites, places_of(run).sizes, str(run.manifest.get("framework") or "")
+    )

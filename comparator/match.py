@@ -103,7 +103,10 @@ class Matching:
 
     def only_inputs(self) -> None:
         """A module's only unmatched tensor input meets the other side's: argument names are the frameworks' own."""
-        sides = [_single_inputs(side) for side in (self.left, self.right)]
+        sides = [
+            _single_inputs({name: one for name, one in side.items() if not self.are_other_masks(name)})
+            for side in (self.left, self.right)
+        ]
         for path in sides[1]:
             if path in sides[0]:
                 self.take(sides[0][path], sides[1][path], "only input")
@@ -165,9 +168,9 @@ def match(
 
 def _match_group(group: Matching, user: UserMap) -> list[Pair]:
     group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
+    group.offer_sums()  # before the names: what one run calls hidden_states may be only a summand in the other
     for name in [name for name in group.right if name in group.left and not group.are_other_masks(name)]:
         group.take(name, name, "exact")
-    group.offer_sums()
     group.families()
     group.pairs += [Pair(*given) for given in group.fusions.built_in(group.left, group.right)]
     group.only_inputs()

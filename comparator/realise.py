@@ -41,6 +41,7 @@ def _combined(wholes: Sequence[Whole], recipe: Join | Sum) -> Whole:
         piece=Summed(pieces) if axis is None else Joined(axis, pieces),
         replicas=tuple(one for w in wholes for one in w.replicas),
         notes=tuple(dict.fromkeys(note for w in wholes for note in w.notes)),
+        warnings=tuple(dict.fromkeys(warning for w in wholes for warning in w.warnings)),
     )
 
 

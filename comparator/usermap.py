@@ -62,7 +62,7 @@ class UserMap:
             )
 
     def _met(self, one: MapEntry, side: int, series: Series, found: Found, partners: Mapping[int, Series]) -> list[Met]:
-        if not is_split(found.port):
+        if not is_split(common(f"x:{found.port}").rpartition(":")[2]):
             return [
                 _turned(side, series, other, "map input", "" if side else port_of(series.site, one.names[i]))
                 for i, other in partners.items()
@@ -82,7 +82,10 @@ class UserMap:
         if not sizes and entry.heads:
             width, shares = width_of(series, hints, axis), (entry.heads[0], entry.heads[1], entry.heads[1])
             head_dim, rest = divmod(width, sum(shares))
-            sizes = () if rest else tuple(n * head_dim for n in shares)
+            if rest:
+                said = f"{series.site} has {width} features, which heads {list(entry.heads)} do not divide"
+                return Fused(one.names, axis, problem=f"{said}: {entry.where}")
+            sizes = tuple(n * head_dim for n in shares)
         sizes = sizes or self.fusions.widths(1 - side, series, partners, len(one.names))
         fused = Fused(one.names, axis, sizes)
         if len(one.names) != 3 or entry.order == "plain":

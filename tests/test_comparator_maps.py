@@ -1,13 +1,21 @@
 """Map files: what is in them is checked before anything is compared, and every fault is one clear error."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tapscope.cli import main
+from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.mapfile import MapFile, read_maps
 from tapscope.errors import ConfigError
+from tapscope.observe import RowRun
+from tapscope.run import open_run
 
 WHOLE = """
 rename:
@@ -122,3 +130,102 @@ def test_whatever_stands_in_a_map_it_is_read_or_refused(tmp_path_factory: pytest
     except ConfigError as error:
         said = str(error)
     assert "any.yaml" in said
+
+
+ROWS = np.random.default_rng(0).standard_normal((3, 12)).astype(np.float32)
+
+
+def write(path: Path, sites: dict[str, Any]) -> Path:
+    with RunFactory(path) as run:
+        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+        for site, value in sites.items():
+            run.put(site, value)
+    return path
+
+
+def diff(path: Path, left: dict[str, Any], right: dict[str, Any], text: str) -> Report:
+    mapping = read(path, text)
+    with open_run(write(path / "b", left)) as one, open_run(write(path / "t", right)) as two:
+        return compare(one, two, CompareOptions(mapping=mapping))
+
+
+def matched(report: Report) -> dict[str, tuple[str, str]]:
+    return {f.site: (f.matched_by, str(f.verdict)) for f in report.findings}
+
+
+def test_a_rename_lets_sites_meet_and_keeps_their_names(tmp_path: Path) -> None:
+    text = r"rename: [{from: '^tower\.blk\.(\d+)\.', to: 'model.layers.\1.', side: target}]"
+    report = diff(tmp_path, {"model.layers.2.mlp:out": ROWS}, {"tower.blk.2.mlp:out[0]": ROWS}, text)
+    (finding,) = report.findings
+    assert (finding.site, finding.matched_by, str(finding.verdict)) == ("model.layers.2.mlp:out", "hf port", "same")
+    assert finding.target is not None
+    assert finding.target.site == "tower.blk.2.mlp:out[0]"
+    (tmp_path / "exact").mkdir()
+    exact = diff(tmp_path / "exact", {"model.layers.2.mlp:out": ROWS}, {"tower.blk.2.mlp:out": ROWS}, text)
+    assert exact.findings[0].matched_by == "map"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_split_takes_a_fused_tensor_apart(tmp_path: Path, turned: bool) -> None:
+    parts = {f"enc.0.{n}:out": ROWS[:, i * 4 : i * 4 + 4] for i, n in enumerate("abc")}
+    sides = [parts, {"x.enc.0.abc:out[0]": ROWS}][:: -1 if turned else 1]
+    report = diff(tmp_path, *sides, "split: {'enc.*.abc': {into: ['enc.*.a', 'enc.*.b', 'enc.*.c']}}")
+    assert set(matched(report).values()) == {("map split", "same")}
+    assert len(report.findings) == 3
+    names = [f"x.enc.0.abc:out[{n}]" for n in "abc"] if turned else list(parts)
+    assert [f.site for f in report.findings] == names
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_join_puts_parts_together(tmp_path: Path, turned: bool) -> None:
+    parts = {"enc.0.a:out": ROWS[:, :5], "enc.0.b:out": ROWS[:, 5:]}
+    sides = [parts, {"enc.0.ab:out": ROWS}][:: -1 if turned else 1]
+    report = diff(tmp_path, *sides, "join: {'enc.*.ab': {from: ['enc.*.a', 'enc.*.b']}}")
+    assert matched(report) == {"enc.0.ab:out": ("map join", "same")}
+
+
+def test_sizes_and_a_port_may_be_given(tmp_path: Path) -> None:
+    left = {"enc.0.b:out": ROWS[:, 5:], "enc.0.b:tap[x]": ROWS}
+    text = "split: {'enc.0.ab:out': {into: ['enc.0.a:out', 'enc.0.b:out'], sizes: [5, 7]}}"
+    report = diff(tmp_path, left, {"enc.0.ab:out": ROWS, "enc.0.ab:tap[x]": ROWS}, text)
+    assert matched(report)["enc.0.b:out"] == ("map split", "same")
+    assert [str(f.verdict) for f in report.findings].count("only-target") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rename: [{from: 'tower', to: x}]", r"rename\[0\]: 'tower' changes no site of either run"),
+        (r"rename: [{from: 'enc\.0\.aa', to: x, side: baseline}]", r"no site of the baseline; near it: enc.0.a:out"),
+        ("rename: [{from: 'ab', to: x, side: baseline}]", "changes no site of the baseline"),
+        (
+            r"rename: [{from: 'enc\.0\.[ab]', to: x, side: baseline}]",
+            "a:out and enc.0.b:out of the baseline both become x:out",
+        ),
+        (
+            "split: {'enc.*.abb': {into: [enc.*.a, enc.*.b]}}",
+            r"split\['enc.\*.abb'\] matches no site of either run; near it",
+        ),
+        (
+            "split: {'enc.*.ab': {into: [enc.*.c, enc.*.d]}}",
+            "enc.0.ab:out is there, but the other run has no enc.0.c:out nor",
+        ),
+        ("join: {'enc.*.ab': {from: [enc.*.a, enc.*.d]}}", "the other run has no enc.0.d:out; near it: enc.0.[ab]:out"),
+    ],
+)
+def test_an_entry_that_matches_nothing_is_an_error_with_what_is_near(tmp_path: Path, text: str, said: str) -> None:
+    left = {"enc.0.a:out": ROWS[:, :6], "enc.0.b:out": ROWS[:, 6:]}
+    with pytest.raises(ConfigError, match=said):
+        diff(tmp_path, left, {"enc.0.ab:out": ROWS}, text)
+
+
+def test_diff_takes_maps_and_says_what_is_wrong_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write(tmp_path / "b", {"a:out": ROWS}), write(tmp_path / "t", {"b:out": ROWS})
+    file = tmp_path / "map.yaml"
+    file.write_text("rename: [{from: '^a:', to: 'b:'}]")
+    assert main(["diff", str(one), str(two), "--map", str(file), "--json"]) == 0
+    header = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert header["options"]["mapping"] == [str(file)]
+    file.write_text("rename: [{from: '^c:', to: 'b:'}]")
+    assert main(["diff", str(one), str(two), "--map", str(file)]) == 2
+    assert "changes no site" in capsys.readouterr().err

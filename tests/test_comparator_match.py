@@ -55,6 +55,43 @@ def test_equal_names_match_exactly(tmp_path: Path) -> None:
         ("model.language_model.layers.0:out[0]", "model.layers.0:out", "hf root"),
         ("model:out[last_hidden_state]", ":out[last_hidden_state]", "hf root"),
         ("layers.0.mlp:in[x]", "layers.0.mlp:in[hidden_states]", "only input"),
+        ("layers.0.mlp:in[x].grad", "layers.0.mlp:in[hidden_states].grad", "only input"),
+        ("model.layers.0.mlp:out", "module.module.model.layers.0._orig_mod.mlp:out", "wrapper"),
+        ("layers.0._checkpoint_wrapped_module.mlp:out", "_fsdp_wrapped_module.layers.0.mlp:out", "wrapper"),
+        ("model.norm:out", "decoder.final_layernorm:out", "megatron"),
+        ("model:out[last_hidden_state]", "decoder:out", "megatron"),
+        (":out[logits]", ":out", "megatron"),
+        ("model.embed_tokens:param[weight].grad", "embedding.word_embeddings:param[weight].grad", "megatron"),
+        ("lm_head:out", "module.output_layer:out[0]", "megatron"),
+        ("lm_head:in[input]", "output_layer:in[input_]", "only input"),
+        ("model.layers.3.self_attn.o_proj:out", "decoder.layers.3.self_attention.linear_proj:out[0]", "megatron"),
+        ("model.layers.3.self_attn.q_norm:out", "decoder.layers.3.self_attention.q_layernorm:out", "megatron"),
+        ("model.layers.3.mlp.down_proj:out.grad", "decoder.layers.3.mlp.linear_fc2:out[0].grad", "megatron"),
+        ("layers.3.post_attention_layernorm:out", "decoder.layers.3.pre_mlp_layernorm:out", "megatron"),
+        ("layers.3.input_layernorm:in[x]", "decoder.layers.3.input_layernorm:in[hidden_states]", "only input"),
+        (
+            "model.layers.3.input_layernorm:param[weight]",
+            "decoder.layers.3.self_attention.linear_qkv:param[layer_norm_weight]",
+            "megatron",
+        ),
+        ("model.layers.3.mlp.gate:param[weight]", "decoder.layers.3.mlp.router:param[weight]", "megatron"),
+        (
+            "model.layers.3.mlp.experts.5.down_proj:out",
+            "decoder.layers.3.mlp.experts.local_experts.5.linear_fc2:out[0]",
+            "megatron",
+        ),
+        ("model.layers.0.self_attn.qkv_proj:out[0]", "decoder.layers.0.self_attention.linear_qkv:out", "megatron"),
+        ("model:out", "model:out[last_hidden_state]", "hf root"),
+        ("transformer.wte:out", "embedding.word_embeddings:out", "gpt"),
+        ("transformer.h.2.attn.c_proj:out", "decoder.layers.2.self_attention.linear_proj:out[0]", "gpt"),
+        ("transformer.h.2.mlp.c_fc:out", "decoder.layers.2.mlp.linear_fc1:out[0]", "gpt"),
+        ("transformer.ln_f:out", "decoder.final_layernorm:out", "gpt"),
+        ("gpt_neox.layers.2.mlp.dense_4h_to_h:out", "decoder.layers.2.mlp.linear_fc2:out", "gpt"),
+        ("transformer.h.2.ln_2:out", "gpt_neox.layers.2.post_attention_layernorm:out", "gpt"),
+        ("tok_embeddings:out", "model.embed_tokens:out", "meta"),
+        ("layers.1.attention.wo:out", "model.layers.1.self_attn.o_proj:out", "meta"),
+        ("layers.1.feed_forward.w2:out", "model.layers.1.mlp.down_proj:out", "meta"),
+        ("layers.1.ffn_norm:out", "model.layers.1.post_attention_layernorm:out", "meta"),
     ],
 )
 def test_frameworks_spell_one_module_differently(tmp_path: Path, left: str, right: str, how: str) -> None:
@@ -66,6 +103,101 @@ def test_a_spelling_that_two_sites_share_matches_neither(tmp_path: Path) -> None
     report = diff(tmp_path, ["norm:out", "model.layers.0:out", "layers.0:out"], ["norm:out", "x.y:out"])
     assert pairs(report)[0] == ("norm:out", "norm:out", "exact")
     assert [f.verdict for f in report.findings].count(Verdict.ONLY_BASELINE) == 2
+
+
+def test_where_several_would_do_it_is_said_which(tmp_path: Path) -> None:
+    report = diff(tmp_path, ["norm:out", "model.layers.0:out", "layers.0:out"], ["norm:out", "decoder.layers.0:out"])
+    notes = {f.site: f.notes[0] for f in report.findings if f.verdict.is_orphan}
+    assert notes["layers.0:out"] == (
+        "could be decoder.layers.0:out, and so could model.layers.0:out: say which by rename in --map"
+    )
+    assert "could be layers.0:out or model.layers.0:out" in notes["decoder.layers.0:out"].replace(
+        "model.layers.0:out or layers.0:out", "layers.0:out or model.layers.0:out"
+    )
+    assert any("3 sites not matched, e.g. " in sentence for sentence in report.coverage.warnings)
+
+
+def test_an_identity_is_not_what_another_framework_has_in_its_place(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "b", {"layers.0.input_layernorm:out": ONES, "n:out": ONES}), tmp_path / "t"
+    with RunFactory(two) as run:
+        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+        run.site("decoder.layers.0.input_layernorm:out", "IdentityOp")
+        run.put("decoder.layers.0.input_layernorm:out", 2 * ONES)
+        run.put("n:out", ONES)
+    with open_run(one) as left, open_run(two) as right:
+        report = compare(left, right)
+    assert sorted(f.verdict for f in report.findings) == ["only-baseline", "only-target", "same"]
+    assert not any(f.notes for f in report.findings)
+
+
+def test_masks_of_megatron_mean_the_opposite_and_are_left_alone(tmp_path: Path) -> None:
+    for name, framework in (("b", "transformers"), ("t", "megatron")):
+        with RunFactory(tmp_path / name, framework=framework) as run:
+            run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+            run.put("layers.0:in[attention_mask]", np.eye(3, dtype=bool))
+            run.put("n:out", ONES)
+    with open_run(tmp_path / "b") as left, open_run(tmp_path / "t") as right:
+        report = compare(left, right)
+        assert [f.verdict for f in report.findings].count(Verdict.SAME) == 1
+        assert "mark what is hidden" in report.findings[0].notes[0]
+        assert len(compare(left, left).findings) == 2
+
+
+def pair_of(seed: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.integers(-9, 9, (3, 4)).astype(np.float32) for _ in range(2))
+
+
+def test_hidden_state_and_residual_meet_their_sum(tmp_path: Path) -> None:
+    (h, r), (x, y) = pair_of(0), pair_of(1)
+    serving = {
+        "model.layers.1:in[hidden_states]": h,
+        "model.layers.1:in[residual]": r,
+        "model.layers.1.input_layernorm:in[x]": h,
+        "model.layers.1.input_layernorm:in[residual]": r,
+        "model.layers.1.input_layernorm:out[0]": x,
+        "model.layers.1.input_layernorm:out[1]": h + r,
+        "model.layers.1:out[0]": x,
+        "model.layers.1:out[1]": y,
+    }
+    plain = {
+        "model.layers.1:in[hidden_states]": h + r,
+        "model.layers.1.input_layernorm:in[hidden_states]": h + r,
+        "model.layers.1.input_layernorm:out": x,
+        "model.layers.1:out": x + y,
+    }
+    report = diff(tmp_path, plain, serving)
+    matched = {f.site: (f.matched_by, str(f.verdict)) for f in report.findings if not f.verdict.is_orphan}
+    assert matched == {
+        "model.layers.1:in[hidden_states]": ("sum", "same"),
+        "model.layers.1.input_layernorm:in[hidden_states]": ("sum", "same"),
+        "model.layers.1.input_layernorm:out": ("hf port", "same"),
+        "model.layers.1:out": ("sum", "same"),
+    }
+    assert [f.site for f in report.findings if f.verdict.is_orphan] == ["model.layers.1.input_layernorm:out[1]"]
+    broken = serving | {"model.layers.1:out[1]": y * 1.1}
+    report = diff(tmp_path / "broken", plain, broken)
+    assert [f.site for f in report.findings if f.verdict is Verdict.DIFFERS] == ["model.layers.1:out"]
+    both = diff(tmp_path / "both", serving, serving)
+    assert {f.matched_by for f in both.findings} == {"exact"}
+
+
+def test_a_pair_that_nothing_sums_up_is_left_as_it_is(tmp_path: Path) -> None:
+    h, r = pair_of(0)
+    report = diff(tmp_path, {"n:out": h}, {"n:out": h, "model.layers.1:out[0]": h, "model.layers.1:out[1]": r})
+    assert sorted(f.site for f in report.findings) == ["model.layers.1:out[0]", "model.layers.1:out[1]", "n:out"]
+
+
+def test_a_selection_finds_what_only_one_run_calls_so(tmp_path: Path) -> None:
+    report = diff(
+        tmp_path,
+        ["model.layers.0.self_attn.o_proj:out", "model.norm:out"],
+        ["decoder.layers.0.self_attention.linear_proj:out[0]", "decoder.final_layernorm:out"],
+        sites=("*.linear_proj",),
+    )
+    assert pairs(report)[0][2] == "megatron"
+    assert only(report).site == "model.layers.0.self_attn.o_proj:out"
+    assert (report.baseline.records, report.target.records) == (1, 1)
 
 
 def test_a_module_with_two_inputs_is_not_guessed(tmp_path: Path) -> None:
