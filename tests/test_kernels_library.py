@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_the_library_lies_beside_its_sources():
 SUMMARIES = """
 import numpy as np
 from tapscope import dtypes
-from tapscope.kernels.native import backend, compare_rows, last, take
+from tapscope.kernels.native import backend, compare_rows, summarize, take
 print(backend()[0])
 for name in dtypes.NAMES:
     kind = dtypes.numpy_dtype(name)
@@ -140,8 +141,8 @@ for name in dtypes.NAMES:
         rng = np.random.default_rng(length)
         raw = rng.integers(0, 256, length * kind.itemsize, dtype=np.uint8)
         array = (raw & 1 if name == "bool" else raw).view(kind)
-        digest = take(array.ctypes.data, length, name).digest
-        stats, _, bag = last()
+        digest = take(array.ctypes.data, length, name)[1]
+        stats, _, bag = summarize(array.ctypes.data, length, name)
         print(name, length, digest.hex(), bag, *(getattr(stats, field) for field in stats.__slots__[:9]))
 """
 
@@ -155,7 +156,8 @@ def test_other_builds_find_what_the_tuned_one_finds(copied, build):
     flags = [flag for flag in module["extra-compile-args"] if not flag.startswith("-O")]
     sources = [str(ROOT / source) for source in module["sources"]]
     target = copied / "tapscope" / "kernels" / "native" / f"_tapscope{EXTENSION_SUFFIXES[0]}"
-    command = ["g++", *flags, "-O1", f"-D{build}", "-fPIC", "-shared", *sources, "-o", str(target)]
+    headers = f"-I{sysconfig.get_path('include')}"
+    command = ["g++", *flags, "-O1", f"-D{build}", headers, "-fPIC", "-shared", *sources, "-o", str(target)]
     subprocess.run(command, check=True, timeout=120)
     other, tuned = fresh(SUMMARIES, copied), fresh(SUMMARIES)
     assert other[0] == tuned[0] == "c++"

@@ -9,18 +9,16 @@ from tapscope.kernels.native.filled import filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures
 from tapscope.kernels.native.reference import Summary
-from tapscope.kernels.native.summary import Taken, digest_of, last, summarize, summarize_array, take
+from tapscope.kernels.native.summary import digest_of, summarize, summarize_array, take
 
 __all__ = [
     "Measure",
     "RowMeasures",
     "Summary",
-    "Taken",
     "backend",
     "compare_rows",
     "digest_of",
     "filled",
-    "last",
     "summarize",
     "summarize_array",
     "take",

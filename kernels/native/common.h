@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#define TS_ABI 4  // equals ABI in library.py
+#define TS_ABI 5  // equals ABI in library.py
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the hash reads words as they lie in memory and needs a little-endian machine"

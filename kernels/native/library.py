@@ -2,8 +2,9 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.errors import ConfigError
 
-ABI = 4
+ABI = 5
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n not in dtypes.COMPLEX)}
@@ -27,16 +28,14 @@ _ADDRESS, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class Functions(NamedTuple):
-    """The C++ entry points, typed; each takes addresses as integers. The GIL is released but for the brief ones."""
+    """The C++ entry points; each takes addresses as integers."""
 
-    take: Any
-    """(data, count, dtype code, with bag, copy to or 0, out) -> length of the text"""
-    take_brief: Any
+    take: Callable[[int, int, int, bool, int, int], tuple[bytes, bytes]]
+    """(data, count, dtype code, with bag, copy to or 0, bytes of an element) -> (text, digest)"""
+    digest_of: Callable[[int, int], bytes]
+    """(data, number of bytes) -> digest"""
     summarize: Any
     """(data, count, dtype code, with bag, copy to or 0, out)"""
-    hash: Any
-    """(data, number of bytes, out)"""
-    hash_brief: Any
     compare_rows: Any
     """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, atol, rtol, out x2)"""
 
@@ -103,24 +102,23 @@ def _load() -> _Choice:
     try:
         library = ctypes.CDLL(str(path))
         found = library.ts_abi()
-    except (OSError, AttributeError) as error:
+        if found != ABI:
+            why = f"{path.name} was built for interface {found}, not {ABI}; reinstall tapscope"
+            return _Choice(None, "numpy", why)
+        return _Choice(_typed(library, import_module(f"{__package__}._tapscope")), "c++", str(path))
+    except (OSError, AttributeError, ImportError) as error:
         return _Choice(None, "numpy", f"{path.name} cannot be loaded: {error}")
-    if found != ABI:
-        return _Choice(None, "numpy", f"{path.name} was built for interface {found}, not {ABI}; reinstall tapscope")
-    return _Choice(_typed(library), "c++", str(path))
 
 
-def _typed(library: ctypes.CDLL) -> Functions:
-    brief = ctypes.PyDLL(library._name)
+def _typed(library: ctypes.CDLL, module: Any) -> Functions:
+    """The same file is a library and a module: calls at every hook are the module's, the others need no haste."""
     summary = [_ADDRESS, _INT64, ctypes.c_int, ctypes.c_int, _ADDRESS, _ADDRESS]
     rows = [_ADDRESS, _ADDRESS, ctypes.c_int, ctypes.c_int, _INT64, _INT64, _ADDRESS, _ADDRESS]
     rows += [_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS]
     return Functions(
-        take=_function(library.ts_take, _INT64, summary),
-        take_brief=_function(brief.ts_take, _INT64, summary),
+        take=module.take,
+        digest_of=module.digest_of,
         summarize=_function(library.ts_summarize, None, summary),
-        hash=_function(library.ts_hash, None, [_ADDRESS, _INT64, _ADDRESS]),
-        hash_brief=_function(brief.ts_hash, None, [_ADDRESS, _INT64, _ADDRESS]),
         compare_rows=_function(library.ts_compare_rows, None, rows),
     )
 

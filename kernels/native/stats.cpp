@@ -5,6 +5,7 @@
 #include "bytes.h"
 #include "decode.h"
 #include "floats.h"
+#include "taken.h"
 #include "text.h"
 #include "wide.h"
 
@@ -131,12 +132,6 @@ void summarize_blocks(const uint8_t* bytes, Way way, bool bag, uint8_t* target, 
     }
 }
 
-struct Taken {  // what Python reads; _LAYOUT in summary.py
-    Summary summary;
-    uint8_t digest[16];
-    char text[kTextRoom];
-};
-
 void write_digest(const Hash& hash, uint8_t* out) {
     for (int i = 0; i < 8; ++i) {
         out[i] = static_cast<uint8_t>(hash.h1 >> (56 - 8 * i));
@@ -165,14 +160,13 @@ TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, int bag,
     *result = out;
 }
 
-// Returns the length of the text.
-TS_EXPORT int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* target, ts::Taken* result) {
+int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* target, ts::Taken* result) {
     ts_summarize(data, count, dtype, bag, target, &result->summary);
     ts::write_digest(result->summary.hash, result->digest);
     return ts::write_text(result->summary, bag != 0, result->text);
 }
 
-TS_EXPORT void ts_hash(const void* data, int64_t nbytes, uint8_t* digest) {
+void ts_hash(const void* data, int64_t nbytes, uint8_t* digest) {
     ts::Hash hash;
     ts::hash_bytes(static_cast<const uint8_t*>(data), nbytes, 0, &hash);
     hash.finish(static_cast<uint64_t>(nbytes));

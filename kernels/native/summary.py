@@ -2,8 +2,7 @@
 
 import ctypes
 import struct
-import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,104 +15,54 @@ from tapscope.record import Stats
 Array = np.ndarray[Any, Any]
 
 BRIEF = 1 << 20
-"""Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2."""
+"""Bytes below which the GIL is kept, see module.cpp."""
 
 _LAYOUT = struct.Struct("=7q5d3Q")  # struct Summary in summary.h
-_DIGEST = slice(_LAYOUT.size, _LAYOUT.size + 16)
-_TEXT = _DIGEST.stop
-_ROOM = _TEXT + 448  # struct Taken in stats.cpp
+
+_PLANS = {name: (code, 1, dtypes.itemsize(name)) for name, code in library.CODES.items()} | {
+    name: (library.CODES[part], 2, dtypes.itemsize(part)) for name, part in dtypes.COMPLEX.items()
+}
+"""Element type -> its code, the elements that one counts as, and their width."""
 
 
-def _plans() -> dict[str, tuple[int, int, int]]:
-    plans = {name: (code, 1, BRIEF // dtypes.itemsize(name)) for name, code in library.CODES.items()}
-    for name, part in dtypes.COMPLEX.items():
-        plans[name] = (library.CODES[part], 2, BRIEF // dtypes.itemsize(name))
-    return plans
-
-
-_PLANS = _plans()
-"""Element type -> its code, the elements that one counts as, and how many are brief work."""
-
-
-class Taken(NamedTuple):
-    """What the record line of one tensor needs."""
-
-    text: bytes
-    """The members ``hash``, ``bag`` and ``stats`` as :func:`tapscope.record.encode` writes them, without braces."""
-    digest: bytes
-    """The hash as 16 bytes, for a key of a dict."""
-
-
-class _Scratch(threading.local):
-    """One result buffer a thread, so that a call allocates nothing."""
-
-    def __init__(self) -> None:
-        buffer: Any = ctypes.create_string_buffer(_ROOM)
-        self.room = buffer, ctypes.addressof(buffer)
-        digest: Any = ctypes.create_string_buffer(16)
-        self.digest = digest, ctypes.addressof(digest)
-        self.latest: Summary | bool = True
-        """What :func:`last` answers; until it is asked, whether the bag in the buffer means anything."""
-
-
-_scratch = _Scratch()
-
-
-def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True) -> Taken:
+def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True) -> tuple[bytes, bytes]:
     """Summarise ``count`` neighbouring elements at ``address`` and, where ``target`` is not 0, copy them there.
+
+    Returns (text, digest): the members ``hash``, ``bag`` and ``stats`` as :func:`tapscope.record.encode` writes them,
+    without braces; and the hash as 16 bytes, for a key of a dict.
 
     Neither address need be aligned, and the two must not overlap. ``dtype`` is a name of
     :data:`tapscope.dtypes.NAMES`; a complex number is taken as two elements. Without ``bag`` none is worked out (which
     saves a quarter of the time) and the text lacks it. The memory must stay alive and unchanged during the call.
     The GIL is released for :data:`BRIEF` bytes and more. Raises RunCorruptError for an unknown dtype.
     """
-    functions = library.functions()
-    if functions is None or dtype not in _PLANS:
+    functions, plan = library.functions(), _PLANS.get(dtype)
+    if functions is None or plan is None:
         return _take_reference(address, count, dtype, target, bag)
-    code, parts, brief = _PLANS[dtype]
-    scratch = _scratch
-    buffer, room = scratch.room
-    call = functions.take_brief if count < brief else functions.take
-    size = call(address, count * parts, code, bag, target, room)
-    scratch.latest = bag
-    return Taken(buffer[_TEXT : _TEXT + size], buffer[_DIGEST])
-
-
-def last() -> Summary:
-    """What the latest :func:`take` or :func:`summarize` of this thread found; empty before the first."""
-    scratch = _scratch
-    if isinstance(scratch.latest, bool):
-        scratch.latest = _unpack(scratch.room[0], scratch.latest)
-    return scratch.latest
+    code, parts, width = plan
+    return functions.take(address, count * parts, code, bag, target, width)
 
 
 def digest_of(address: int, nbytes: int) -> bytes:
-    """The hash of ``nbytes`` bytes at ``address``: equal to ``take(...).digest`` where the bytes are equal.
+    """The hash of ``nbytes`` bytes at ``address``: equal to the digest of :func:`take` where the bytes are equal.
 
     The memory must stay alive and unchanged during the call; the GIL as in :func:`take`.
     """
     functions = library.functions()
-    if functions is None:
-        words = to_words(_view(address, nbytes, "uint8"))
-        return finish_hash(*partial_hash(words, 0), nbytes)
-    buffer, room = _scratch.digest
-    (functions.hash_brief if nbytes < BRIEF else functions.hash)(address, nbytes, room)
-    found: bytes = buffer.raw
-    return found
+    if functions is not None:
+        return functions.digest_of(address, nbytes)
+    return finish_hash(*partial_hash(to_words(_view(address, nbytes, "uint8")), 0), nbytes)
 
 
 def summarize(address: int, count: int, dtype: str) -> Summary:
-    """The same without the text and without a copy; raises as :func:`take`."""
-    functions = library.functions()
-    if functions is None or dtype not in _PLANS:
-        found = summarize_reference(_view(address, count, dtype))
-    else:
-        code, parts, _ = _PLANS[dtype]
-        buffer, room = _scratch.room
-        functions.summarize(address, count * parts, code, True, 0, room)
-        found = _unpack(buffer, True)
-    _scratch.latest = found
-    return found
+    """The same as numbers, without a copy; raises as :func:`take`."""
+    functions, plan = library.functions(), _PLANS.get(dtype)
+    if functions is None or plan is None:
+        return summarize_reference(_view(address, count, dtype))
+    code, parts, _ = plan
+    room: Any = ctypes.create_string_buffer(_LAYOUT.size)
+    functions.summarize(address, count * parts, code, True, 0, ctypes.addressof(room))
+    return _unpack(room)
 
 
 def summarize_array(array: Array) -> Summary:
@@ -123,24 +72,23 @@ def summarize_array(array: Array) -> Summary:
     return summarize(array.ctypes.data, array.size, array.dtype.name)
 
 
-def _unpack(buffer: Any, with_bag: bool) -> Summary:
-    values = _LAYOUT.unpack_from(buffer)
+def _unpack(room: Any) -> Summary:
+    values = _LAYOUT.unpack_from(room)
     total, nan, posinf, neginf, zeros, subnormals, finite, low, high, absmax, added, squares, h1, h2, bag = values
     if not finite:
         low = high = absmax = None
     stats = Stats(total, nan, posinf, neginf, zeros, subnormals, low, high, absmax, added, squares)
-    return Summary(stats, f"{h1:016x}{h2:016x}", f"{bag:016x}" if with_bag else None)
+    return Summary(stats, f"{h1:016x}{h2:016x}", f"{bag:016x}")
 
 
-def _take_reference(address: int, count: int, dtype: str, target: int, bag: bool) -> Taken:
+def _take_reference(address: int, count: int, dtype: str, target: int, bag: bool) -> tuple[bytes, bytes]:
     array = _view(address, count, dtype)
     found = summarize_reference(array)
     if not bag:
         found = found._replace(bag=None)
     if target:
         ctypes.memmove(target, address, array.nbytes)
-    _scratch.latest = found
-    return Taken(text_of(found), bytes.fromhex(found.hash))
+    return text_of(found), bytes.fromhex(found.hash)
 
 
 class _Memory:

@@ -1,0 +1,76 @@
+// What the dumper calls at every hook, as functions of Python's: through ctypes the call would cost more than the work.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "taken.h"
+
+namespace {
+
+// Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2.
+constexpr int64_t kBrief = 1 << 20;
+
+bool read(PyObject* const* args, Py_ssize_t count, int64_t* numbers, Py_ssize_t wanted) {
+    if (count != wanted) {
+        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", wanted, count);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const unsigned long long bits = PyLong_AsUnsignedLongLongMask(args[i]);
+        if (bits == ~0ULL && PyErr_Occurred()) return false;
+        numbers[i] = static_cast<int64_t>(bits);
+    }
+    return true;
+}
+
+template <class T>
+T* at(int64_t address) {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+template <class Work>
+void run(int64_t nbytes, Work work) {
+    if (nbytes < kBrief) {
+        work();
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    work();
+    Py_END_ALLOW_THREADS;
+}
+
+// (data, count, dtype code, with bag, copy to or 0, element width) -> (text, digest)
+PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t n[6];
+    if (!read(args, count, n, 6)) return nullptr;
+    ts::Taken found;
+    int64_t size = 0;
+    run(n[1] * n[5], [&] { size = ts_take(at<void>(n[0]), n[1], int(n[2]), int(n[3]), at<void>(n[4]), &found); });
+    return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
+}
+
+// (data, number of bytes) -> digest
+PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t n[2];
+    if (!read(args, count, n, 2)) return nullptr;
+    uint8_t digest[16];
+    run(n[1], [&] { ts_hash(at<void>(n[0]), n[1], digest); });
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digest), sizeof digest);
+}
+
+template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyCFunction fast() {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+
+PyMethodDef kMethods[] = {
+    {"take", fast<take>(), METH_FASTCALL, nullptr},
+    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__tapscope() { return PyModule_Create(&kModule); }

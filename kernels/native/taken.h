@@ -1,0 +1,19 @@
+// Everything that the record line of one tensor needs, from one pass over its bytes.
+#pragma once
+
+#include "common.h"
+#include "summary.h"
+
+namespace ts {
+
+struct Taken {
+    Summary summary;
+    uint8_t digest[16];
+    char text[kTextRoom];
+};
+
+}  // namespace ts
+
+// Returns the length of the text; `target` may be null.
+TS_EXPORT int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* target, ts::Taken* result);
+TS_EXPORT void ts_hash(const void* data, int64_t nbytes, uint8_t* digest);
