@@ -1,7 +1,7 @@
 """Capture: a tensor as bytes of our own, so that a later in-place change does not show."""
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -71,13 +71,13 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return _NAMES[tensor.dtype]
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is ordinary dense memory, of the CPU or a device: nearly every tensor is, and needs no closer look.
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor of ordinary dense memory, of the CPU or a device: nearly all are, and need no closer look.
 
     The dispatch keys tell device, layout, lazy conjugation and the transforms of torch.func in one call; asking the
     tensor for each would also let go of the GIL each time.
     """
-    return type(tensor) in _PLAIN and tensor.dtype in _NAMES and _keys(tensor).raw_repr() in _PLAIN_KEYS
+    return type(value) in _PLAIN and _keys(value).raw_repr() in _PLAIN_KEYS and value.dtype in _NAMES
 
 
 def learn_plain(tensor: torch.Tensor) -> None:

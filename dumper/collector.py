@@ -10,6 +10,7 @@ import torch
 
 from tapscope.dumper.account import Account
 from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.context import NO_TAGS
 from tapscope.dumper.context import current as tags
 from tapscope.dumper.flatten import flatten
 from tapscope.dumper.gradients import Gradients
@@ -60,6 +61,7 @@ class Collector:
         self._serial = itertools.count()
         self._run_began = 0
         self._selected_at = 0
+        self._first: Stamp | None = None  # of all that fire for the first time in the open step, without tags
 
     # ---- steps
 
@@ -86,13 +88,14 @@ class Collector:
             self._selected_at = serial
         skipped = info.kind is not None and self.selection.config.skip_dummy
         self.account.open = step = OpenStep(info, serial, epoch, serial - self._selected_at, skipped)
+        self._first = Stamp(step, 0)
         self.taker.memo.forget()
         self.keeper.begin(step)
         self.origins.note(step, 0)
 
     def end(self, metrics: Mapping[str, float], aborted: str | None) -> None:
         """Close the open step: metrics and counts go out; ``aborted`` names the exception that ended it."""
-        step, self.account.open = self.account.open, None
+        step, self.account.open, self._first = self.account.open, None, None
         if step is None:
             return
         self.last = step
@@ -103,7 +106,7 @@ class Collector:
 
     def drop_step(self) -> None:
         """Forget the open step: nothing of it was to be kept."""
-        self.account.open = None
+        self.account.open = self._first = None
 
     def restart(self, run: Path = Path()) -> None:
         """A new run begins: records are numbered from 0 and sites announced again; the past is not part of it."""
@@ -136,12 +139,20 @@ class Collector:
                 self.account.announce(step)
             tap.fired = True
             with self.account.lock:
-                stamp = Stamp(step, tap.occurrence(step.serial, kind, step.micro), step.micro, FORWARD, tags())
+                occurrence = tap.occurrence(step.serial, kind, step.micro)
+            stamp = self._stamp(step, occurrence)
             if tap.has_grads:
                 step.nodes.setdefault((tap, kind, step.micro), []).append(next_node())
             self._give(tap, kind, value, stamp)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self.account.fail(step, tap.path, error)
+
+    def _stamp(self, step: OpenStep, occurrence: int) -> Stamp:
+        """Of a forward firing; nearly all of a step have the same."""
+        first, said = self._first, tags()
+        if not occurrence and said is NO_TAGS and not step.micro and first is not None and first.step is step:
+            return first
+        return Stamp(step, occurrence, step.micro, FORWARD, said)
 
     def _give(self, tap: Tap, kind: str, value: Any, stamp: Stamp, forward: Stamp | None = None) -> None:
         """Every leaf of a value to the taker; of a recomputation, gradients belong to the ``forward`` it repeats."""

@@ -26,6 +26,9 @@ class Layout(NamedTuple):
     count: int  # type: ignore[assignment]
     """Elements."""
     nbytes: int
+    kind: torch.dtype | None = None
+    """With ``size``: of the tensor that was recorded."""
+    size: tuple[int, ...] = ()
 
 
 NO_LAYOUT = Layout("", "", [], 0, 0)
@@ -44,6 +47,7 @@ class Port:
         "grad",
         "inner",
         "keep",
+        "latest",
         "layouts",
         "may_keep",
         "model",
@@ -81,6 +85,8 @@ class Port:
         """The port of its gradient, where that may be kept."""
         self.inner: dict[str, Port] = {}
         """Parts of a tensor that is not one piece of memory."""
+        self.latest = NO_LAYOUT
+        """Of the last whole tensor: the next one mostly lies so too."""
         self.layouts: dict[tuple[Any, ...], Layout] = {}
         """(dtype, shape) of a whole tensor, or with more of a part -> layout."""
 
@@ -111,12 +117,15 @@ class Port:
         """The layout of a part; dims that do not fit its shape are complained of and left out."""
         tensor = part.tensor
         about = (part.rows, part.slice, cap, placed)
-        key = (tensor.dtype, tensor.shape) if about == (None,) * 4 else (tensor.dtype, tensor.shape, about)
+        whole = about == (None,) * 4
+        key = (tensor.dtype, tensor.shape) if whole else (tensor.dtype, tensor.shape, about)
         found = self.layouts.get(key)
         if found is None:
             if len(self.layouts) >= _MAX_LAYOUTS:
                 self.layouts.clear()
             found = self.layouts[key] = self._make(part, cap, complain, placed)
+        if whole:
+            self.latest = found
         return found
 
     def _make(self, part: Part, cap: int | None, complain: Callable[[str, str], None], placed: Placed | None) -> Layout:
@@ -133,8 +142,9 @@ class Port:
             members["slice"] = part.slice._asdict()
         if cap is not None:
             members["cap"] = cap
-        count = part.tensor.numel()
-        return Layout("," + quoted(members)[1:-1], dtype, shape, count, count * part.tensor.element_size())
+        tensor, count = part.tensor, part.tensor.numel()
+        text, nbytes = "," + quoted(members)[1:-1], count * tensor.element_size()
+        return Layout(text, dtype, shape, count, nbytes, tensor.dtype, tensor.shape)
 
 
 def _plain_keep(taking: Taking | None) -> str | None:

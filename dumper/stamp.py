@@ -28,17 +28,6 @@ class Stamp(NamedTuple):
         step = self.step.info.step
         return Key(port.site, step, rank, self.occurrence, self.micro, self.pass_, port.model)
 
-    def members(self) -> str:
-        """The line's members from ``step`` to ``pass``; what is at its default is left out."""
-        text = f',"step":{self.step.info.step}'
-        if self.occurrence:
-            text += f',"occurrence":{self.occurrence}'
-        if self.micro:
-            text += f',"micro":{self.micro}'
-        if self.pass_ != FORWARD:
-            text += f',"pass":"{self.pass_}"'
-        return text
-
 
 def record_line(seq: int, port: "Port", stamp: Stamp, layout: str, content: bytes) -> bytes:
     """The ``record`` line of docs/format.md, without its entry: as :func:`tapscope.record.encode`, many times faster.
@@ -46,9 +35,21 @@ def record_line(seq: int, port: "Port", stamp: Stamp, layout: str, content: byte
     ``layout`` are the members from ``dtype`` to ``cap`` (with a comma before each), ``content`` those from ``value`` to
     ``stats``.
     """
-    tags = f',"tags":{_encode(stamp.tags)}' if stamp.tags else ""
-    head = f'{{"type":"record","seq":{seq},"site":{port.site_text}{stamp.members()}{port.model_text}{layout}{tags}'
-    return b"%b,%b}" % (head.encode(), content)
+    step, occurrence, micro, pass_, tags = stamp
+    text = f'{{"type":"record","seq":{seq},"site":{port.site_text},"step":{step.info.step}'
+    if occurrence or micro or tags or pass_ is not FORWARD:
+        text += _unusual(stamp)
+        more = f',"tags":{_encode(tags)}' if tags else ""
+        return b"%b,%b}" % (f"{text}{port.model_text}{layout}{more}".encode(), content)
+    return b"%b,%b}" % (f"{text}{port.model_text}{layout}".encode(), content)
+
+
+def _unusual(stamp: Stamp) -> str:
+    """The line's members from ``occurrence`` to ``pass``; what is at its default is left out."""
+    text = f',"occurrence":{stamp.occurrence}' if stamp.occurrence else ""
+    if stamp.micro:
+        text += f',"micro":{stamp.micro}'
+    return text if stamp.pass_ == FORWARD else f'{text},"pass":"{stamp.pass_}"'
 
 
 def quoted(value: Any) -> str:

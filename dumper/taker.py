@@ -57,15 +57,17 @@ class Taker:
             if self.captures:
                 self._divert(port, leaf, stamp)
                 return
-            if stamp.step.ended:
-                self._account.note_late(stamp.step)
-            unusual = stamp.step.in_full or stamp.step.halted or port.keep is None
-            if unusual or not isinstance(leaf, torch.Tensor) or not capture.is_plain(leaf):
+            step = stamp.step
+            if step.ended:
+                self._account.note_late(step)
+            if port.keep is None or step.in_full or step.halted or not capture.is_plain(leaf):
                 self._take_carefully(port, leaf, stamp)
                 return
             if not port.announced:
                 self._announce_site(port)
-            layout = port.layouts.get((leaf.dtype, leaf.shape)) or port.layout(Part(leaf), None, self._account.complain)
+            layout = port.latest
+            if layout.kind is not leaf.dtype or layout.size != leaf.shape:
+                layout = port.layout(Part(leaf), None, self._account.complain)
             self._record(port, stamp, leaf, layout, port.keep == "full")
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, port.site, error)

@@ -48,8 +48,8 @@ class Tap:
     """Whether gradients of its ports may be kept."""
     serial: int = -1
     """Step the counters below belong to."""
-    firings: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(kind, micro) -> how often it has fired in the forward pass."""
+    firings: dict[str | tuple[str, int], int] = field(default_factory=dict)
+    """Kind, or (kind, micro) of a later micro-batch -> how often it has fired in the forward pass."""
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
@@ -66,8 +66,9 @@ class Tap:
         if serial != self.serial:
             self.serial = serial
             self.firings.clear()
-        number = self.firings.get((kind, micro), 0)
-        self.firings[kind, micro] = number + 1
+        what = kind if micro == 0 else (kind, micro)
+        number = self.firings.get(what, 0)
+        self.firings[what] = number + 1
         return number
 
     def port(self, kind: str, path: str, selection: Selection) -> Port:
