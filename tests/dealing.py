@@ -11,7 +11,11 @@ from tapscope.axes import Dim, Dims, Shard
 from tapscope.comparator.assemble import Whole, assemble
 from tapscope.comparator.places import places_of
 from tapscope.comparator.series import series_of
-from tapscope.observe import RowRun
+from tapscope.index import Event, RankIndex
+from tapscope.kernels.native import summarize_array
+from tapscope.ledger import begin_line
+from tapscope.observe import RowRun, StepInfo
+from tapscope.record import Key, Record
 from tapscope.run import Run, open_run
 
 Array = np.ndarray[Any, Any]
@@ -104,11 +108,36 @@ def write(
     with RunFactory(path, mesh=mesh) as run:
         for rank, place in (coords or {}).items():
             run.writers[rank].event("mesh", world_size=len(run.writers), mesh=dict(mesh), coords=dict(place))
-        starts = [0, *np.cumsum(lengths).tolist()]
-        rows = [RowRun(str(i), 0, n, 0, start) for i, (n, start) in enumerate(zip(lengths, starts, strict=False))]
-        run.step(grid=(sum(lengths),) if lengths else (), rows=rows)
+        step = _step(lengths)
+        run.step(grid=step.grid, rows=step.rows)
         run.put("layers.0.mlp:out", parts, dims=dims)
     return open_run(path)
+
+
+def _step(lengths: tuple[int, ...]) -> StepInfo:
+    starts = [0, *np.cumsum(lengths).tolist()]
+    rows = [RowRun(str(i), 0, n, 0, start) for i, (n, start) in enumerate(zip(lengths, starts, strict=False))]
+    return StepInfo(step=0, grid=(sum(lengths),) if lengths else (), rows=tuple(rows))
+
+
+class MemoryRun(Run):
+    """A run of one firing that was never written."""
+
+    def __init__(
+        self, parts: Mapping[int, Array], dims: str, mesh: Mapping[str, int], lengths: tuple[int, ...]
+    ) -> None:
+        self.parts, ranks = parts, {}
+        begin = begin_line(_step(lengths), 0)
+        for (rank, part), coords in zip(parts.items(), places(mesh), strict=True):
+            record = Record(Key("mlp:out", 0, rank), 0, part.dtype.name, part.shape, dims, None, *summarize_array(part))
+            events = [Event(rank, "open", {"mesh": dict(mesh), "coords": coords})]
+            ranks[rank] = RankIndex(records=[record], begins={0: begin}, events=events)
+        super().__init__(Path(), {"mesh": dict(mesh), "version": 2}, ranks)
+        assert not self.problems
+
+    def array(self, rec: Record) -> Array:
+        """The part itself."""
+        return self.parts[rec.key.rank]
 
 
 def assembled(run: Run) -> Whole:

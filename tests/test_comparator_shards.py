@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from dealing import LENGTHS, Array, assembled, deal, places, write
+from dealing import LENGTHS, Array, MemoryRun, assembled, deal, places, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -68,19 +68,16 @@ def dealt(draw: st.DrawFn) -> Case:
 
 
 @given(dealt())
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_what_is_dealt_out_by_any_dims_is_put_together_again(
-    tmp_path_factory: pytest.TempPathFactory, case: Case
-) -> None:
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_dealt_out_by_any_dims_is_put_together_again(case: Case) -> None:
     whole, dims, mesh, lengths = case
-    parts = deal(whole, dims, mesh, lengths)
-    with write(tmp_path_factory.mktemp("dealt") / "r", parts, str(dims), mesh, lengths=lengths) as run:
-        found = assembled(run)
-        assert (found.problem, found.shape) == ("", whole.shape)
-        assert found.piece is not None
-        np.testing.assert_array_equal(read(found.piece, run), whole)
-        assert not found.replicas
-        assert check_replicas([found]) == ""
+    run = MemoryRun(deal(whole, dims, mesh, lengths), str(dims), mesh, lengths)
+    found = assembled(run)
+    assert (found.problem, found.shape) == ("", whole.shape)
+    assert found.piece is not None
+    np.testing.assert_array_equal(read(found.piece, run), whole)
+    assert not found.replicas
+    assert check_replicas([found]) == ""
 
 
 def whole_of(path: Path, parts: Mapping[int, Array], dims: str | None, mesh: dict[str, int], **more: object) -> Whole:
