@@ -44,7 +44,7 @@ def feature_axes(draw: st.DrawFn, name: str, shards: tuple[Shard, ...], sizes: l
 def dealt(draw: st.DrawFn) -> Case:
     """(whole, dims, mesh, lengths of packed sequences)."""
     mesh = {
-        axis: draw(st.sampled_from([1, 2, 2, 3, 4])) for axis in draw(st.permutations(("tp", "cp", "ep", "dp")))[:3]
+        axis: draw(st.sampled_from([1, 1, 2, 2, 3, 4])) for axis in draw(st.permutations(("tp", "cp", "ep", "dp")))[:3]
     }
     free, lengths = list(mesh), ()
     tokens = draw(st.sampled_from("ts"))
@@ -68,7 +68,7 @@ def dealt(draw: st.DrawFn) -> Case:
 
 
 @given(dealt())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_dealt_out_by_any_dims_is_put_together_again(case: Case) -> None:
     whole, dims, mesh, lengths = case
     run = MemoryRun(deal(whole, dims, mesh, lengths), str(dims), mesh, lengths)
