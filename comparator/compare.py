@@ -14,6 +14,7 @@ from tapscope.comparator.judge import Judge
 from tapscope.comparator.localise import Divergence, localise
 from tapscope.comparator.match import Pair, match
 from tapscope.comparator.options import CompareOptions
+from tapscope.comparator.overrides import assume_meshes, override_dims
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rows import RowMap, map_rows
 from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
@@ -93,7 +94,9 @@ def compare(
     runs can be compared.
     """
     options = options or CompareOptions()
+    assume_meshes((baseline, target), options.mesh)
     given = numbered(baseline), numbered(target)
+    given = override_dims((baseline, target), given, (*options.dims, *options.mapping.dims))
     chosen = select((baseline, target), given, options)
     runs = (baseline, target)
     kept = [filled(run, [r for r in chosen[i] if not is_object(r)]) for i, run in enumerate(runs)]

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
-from tapscope.comparator.mapfile import MapFile
+from tapscope.comparator.mapfile import DimsEntry, MapFile
+from tapscope.comparator.overrides import MeshEntry
 from tapscope.errors import ConfigError
 
 
@@ -29,6 +30,10 @@ class CompareOptions:
     """See ``rtol``; giving either replaces the noise floor, and the other one is then 0."""
     mapping: MapFile = field(default_factory=MapFile)
     """What the user's map files say of names, fused tensors, dims and rules, see :func:`.mapfile.read_maps`."""
+    dims: tuple[DimsEntry, ...] = ()
+    """Dims that count in place of the recorded ones, before those of the map files; the first that matches a site."""
+    mesh: tuple[MeshEntry, ...] = ()
+    """Meshes of runs that do not say their own."""
     allow_partial: bool = False
     """Let a comparison of partial data pass when everything that could be compared agrees."""
 

@@ -1,6 +1,7 @@
 """Run: reading the directory of one observed execution (docs/format.md is normative)."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from tapscope.audit import audit
 from tapscope.dumpdir import find_dump, read_dump
-from tapscope.errors import RuleError, RunCorruptError
+from tapscope.errors import ConfigError, RuleError, RunCorruptError
 from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, uncollected
 from tapscope.ledger import Ledger, StepLine, step_from_lines
 from tapscope.manifest import rank_dirs, read_manifest
@@ -44,6 +45,7 @@ class Run:
         self.unknown: list[str] = list(dict.fromkeys(said for rank in sorted(ranks) for said in ranks[rank].unknown))
         """What the source of the run does not say of itself; see :class:`~tapscope.ledger.Ledger`."""
         self.problems += self._payloads.missing(self.records)
+        self._assumed: dict[str, int] = {}
         self.steps: dict[int, dict[int, StepLine]] = _steps(ranks, self.problems)
         """step -> rank -> line."""
 
@@ -80,7 +82,7 @@ class Run:
     def mesh(self) -> dict[str, int]:
         """Mesh axis -> size, e.g. ``{"tp": 2}``."""
         later = next((e.fields.get("mesh") for e in self.events() if e.kind == "mesh"), None)
-        return dict(self.manifest.get("mesh") or later or {})
+        return dict(self.manifest.get("mesh") or later or self._assumed)
 
     @property
     def model_config(self) -> dict[str, int | float]:
@@ -90,7 +92,26 @@ class Run:
     def coords(self, rank: int) -> dict[str, int]:
         """Mesh axis -> coordinate of the rank."""
         said = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]
-        return dict(said[-1].get("coords", {})) if said else {}
+        found = dict(said[-1].get("coords", {})) if said else {}
+        if found or not self._assumed:
+            return found
+        place = np.unravel_index(rank, tuple(self._assumed.values()))
+        return {axis: int(at) for axis, at in zip(self._assumed, place, strict=True)}
+
+    def assume_mesh(self, mesh: Mapping[str, int]) -> None:
+        """Take a mesh for a run that does not say its own: axis -> size, ranks in C order, so the last axis is the
+        fastest (as torch's ``init_device_mesh`` has it).
+
+        Raises ConfigError where the run has another mesh, or the mesh another number of ranks.
+        """
+        if self.mesh and {a: n for a, n in self.mesh.items() if n > 1} != {a: n for a, n in mesh.items() if n > 1}:
+            has = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+            raise ConfigError(f"{self.path} says its own mesh, {has}; a mesh is assumed only where there is none")
+        size = math.prod(mesh.values())
+        if size != max(self.world_size, *(rank + 1 for rank in self.ranks), 1):
+            said = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+            raise ConfigError(f"mesh {said} has {size} ranks, but {self.path} has {self.world_size}")
+        self._assumed = dict(mesh)
 
     def events(self, rank: int | None = None) -> list[Event]:
         """Events of one rank or all."""

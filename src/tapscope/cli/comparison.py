@@ -4,6 +4,7 @@ import argparse
 
 from tapscope.comparator import CompareOptions
 from tapscope.comparator.mapfile import read_maps
+from tapscope.comparator.overrides import parse_dims, parse_mesh
 from tapscope.site import parse_ranges
 
 
@@ -22,6 +23,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     meet.add_argument(
         "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules; repeatable"
     )
+    meet.add_argument(
+        "--dims",
+        metavar="GLOB=DIMS",
+        action="append",
+        default=[],
+        help="axes and shards of these sites, e.g. 'mlp:out=t h[tp:partial]'; baseline:... or target:... for one run",
+    )
+    meet.add_argument(
+        "--mesh", metavar="AXIS=N,...", action="append", default=[], help="of a run that has none, e.g. pp=2,tp=4"
+    )
     judge = parser.add_argument_group("judgement")
     judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
     judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
@@ -29,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> CompareOptions:
-    """What the flags ask for; raises ConfigError for a tolerance or a map file that cannot be meant."""
+    """What the flags ask for; raises ConfigError for a tolerance, a map file, dims or a mesh that cannot be meant."""
     return CompareOptions(
         sites=tuple(args.site),
         skip=tuple(args.skip),
@@ -40,5 +51,7 @@ def options_of(args: argparse.Namespace) -> CompareOptions:
         rtol=args.rtol,
         atol=args.atol,
         mapping=read_maps(args.map),
+        dims=tuple(map(parse_dims, args.dims)),
+        mesh=tuple(map(parse_mesh, args.mesh)),
         allow_partial=args.allow_partial,
     )

@@ -1,0 +1,135 @@
+"""Dims and meshes given at compare time count, match something, and are refused where they cannot be meant."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factories import RunFactory
+
+from tapscope.cli import main
+from tapscope.comparator import CompareOptions, Report, Verdict, compare
+from tapscope.comparator.mapfile import DimsEntry
+from tapscope.comparator.overrides import MeshEntry, parse_dims, parse_mesh
+from tapscope.errors import ConfigError, DimsError, RuleError, TapscopeError
+from tapscope.observe import RowRun
+from tapscope.run import open_run
+
+ROWS = 6
+WHOLE = np.random.default_rng(1).standard_normal((ROWS, 8)).astype(np.float32)
+
+
+def write(path: Path, parts: dict[int, np.ndarray], dims: str | None, *, mesh: bool = True) -> None:
+    """Two sites; without ``mesh`` as many ranks that do not say where they stand."""
+    with RunFactory(path, mesh={"tp": len(parts)}) as run:
+        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.put("layers.0.mlp:out", parts, dims=dims)
+        run.put("norm:out", dict.fromkeys(parts, WHOLE), dims="t h # tp:replicated")
+    if not mesh:
+        for file in [path / "run.json", *path.glob("rank-*/records.jsonl")]:
+            lines = [json.loads(line) for line in file.read_text().splitlines()] if file.suffix == ".jsonl" else []
+            for line in lines:
+                line.pop("mesh", None), line.pop("coords", None)
+            manifest = json.loads(file.read_text()) | {"mesh": {}} if not lines else None
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines) if lines else json.dumps(manifest))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """A whole baseline, and a target in halves whose dims say that they are summands."""
+    write(tmp_path / "b", {0: WHOLE}, "t h")
+    write(tmp_path / "t", dict(enumerate(np.split(WHOLE, 2, axis=1))), "t h[tp:partial]")
+    return tmp_path / "b", tmp_path / "t"
+
+
+def diff(runs: tuple[Path, Path], **options: object) -> Report:
+    with open_run(runs[0]) as one, open_run(runs[1]) as two:
+        return compare(one, two, CompareOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("glob", ["layers.0.mlp:out", "mlp", "target:layers.*", "target:*mlp:out"])
+def test_dims_of_the_command_line_replace_what_was_recorded(
+    runs: tuple[Path, Path], glob: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diff(runs).findings[0].verdict is Verdict.SHAPE
+    given = [part for text in (f"{glob}=t h[tp]",) for part in ("--dims", text)]
+    assert main(["diff", *map(str, runs), *given]) == 0
+    assert "agree" in capsys.readouterr().out
+
+
+def test_dims_of_a_map_file_count_behind_those_of_the_command_line(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "map.yaml"
+    file.write_text("dims:\n  - {site: '*mlp:out', dims: 't h[tp]', side: target}\n")
+    assert main(["diff", *map(str, runs), "--map", str(file)]) == 0
+    assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "target:norm=t h # tp:replicated"]) == 0
+    assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "mlp=t h"]) == 2  # nothing is left for the file
+
+
+def test_the_first_that_matches_counts(runs: tuple[Path, Path]) -> None:
+    entries = parse_dims("target:layers.0.mlp=t h[tp]"), parse_dims("*=t h # tp:replicated")
+    assert [f.verdict for f in diff(runs, dims=entries).findings] == [Verdict.SAME, Verdict.SAME]
+
+
+def test_dims_that_contradict_the_shapes_are_a_finding(runs: tuple[Path, Path]) -> None:
+    found = diff(runs, dims=(parse_dims("target:mlp=t n d[tp]"),)).findings[0]
+    assert found.verdict is Verdict.SHAPE
+    assert found.notes[0] == "dims 't n d[tp]' name 3 axes but the tensor has 2: (6, 4)"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "reason"),
+    [
+        ("layers.9.mlp=t h", RuleError, "no tensor of"),
+        ("baseline:layers.9=t h", RuleError, "layers run"),
+        ("mlp=t h[xx]", DimsError, "'xx'"),
+        ("mlp", ConfigError, "must be GLOB=DIMS"),
+        ("=t h", ConfigError, "must be GLOB=DIMS"),
+        ("mlp=", ConfigError, "must be GLOB=DIMS"),
+    ],
+)
+def test_dims_that_cannot_be_meant_are_refused(
+    runs: tuple[Path, Path], text: str, error: type[TapscopeError], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error, match=reason):
+        diff(runs, dims=(parse_dims(text),))
+    assert main(["diff", *map(str, runs), "--dims", text]) == 2
+    said = capsys.readouterr()
+    assert "--dims" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_sizes_and_declarations_may_stand_behind_the_glob() -> None:
+    entry = parse_dims("baseline:lm_head:out=t v=50257[tp] # dp:=attn_dp")
+    assert (entry.side, entry.site, entry.dims) == ("baseline", "lm_head:out", "t v=50257[tp] # dp:=attn_dp")
+    assert isinstance(entry, DimsEntry)
+
+
+def test_a_run_without_a_mesh_is_told_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "b", {0: WHOLE}, "t h")
+    write(tmp_path / "t", dict(enumerate(np.split(WHOLE, 2, axis=1))), "t h[tp]", mesh=False)
+    runs = str(tmp_path / "b"), str(tmp_path / "t")
+    found = diff((tmp_path / "b", tmp_path / "t")).findings[0]
+    assert "--mesh tp=2" in found.notes[0]
+    assert main(["diff", *runs, "--mesh", "tp=2"]) == 0
+    assert main(["diff", *runs, "--mesh", "target:pp=1,tp=2"]) == 0
+    capsys.readouterr()
+    for text in ("tp=3", "tp", "tp=0", "xx=2", "tp=2,tp=1", "baseline:tp=2", ""):
+        assert main(["diff", *runs, "--mesh", text]) == 2, text
+        assert "mesh" in capsys.readouterr().err
+    assert main(["diff", runs[0], runs[0], "--mesh", "tp=2"]) == 2
+    assert "both runs say their mesh, or are of one rank" in capsys.readouterr().err
+
+
+def test_the_last_axis_of_a_mesh_is_the_fastest(tmp_path: Path) -> None:
+    write(tmp_path / "t", dict.fromkeys(range(6), WHOLE), None, mesh=False)
+    with open_run(tmp_path / "t") as run:
+        run.assume_mesh({"pp": 2, "tp": 3})
+        run.assume_mesh({"pp": 2, "tp": 3})
+        assert [run.coords(rank) for rank in (0, 1, 3)] == [
+            {"pp": 0, "tp": 0},
+            {"pp": 0, "tp": 1},
+            {"pp": 1, "tp": 0},
+        ]
+        with pytest.raises(ConfigError, match="says its own mesh"):
+            run.assume_mesh({"tp": 6})
+    assert parse_mesh("pp=2,tp=3") == MeshEntry("--mesh 'pp=2,tp=3'", (("pp", 2), ("tp", 3)))
