@@ -12,7 +12,7 @@ from benchmarks.verdict.patching import Patch, applied
 from benchmarks.verdict.setup import Setup
 from tapscope import open_run
 from tapscope.comparator import CompareOptions, Report, compare
-from tapscope.errors import NothingInCommonError, TapscopeError
+from tapscope.errors import NothingInCommonError
 
 Runner = Callable[[Path, Setup, Path, Patch | None], None]
 
@@ -97,11 +97,12 @@ def _runner(setup: Setup) -> Runner:
     return run_transformers
 
 
-def _compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | TapscopeError:
+def _compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | Exception:
+    """The report, or what the comparison raised: a refusal, or a crash of it."""
     with open_run(baseline) as one, open_run(target) as two:
         try:
             return compare(one, two, options)
-        except TapscopeError as error:
+        except Exception as error:  # noqa: BLE001 - a crash of what is under test is its score, no end of the bench
             return error
 
 
@@ -110,7 +111,7 @@ def _effect(clean: Path, target: Path) -> float:
     report: Any = _compared(clean, target, CompareOptions(atol=0.0, rtol=0.0, allow_partial=True))
     if isinstance(report, NothingInCommonError):
         return float("inf")
-    if isinstance(report, TapscopeError):
+    if isinstance(report, Exception):
         raise report
     changed = [f for f in report.findings if f.verdict.is_bad]
     known = [f.numbers.rel_l2 for f in changed if f.numbers is not None]

@@ -7,7 +7,6 @@ from enum import StrEnum
 
 from benchmarks.verdict.catalogue import Case
 from tapscope.comparator import Divergence, Report
-from tapscope.errors import TapscopeError
 from tapscope.site import Glob
 
 
@@ -68,9 +67,9 @@ def failed(case: Case, error: Exception) -> Outcome:
     return Outcome(case, Score.FAULTY, said=said)
 
 
-def judged(case: Case, report: Report | TapscopeError, effect: float) -> Outcome:
+def judged(case: Case, report: Report | Exception, effect: float) -> Outcome:
     """The outcome of a comparison."""
-    if isinstance(report, TapscopeError):
+    if isinstance(report, Exception):
         score = Score.MISNAMED if case.is_bug else Score.FLAGGED
         return Outcome(case, score, effect=effect, said=f"{type(report).__name__}: {report}")
     first = report.first_divergence

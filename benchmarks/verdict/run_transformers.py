@@ -34,14 +34,9 @@ def load(checkpoint: Path, setup: Setup) -> Any:
 def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = None) -> None:
     """Capture one run to ``out``."""
     model, work = load(checkpoint, setup), requests(setup.workload, setup.seed, setup.order)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(setup.threads)
-    try:
-        with applied(patch, model), Dumper(model, out, keep="full", grads=setup.train) as dumper:
-            for group in [[r] for r in work] if setup.batch == "separate" else [work]:
-                _run_group(model, dumper, group, setup)
-    finally:
-        torch.set_num_threads(threads)
+    with applied(patch, model), Dumper(model, out, keep="full", grads=setup.train) as dumper:
+        for group in [[r] for r in work] if setup.batch == "separate" else [work]:
+            _run_group(model, dumper, group, setup)
 
 
 def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:

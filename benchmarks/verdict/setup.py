@@ -44,12 +44,8 @@ class Setup:
     """Forward and backward of a cross-entropy; gradients are captured too. Needs schedule ``whole``."""
     named: bool = True
     """False: nobody tells the dumper about requests and positions; it reads them off the model's arguments."""
-    compiled: bool = False
-    """The activation and norm functions run through torch.compile."""
     fused: bool = False
     """q, k, v and gate, up run as one linear each, named ``qkv_proj`` and ``gate_up_proj``."""
-    threads: int = 1
-    """Threads of torch: other splits of the same sums."""
     page_size: int = 16
     """The engine's KV pages."""
     processes: bool = False
@@ -59,7 +55,7 @@ class Setup:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
-        for name in ("tp", "page_size", "threads"):
+        for name in ("tp", "page_size"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be a whole number above 0")
         if self.train and self.schedule != "whole":

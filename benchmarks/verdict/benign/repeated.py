@@ -1,0 +1,3 @@
+"""Nothing changes: the same run again."""
+
+FAMILY = ["llama", "gemma2", "gpt2", "qwen3-moe", "mixtral"]
