@@ -1,7 +1,8 @@
 """Compare: two runs in, a report out: load -> match -> assemble -> align -> measure -> judge -> localise."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tapscope.comparator.coverage import Coverage, cover
@@ -10,19 +11,23 @@ from tapscope.comparator.explain.explain import Context, explain
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.flips import explain_flips
 from tapscope.comparator.hints import hints_of
-from tapscope.comparator.judge import Judge
+from tapscope.comparator.judge import Judge, Standards
 from tapscope.comparator.localise import Divergence, localise
+from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.match import Pair, match
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.overrides import assume_meshes, override_dims
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rows import RowMap, map_rows
+from tapscope.comparator.rules import Rule, check_rules, compile_rules
 from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
 from tapscope.comparator.series import series_of
 from tapscope.comparator.stages import numbered
-from tapscope.errors import NothingInCommonError
+from tapscope.comparator.twin import Twin, twin_of
+from tapscope.errors import ConfigError, NothingInCommonError
+from tapscope.index import SiteInfo
 from tapscope.kernels.native import filled
-from tapscope.run import Run
+from tapscope.run import Run, open_run
 
 Progress = Callable[[int, int], None]
 """Called with (sites done, sites in all)."""
@@ -95,6 +100,43 @@ def compare(
     """
     options = options or CompareOptions()
     assume_meshes((baseline, target), options.mesh)
+    rules = compile_rules((*options.rules, *options.mapping.rules))
+    seen = _see(baseline, target, options, rules, progress)
+    flips = explain_flips(seen.examined, seen.examiner.preparer)
+    twin = _twin(baseline, target, options)
+    standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=flips)
+    judge = Judge(seen.examined, seen.sites, standards)
+    findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
+    divergences = explain(divergences, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
+    if all(f.basis == "none" for f in findings):
+        reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
+        raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
+    coverage = cover((baseline, target), seen.rows, seen.everything, findings, sum(seen.num_objects), seen.notes)
+    headers = _header(baseline, seen.num_records[0]), _header(target, seen.num_records[1])
+    return Report(*headers, tuple(findings), tuple(divergences), coverage, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Two runs, matched and measured, before anything is judged."""
+
+    everything: list[Examined]
+    examiner: Examiner
+    rows: RowMap
+    sites: Mapping[str, SiteInfo]
+    num_records: tuple[int, int]
+    num_objects: tuple[int, int]
+    notes: tuple[str, ...]
+
+    @property
+    def examined(self) -> list[Examined]:
+        """What is judged."""
+        return [one for one in self.everything if not one.apart]
+
+
+def _see(
+    baseline: Run, target: Run, options: CompareOptions, rules: Sequence[Rule] = (), progress: Progress | None = None
+) -> _Seen:
     given = numbered(baseline), numbered(target)
     given = override_dims((baseline, target), given, (*options.dims, *options.mapping.dims))
     chosen = select((baseline, target), given, options)
@@ -105,21 +147,27 @@ def compare(
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
     pairs = select_pairs(match(*series, options.mapping, hints), options)
     _check_common(baseline, target, pairs, rows)
+    check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
     examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance)
-    everything = _examine(examiner, pairs, progress)
-    examined = [one for one in everything if not one.apart]
+    objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
+    counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     sites = {**given[1].sites, **given[0].sites}
-    judge = Judge(examined, sites, options.tolerance, explain_flips(examined, examiner.preparer))
-    findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
-    divergences = explain(divergences, Context(examined, judge.matched, judge.inputs, examiner.preparer))
-    if all(f.basis == "none" for f in findings):
-        reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
-        raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
-    objects = [num_objects(records, options) for records in chosen]
-    coverage = cover((baseline, target), rows, everything, findings, sum(objects), (*given[0].notes, *given[1].notes))
-    counts = [num_selected(pairs, side) + objects[side] for side in (0, 1)]
-    headers = _header(baseline, counts[0]), _header(target, counts[1])
-    return Report(*headers, tuple(findings), tuple(divergences), coverage, options)
+    notes = (*given[0].notes, *given[1].notes)
+    return _Seen(_examine(examiner, pairs, progress), examiner, rows, sites, counts, objects, notes)
+
+
+def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
+    """What ``options.floor`` says; raises ConfigError where it is one of the two runs."""
+    if options.floor is None:
+        return None
+    with open_run(options.floor) as run:
+        for other, what in ((baseline, "the baseline"), (target, "the target")):
+            if Path(run.path).resolve() == Path(other.path).resolve():
+                raise ConfigError(f"--floor {options.floor} is {what} itself; give a second run of the baseline")
+        # The twin has the baseline's own names and numbers.
+        dims = tuple(entry for entry in (*options.dims, *options.mapping.dims) if entry.side != "target")
+        own = replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
+        return twin_of(str(options.floor), _see(baseline, run, own).examined, options.margin)
 
 
 def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tapscope import dtypes
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.channels import QUIET, worst_channel
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
@@ -127,7 +128,7 @@ class Examiner:
         return replace(
             one,
             basis="values",
-            spread=spread_of(measured),
+            spread=spread_of(measured, QUIET if one.is_exact or not len(odd) else worst_channel(ready)),
             worst=self._place(measured, row, ready),
             steps=_steps(measured, errors, ready.right),
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),

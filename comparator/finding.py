@@ -162,6 +162,8 @@ class Finding:
     """``producer``, ``downstream`` or empty."""
     steps: tuple[StepResult, ...] = ()
     notes: tuple[str, ...] = ()
+    judged_by: str = ""
+    """What decided: ``rounding`` (the model), ``twin``, ``rule REGEX=EXPR``, ``tolerance`` or ``equality``."""
 
     @property
     def ratio(self) -> float:

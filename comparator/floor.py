@@ -1,43 +1,51 @@
-"""Floor: how much of an error rounding explains, from the dtypes, the reduction length, the errors of the inputs and
-the depth in the model.
+"""Floor: how much of an error rounding explains: the formulas.
 
-The model of one module that computes y from x in a dtype with epsilon ``eps``:
+Of one module that computes y from x in a dtype of machine epsilon ``eps``, errors being relative to the row:
 
-- rounding a value once leaves a relative error of about 0.2 eps (rms of a uniform error of +-ulp/2 over a
-  mantissa that is uniform in the logarithm: 0.29 x 0.72). It happens twice: to the outputs of both sides, or, beside
-  a wider dtype, to the weights and to the output of the narrow side, hence a factor of sqrt(2);
-- a sum of n products in float32 in another order leaves about 2^-24 sqrt(n) (Higham, Accuracy and Stability of
-  Numerical Algorithms, section 3.1, with errors that are independent);
-- the error e of its inputs passes through, and the module may amplify both by cancellation.
+- rounding a value to the nearest leaves 0.29 ulp (uniform over +-ulp/2), and an ulp is 0.72 eps of a value on average
+  (mantissas uniform in the logarithm): 0.2 eps. It happens twice, to the outputs of both sides, or beside a wider dtype
+  to the weights and to the output of the narrow side: a factor sqrt(2);
+- a sum of n products in float32 in another order is a random walk of such roundings: 0.2 eps sqrt(n) on each side
+  (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2; Higham and Mary, A New Approach to
+  Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019: independent errors grow as sqrt(n), not n);
+- both add up as variances to ``base``; the error of the inputs passes through, times the condition of the module.
 
-So the output's error is at most ``k sqrt(e^2 + unit^2)``. k is learned from the same module of other layers: modules
-of one kind amplify alike, and a damaged one does not.
+Two bounds follow, and a site must obey both. *Local*: ``k hypot(error of the inputs, base)``, k being the condition:
+sqrt(2) where two operands carry the error, 2 where a sum loses half its length; it is learned from the same module of
+other layers, which is conditioned alike. *Along the path*: ``PATH m``, where ``m`` sums the bases of everything in
+front of the site as if each had condition 1, so that a growth just below k at every module does not pass.
 """
 
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tapscope import dtypes
 from tapscope.comparator.spread import QUANTILES, Spread
 
 TAIL = (1.0, 2.0, 3.0, 5.0)
-"""How much wider the floor is at each of :data:`~.spread.QUANTILES` than for the typical row."""
-AMPLIFY = 4.0
-"""k where no peers are known."""
-AMPLIFY_TWIN = 2.5
+"""How much wider rounding is at each of :data:`~.spread.QUANTILES` than for the typical row: rows differ in size."""
+SLACK = (1.0, 1.2, 1.4, 1.6)
+"""How much wider a condition may be for the rows at each quantile than for the typical one."""
+CONDITION = 4.0
+"""k where no likes are known."""
+CONDITION_TWIN = 2.5
 """k at most where inputs are equal bit for bit and so are the dtypes: there is nothing to amplify but summands."""
-AMPLIFY_RANGE = (1.5, 6.0)
-"""k is kept within this whatever the peers say."""
-AMPLIFY_PEERS = 2.5
-"""k is this times the median of what the peers show."""
-DEPTH = 12.0
-"""The floor without regard to inputs, in units, before the first layer; it grows with the root of the depth."""
+CONDITION_RANGE = (2.5, 6.0)
+"""k is kept within this whatever the likes say."""
+LIKES = 2.5
+"""k is this times the median of what the likes show."""
+PATH = 4.0
+"""Bound of the error along the path, in ``m``: twice a typical condition of 2, for the modules differ."""
 ROW_LIMIT = 0.5
 """A row may never be off by more than this share of itself, however noisy its inputs."""
-OPS_PER_LAYER = 8
-"""Roundings in sequence that one decoder layer makes, where its inside was not captured."""
+EXTREME = 6.0
+"""The largest of a million independent errors, in standard deviations (5.4), rounded up."""
+PEAK = 3.0
+"""How much wider a condition may be for one element of one row than for the typical row: a norm's weights, say, lift
+single channels to several times the rest."""
+CHANNEL = 4.0
+"""How much more of a channel's systematic error may come out of a module than went in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,20 @@ class Floor:
     errors: tuple[float, ...]
     """At :data:`~.spread.QUANTILES`."""
     element: float
+    peak: float
     gain: float
+    channel: float
 
     def tests(self, spread: Spread) -> list[tuple[float, float, str]]:
         """(error, floor, name) of every test, in the order in which a tie is decided."""
         names = ("typical", "tail", "tail", "row")
-        found = list(zip(spread.errors, self.errors, names, strict=True))
-        return [*found, (abs(spread.gain), self.gain, "gain"), (spread.element, self.element, "element")]
+        return [
+            *zip(spread.errors, self.errors, names, strict=True),
+            (abs(spread.gain), self.gain, "gain"),
+            (abs(spread.channel), self.channel, "channel"),
+            (spread.element, self.element, "element"),
+            (spread.peak, self.peak, "peak"),
+        ]
 
     def worst(self, spread: Spread) -> tuple[float, float, str]:
         """The test whose error is largest beside its floor."""
@@ -61,8 +76,17 @@ class Floor:
 
     def smaller(self, other: "Floor") -> "Floor":
         """The stricter of both, test by test."""
-        errors = tuple(map(min, self.errors, other.errors))
-        return Floor(errors, min(self.element, other.element), min(self.gain, other.gain))
+        return self._merge(other, min)
+
+    def larger(self, other: "Floor") -> "Floor":
+        """The more generous of both, test by test."""
+        return self._merge(other, max)
+
+    def _merge(self, other: "Floor", pick: Callable[[float, float], float]) -> "Floor":
+        return Floor(
+            tuple(map(pick, self.errors, other.errors)),
+            *(pick(getattr(self, n), getattr(other, n)) for n in ("element", "peak", "gain", "channel")),
+        )
 
 
 def score(error: float, floor: float) -> float:
@@ -75,38 +99,55 @@ def score(error: float, floor: float) -> float:
 def unit(baseline: str, target: str, reduction: int) -> float:
     """Relative error that one module adds, computed in both dtypes; ``reduction`` is the length of its sums."""
     coarse = max(dtypes.epsilon(baseline), dtypes.epsilon(target))
-    rounding = 0.2 * coarse * math.sqrt(2.0)
-    # Accumulation is in float32 at least as a rule, and float64 tensors are summed in float64.
-    narrow = 2.0**-53 if coarse <= 2.0**-52 else 2.0**-24
-    return math.hypot(rounding, narrow * math.sqrt(max(reduction, 1)))
+    # Sums are in float32 at least as a rule, and those of float64 tensors in float64.
+    narrow = 2.0**-52 if coarse <= 2.0**-52 else 2.0**-23
+    return 0.2 * math.sqrt(2.0) * math.hypot(coarse, narrow * math.sqrt(max(reduction, 1)))
 
 
-def local_floor(inputs: Sequence[Spread], base: float, spread: Spread, amplify: float, eps: float) -> Floor:
-    """The floor of a module given the spreads of what went into it; ``base`` is its :func:`unit`."""
-    few = 1.0 + 3.0 / max(spread.num_rows, 1)  # the median of few rows is as wild as their worst
-    errors = []
-    for i, tail in enumerate(TAIL):
-        widest = max((s.errors[i] for s in inputs), default=0.0)
-        errors.append(max(tail, few if i == 0 else 0.0) * amplify * math.hypot(widest, base))
-    element = max((s.element for s in inputs), default=0.0)
-    gain = max((abs(s.gain) for s in inputs), default=0.0)
+def local_floor(inputs: Sequence[Spread], base: float, spread: Spread, condition: float, eps: float) -> Floor:
+    """The floor of a module given the spreads of what went into it; ``base`` is its own rounding."""
+    few = _few(spread)
+    widest = [max((s.errors[i] for s in inputs), default=0.0) for i in range(len(QUANTILES))]
+    errors = [
+        slack * condition * math.hypot(error, tail * base)
+        for slack, tail, error in zip(SLACK, TAIL, widest, strict=True)
+    ]
+    element, peak, gain = (
+        max((abs(getattr(s, name)) for s in inputs), default=0.0) for name in ("element", "peak", "gain")
+    )
+    channel = max((abs(s.channel) for s in inputs if abs(s.channel) > s.channel_noise), default=0.0)
     return Floor(
-        tuple(min(e, ROW_LIMIT) for e in errors),
-        min(2.0 * few * amplify * math.hypot(element, 2.0 * base), ROW_LIMIT),
+        _rising([errors[0] * few, *errors[1:]]),
+        min(2.0 * few * condition * math.hypot(element, 2.0 * base), ROW_LIMIT),
+        min(PEAK * condition * math.hypot(peak, EXTREME * base, widest[-1]), ROW_LIMIT),
         _gain_floor(spread, gain, base, eps),
+        max(spread.channel_noise, eps, CHANNEL * math.hypot(base, channel)),
     )
 
 
-def depth_floor(base: float, depth: float, spread: Spread, eps: float) -> Floor:
-    """The floor of a site that lies ``depth`` layers deep, whatever its inputs."""
-    few = 1.0 + 3.0 / max(spread.num_rows, 1)
-    grown = DEPTH * base * math.sqrt(1.0 + depth)
-    errors = (max(tail, few if i == 0 else 0.0) * grown for i, tail in enumerate(TAIL))
+def path_floor(modelled: float, spread: Spread, base: float, eps: float) -> Floor:
+    """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``."""
+    grown = PATH * modelled
     return Floor(
-        tuple(min(e, ROW_LIMIT) for e in errors),
-        min(4.0 * few * grown, ROW_LIMIT),
+        _rising([_few(spread) * grown, *(tail * grown for tail in TAIL[1:])]),
+        min(4.0 * _few(spread) * grown, ROW_LIMIT),
+        min(EXTREME * TAIL[2] * grown, ROW_LIMIT),
         _gain_floor(spread, grown, base, eps),
+        max(spread.channel_noise, eps, grown),
     )
+
+
+def _few(spread: Spread) -> float:
+    """The median of few rows is as wild as their worst."""
+    return 1.0 + 3.0 / max(spread.num_rows, 1)
+
+
+def _rising(errors: Sequence[float]) -> tuple[float, ...]:
+    """Never stricter for the worst row than for the typical one."""
+    found: list[float] = []
+    for error in errors:
+        found.append(max(min(error, ROW_LIMIT), found[-1] if found else 0.0))
+    return tuple(found)
 
 
 def _gain_floor(spread: Spread, inherited: float, base: float, eps: float) -> float:
@@ -116,18 +157,19 @@ def _gain_floor(spread: Spread, inherited: float, base: float, eps: float) -> fl
     return max(0.5 * eps, base) + 2.0 * inherited + sampling
 
 
-def amplification(spread: Spread, inputs: Sequence[Spread], base: float) -> float:
+def observed_condition(spread: Spread, inputs: Sequence[Spread], base: float) -> float:
     """By how much the typical error of a module exceeds what went in."""
     widest = max((s.errors[0] for s in inputs), default=0.0)
     return spread.errors[0] / math.hypot(widest, base)
 
 
-def learned(peers: Sequence[float]) -> float:
-    """k for a module whose likes in other layers amplify as ``peers`` say."""
-    if len(peers) < 2:
-        return AMPLIFY
-    low, high = AMPLIFY_RANGE
-    return min(max(AMPLIFY_PEERS * statistics.median(peers), low), high)
+def learned_condition(likes: Sequence[float]) -> float:
+    """k for a module whose likes in other layers are conditioned as ``likes`` say."""
+    if len(likes) < 2:
+        return CONDITION
+    low, high = CONDITION_RANGE
+    middle = sorted(likes)[len(likes) // 2]
+    return min(max(LIKES * middle, low), high)
 
 
-assert len(TAIL) == len(QUANTILES)
+assert len(TAIL) == len(SLACK) == len(QUANTILES)

@@ -1,18 +1,26 @@
-"""Graph: what went into a site, from the module tree and the order in which sites fired.
+"""Graph: what went into a site, from the module tree, the order in which sites fired, and values that are equal.
 
-Modules call functions that no hook sees, so edges are not known exactly. For the output of a module they are its
-captured inputs; for a module with captured insides, these too; where nothing was captured, whatever fired just before.
+Modules call functions that no hook sees, so edges are not all known. In this order: a value whose bytes an earlier site
+already held came from there; a module's output came from what was captured inside it and from its inputs and
+parameters; anything else came from what the enclosing module was given and what its other parts made before. Going
+backward the same holds of gradients, beside the values of the forward.
 """
 
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tapscope.comparator.floor import OPS_PER_LAYER
 from tapscope.comparator.names import PARTIAL
 from tapscope.site import layer_of
 
 WINDOW = 8
 """How many sites that fired before stand in for inputs that were not captured."""
+OPS_PER_LAYER = 8
+"""Roundings in sequence that one decoder layer makes, where its inside was not captured."""
+OPS_POINTWISE = 6
+"""Roundings in sequence within a pointwise function: ``x * 0.5 * (1 + tanh(a * (x + b * x**3)))``."""
+_POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +33,30 @@ class Node:
     """Whether it was compared as rounded numbers."""
     has_params: bool = False
     """Whether the module has parameters of its own: then it is one operation."""
+    cls: str = ""
+    """Class of the module, where known."""
+    identities: tuple[object, object] = (None, None)
+    """What is equal when the values of two sites are, one a run; None where that is not known."""
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a gradient."""
+        return self.port.endswith(".grad")
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a parameter or a buffer."""
+        return self.port.startswith(("param[", "buffer[")) and not self.is_backward
 
     @property
     def is_input(self) -> bool:
         """Whether this is what a module was given: its inputs, or going backward the gradients of its outputs."""
-        return self.port.startswith("out" if self.port.endswith(".grad") else "in[")
+        return self.port.startswith("out" if self.is_backward else "in[")
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether the module works on each element by itself."""
+        return not self.has_params and _POINTWISE.search(self.cls) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +64,10 @@ class Inputs:
     """What went into a site."""
 
     nodes: tuple[int, ...]
-    """Indices of the sites."""
+    """Indices of the sites, in execution order."""
     how: str
-    """``captured``, ``inside`` or ``before``; empty when nothing fired before."""
+    """``captured``, ``inside``, ``same`` (the bytes of an earlier site), ``around`` (what the enclosing module was
+    given and made), ``before`` (whatever fired before); empty when nothing did."""
     ops: int = 1
     """Roundings in sequence between those and the site."""
 
@@ -49,41 +77,107 @@ class Graph:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
-        self._ins: dict[str, list[int]] = {}
+        self._given: dict[str, list[int]] = {}
+        self._made: dict[tuple[str, bool], list[int]] = {}
         self._inside: dict[str, list[int]] = {}
         for i, node in enumerate(nodes):
-            if node.is_input:
-                self._ins.setdefault(node.path, []).append(i)
-            parent = node.path
-            while parent:
-                parent = parent.rpartition(".")[0]
-                self._inside.setdefault(parent, []).append(i)
+            if node.is_input or node.is_state:
+                self._given.setdefault(node.path, []).append(i)
+            elif node.numeric:
+                self._made.setdefault((_parent(node.path), node.is_backward), []).append(i)
+            above = node.path
+            while above:
+                above = _parent(above)
+                self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes)
         """Layers that lie before each node."""
+        self.all_inputs = self._resolve()
+        """What went into each node."""
 
     def inputs(self, index: int) -> Inputs:
         """What went into the node."""
+        return self.all_inputs[index]
+
+    def _resolve(self) -> list[Inputs]:
+        holders: tuple[dict[object, int], dict[object, int]] = ({}, {})
+        found = []
+        for i, node in enumerate(self.nodes):
+            found.append(self._same(i, holders) or self._inputs(i))
+            for side, identity in enumerate(node.identities):
+                if identity is not None and node.numeric:
+                    holders[side].setdefault(identity, i)
+        return found
+
+    def _same(self, index: int, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
+        """The site that held these bytes first, on both sides or on one."""
         node = self.nodes[index]
+        if node.is_state or not node.numeric:
+            return None
+        one, two = (holders[side].get(node.identities[side]) for side in (0, 1))
+        if one is not None and one == two:
+            return Inputs((one,), "same", 0)
+        origin = one if one is not None else two
+        if origin is None or not node.is_input:
+            return None  # a module may hand on its input on one side because the fault is that it does
+        return Inputs((origin,), "same", 1)
+
+    def _inputs(self, index: int) -> Inputs:
+        node = self.nodes[index]
+        if node.is_state:
+            return Inputs((), "")
         if not node.is_input:
             path = node.path.removesuffix(PARTIAL)
-            own = [i for i in self._ins.get(path, ()) if i < index]
+            own = [i for i in self._given.get(path, ()) if i < index and self._reaches(i, index)]
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
+            inside = [i for i in inside if self._reaches(i, index)]
             if any(self.nodes[i].numeric for i in inside):
-                return Inputs((*own, *inside), "inside", 2)
+                return Inputs(tuple(sorted({*own, *inside})), "inside", 2)
             # Integers alone are the inputs of an embedding; of a decoder layer they are only its positions.
-            if own and (node.has_params or any(self.nodes[i].numeric for i in own)):
+            if own and (node.has_params or any(self.nodes[i].numeric and not self.nodes[i].is_state for i in own)):
                 return Inputs(tuple(own), "captured", self._ops(node))
-        before = [i for i in range(max(0, index - 4 * WINDOW), index) if self.nodes[i].numeric][-WINDOW:]
+        around = self._around(index)
+        if around:
+            return Inputs(around, "around", 4 + OPS_PER_LAYER * self._gap(around, index))
+        before = tuple(i for i in range(max(0, index - 4 * WINDOW), index) if self.nodes[i].numeric)[-WINDOW:]
         if not before:
             return Inputs((), "", OPS_PER_LAYER * (1 + self._layers_before(index)))
-        gap = max(self.depth[index] - self.depth[before[-1]], 0)
-        return Inputs(tuple(before), "before", 4 + OPS_PER_LAYER * gap)
+        return Inputs(before, "before", 4 + OPS_PER_LAYER * self._gap(before, index))
+
+    def _reaches(self, origin: int, index: int) -> bool:
+        """Whether a value of that module may have gone into this one: not from the backward into the forward."""
+        return not self.nodes[origin].is_backward or self.nodes[index].is_backward
+
+    def _around(self, index: int) -> tuple[int, ...]:
+        """What the enclosing module was given, and the latest that its other parts made; from two levels at most where
+        the nearer one says nothing of what it was given."""
+        node = self.nodes[index]
+        found: list[int] = []
+        above, levels = node.path, 0
+        while above and levels < 2:
+            above = _parent(above)
+            given = [i for i in self._given.get(above, ()) if i < index and self._goes(i, node)]
+            siblings = self._made.get((above, node.is_backward), [])
+            end = bisect_left(siblings, index)
+            made = siblings[max(end - WINDOW, 0) : end]
+            found += [*given, *made]
+            levels += bool(made)
+            if given:
+                break
+        return tuple(sorted(set(found)))
+
+    def _goes(self, origin: int, node: Node) -> bool:
+        return self.nodes[origin].numeric and self.nodes[origin].is_backward == node.is_backward
+
+    def _gap(self, origins: tuple[int, ...], index: int) -> int:
+        return max(self.depth[index] - self.depth[origins[-1]], 0)
 
     def _ops(self, node: Node) -> int:
         """Roundings inside a module of which only the ends were captured."""
         if node.has_params:
             return 1
-        if layer_of(node.path) is None and not node.path.rpartition(".")[0]:
+        if node.is_pointwise:
+            return OPS_POINTWISE
+        if layer_of(node.path) is None and not _parent(node.path):
             return OPS_PER_LAYER * (1 + max(self.depth, default=0))
         return OPS_PER_LAYER
 
@@ -92,10 +186,17 @@ class Graph:
         return layer if layer is not None else max(self.depth, default=0)
 
 
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
 def _depths(nodes: Sequence[Node]) -> list[int]:
+    """Layers before each node: counted up through the forward, and on through the backward, which goes down."""
     depths, deepest = [], 0
+    num_layers = 1 + max((layer for n in nodes if (layer := layer_of(n.path)) is not None), default=-1)
     for node in nodes:
         layer = layer_of(node.path)
-        deepest = max(deepest, 0 if layer is None else layer + 1)
+        here = 0 if layer is None else 2 * num_layers - layer if node.is_backward else layer + 1
+        deepest = max(deepest, num_layers if node.is_backward else 0, here)
         depths.append(deepest)
     return depths

@@ -55,6 +55,15 @@ def localise(
     return marked, sorted(found.values(), key=lambda d: d.finding.order)
 
 
+_SAID = {
+    "captured": "close",
+    "inside": "close",
+    "same": "close",
+    "around": "not captured",
+    "before": "not captured",
+}
+
+
 def _adds(finding: Finding) -> bool:
     return finding.verdict is Verdict.NONFINITE or finding.test == "replicas" or finding.growth > 1.0
 
@@ -76,7 +85,7 @@ def _divergence(
     path = where.path.removesuffix(PARTIAL)
     module = path.rpartition(".")[0] if where.is_input else path
     how = inputs[node].how
-    said = {"captured": "close", "inside": "close", "before": "not captured"}.get(how, "unknown")
+    said = _SAID.get(how, "unknown")
     largest = max((s.error for s in finding.steps), default=0.0)
     step = next((s.step for s in finding.steps if s.error >= 0.5 * largest), 0)
     before = findings[matched[inputs[node].nodes[-1]]].site if inputs[node].nodes else ""
@@ -90,5 +99,7 @@ def _evidence(finding: Finding, how: str, before: str, is_input: bool) -> str:
     return {
         "captured": "inputs close",
         "inside": "inputs and everything inside it close",
+        "same": "its inputs close",
+        "around": f"its inputs were not captured on both sides; the sites up to {before} are close",
         "before": f"its inputs were not captured on both sides; the sites up to {before} are close",
     }.get(how, "nothing before it was compared")

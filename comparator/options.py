@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tapscope.comparator.mapfile import DimsEntry, MapFile
+from tapscope.comparator.mapfile import DimsEntry, MapFile, RuleEntry
 from tapscope.comparator.overrides import MeshEntry
 from tapscope.errors import ConfigError
+
+MARGIN = 3.0
+"""Two draws of the same rounding: their medians agree within some 20 %, their worst rows within a factor of 2 to 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +38,18 @@ class CompareOptions:
     """Dims that count in place of the recorded ones, before those of the map files; the first that matches a site."""
     mesh: tuple[MeshEntry, ...] = ()
     """Meshes of runs that do not say their own."""
+    floor: Path | None = None
+    """A twin of the baseline, whose distance to it is what rounding explains; None: a model of rounding."""
+    margin: float = MARGIN
+    """How many times the twin's distance rounding may reach."""
+    rules: tuple[RuleEntry, ...] = ()
+    """Conditions that sites must obey instead of the floor; those of the map files come behind these."""
     allow_partial: bool = False
     """Let a comparison of partial data pass when everything that could be compared agrees."""
 
     def __post_init__(self) -> None:
+        if not 1.0 <= self.margin < math.inf:
+            raise ConfigError(f"margin={self.margin} is no margin; give a finite number that is not below 1")
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if value is not None and not (0.0 <= value < math.inf):

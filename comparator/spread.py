@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.channels import QUIET, Channel
 from tapscope.comparator.measure import Measured
 
 Array = np.ndarray[Any, Any]
@@ -32,6 +33,13 @@ class Spread:
     """Median over rows of (baseline . target) / (baseline . baseline), minus 1: a common scale of the target."""
     gain_sd: float
     """Its spread from row to row (1.4826 x median absolute deviation)."""
+    peak: float = 0.0
+    """Largest over rows of what :attr:`element` is the median of."""
+    channel: float = 0.0
+    """Gain of the channel that stands out most, see :mod:`.channels`."""
+    channel_noise: float = 0.0
+    """What of it the scatter over rows and channels explains."""
+    channel_index: int = 0
 
     @property
     def is_zero(self) -> bool:
@@ -51,7 +59,7 @@ def row_errors(measured: Measured) -> Array:
     return _ratio(np.sqrt(rows.sum_sq_diff), np.maximum(size, _SMALL_ROW * typical))
 
 
-def spread_of(measured: Measured) -> Spread:
+def spread_of(measured: Measured, channel: Channel = QUIET) -> Spread:
     """The spread over the rows that were read; rows known equal by their hash do not dilute it."""
     rows = measured.rows
     if not len(rows) or not rows.sum_sq_diff.any():
@@ -67,6 +75,10 @@ def spread_of(measured: Measured) -> Spread:
         float(np.median(element)),
         gain,
         1.4826 * float(np.median(np.abs(gains - gain))),
+        float(element.max()),
+        channel.gain,
+        channel.noise,
+        channel.index,
     )
 
 

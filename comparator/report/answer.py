@@ -106,7 +106,7 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
 
 
 def _size(finding: Finding) -> str:
-    if finding.floor > 0.0 and finding.test not in ("exact", "replicas", "tolerance", "nonfinite"):
+    if finding.floor > 0.0 and finding.test not in ("exact", "replicas", "tolerance", "nonfinite", "rule", "permuted"):
         return f"{share(finding.ratio)} × the floor ({_amount(finding)})"
     return _amount(finding)
 
@@ -116,11 +116,13 @@ def _amount(finding: Finding) -> str:
         return f"{int(finding.error):,} values not finite on one side only"
     if finding.test == "exact":
         return f"{int(finding.error):,} rows of integers unequal"
-    if finding.test in ("replicas", "tolerance", "rule"):
+    if finding.test in ("replicas", "tolerance", "rule", "permuted"):
         return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
     if finding.test == "gain":
         return f"scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
-    what = "largest element off by" if finding.test == "element" else "error"
+    if finding.test == "channel":
+        return f"one channel scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
+    what = "largest element off by" if finding.test in ("element", "peak") else "error"
     return f"{what} {text.number(finding.error)}, rounding explains {text.number(finding.floor)}"
 
 
@@ -147,8 +149,8 @@ def _compared(report: "Report") -> str:
 
 
 def _extent(finding: Finding) -> str:
-    words = {"typical": "most tokens", "gain": "most tokens", "element": "most tokens", "tail": "some tokens"}
-    if finding.test not in (*words, "row"):
+    words = dict.fromkeys(("typical", "gain", "channel", "element"), "most tokens") | {"tail": "some tokens"}
+    if finding.test not in (*words, "row", "peak"):
         return "worst in" if finding.worst is not None and finding.worst.position is not None else "worst at"
     if finding.worst is not None and finding.worst.position is None:
         return "worst at"

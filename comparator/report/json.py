@@ -29,7 +29,11 @@ def _line(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def _options(report: "Report") -> dict[str, Any]:
-    options = asdict(report.options) | {"mapping": report.options.mapping.files}
+    options = asdict(report.options) | {
+        "mapping": report.options.mapping.files,
+        "floor": None if report.options.floor is None else str(report.options.floor),
+        "rules": [f"{rule.site}={rule.require}" for rule in report.options.rules],
+    }
     return {
         k: sorted(v) if isinstance(v, frozenset) else list(v) if isinstance(v, tuple) else v for k, v in options.items()
     }

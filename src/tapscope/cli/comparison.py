@@ -1,10 +1,13 @@
 """The flags that say how two runs are compared, for every verb that compares."""
 
 import argparse
+from pathlib import Path
 
 from tapscope.comparator import CompareOptions
 from tapscope.comparator.mapfile import read_maps
+from tapscope.comparator.options import MARGIN
 from tapscope.comparator.overrides import parse_dims, parse_mesh
+from tapscope.comparator.rules import parse_rule
 from tapscope.site import parse_ranges
 
 
@@ -36,6 +39,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     judge = parser.add_argument_group("judgement")
     judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
     judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
+    judge.add_argument(
+        "--floor",
+        metavar="RUN",
+        default="auto",
+        help="a second run of the baseline (bf16, another batch split): its distance is what rounding explains; "
+        "auto (default): a model of rounding",
+    )
+    judge.add_argument("--margin", metavar="X", type=float, default=MARGIN, help=f"times --floor (default {MARGIN:g})")
+    judge.add_argument(
+        "--rule",
+        metavar="REGEX=EXPR",
+        action="append",
+        default=[],
+        help="judge these sites by a condition such as 'lm_head=rel < 1e-3 and max_abs < 0.1'; the first match "
+        "decides; repeatable",
+    )
     judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
 
 
@@ -53,5 +72,8 @@ def options_of(args: argparse.Namespace) -> CompareOptions:
         mapping=read_maps(args.map),
         dims=tuple(map(parse_dims, args.dims)),
         mesh=tuple(map(parse_mesh, args.mesh)),
+        floor=None if args.floor == "auto" else Path(args.floor),
+        margin=args.margin,
+        rules=tuple(map(parse_rule, args.rule)),
         allow_partial=args.allow_partial,
     )

@@ -1,0 +1,139 @@
+"""Rounding: the floor of every site of a comparison, modelled from dtypes, reduction lengths and execution order."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tapscope import dtypes
+from tapscope.comparator.examine import Examined
+from tapscope.comparator.floor import (
+    CONDITION_TWIN,
+    Floor,
+    learned_condition,
+    local_floor,
+    observed_condition,
+    path_floor,
+    unit,
+)
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.names import is_partial, reduced
+from tapscope.comparator.spread import NOTHING, Spread
+from tapscope.index import SiteInfo
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
+_GUESS = 4096
+"""Reduction length where no parameter shape of either run is known."""
+_STATE = 1.5
+"""Condition of a parameter: it is copied, perhaps into another dtype, and nothing else."""
+Params = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A numeric site with what its floor depends on."""
+
+    spread: Spread
+    inputs: tuple[Spread, ...]
+    base: float
+    """What one pass through the module adds."""
+    modelled: float
+    """What everything up to and including the module adds, each with condition 1."""
+    eps: float
+    is_twin: bool
+    """Whether both sides have one dtype: then the weights are the same numbers."""
+
+
+class Rounding:
+    """The model of one comparison: floors depend on inputs and on the same site in other layers."""
+
+    def __init__(
+        self, examined: Sequence[Examined], matched: Sequence[int], graph: Graph, sites: Mapping[str, SiteInfo]
+    ) -> None:
+        """``matched`` are the indices in ``examined`` of the graph's nodes."""
+        self._examined, self._matched, self._graph = examined, matched, graph
+        self._params = [params_of(examined[i], sites) for i in matched]
+        self._widest = max(
+            (r for p, n in zip(self._params, graph.nodes, strict=True) if (r := _reduction(n.cls, p))), default=_GUESS
+        )
+        self._cases: list[_Case | None] = []
+        for node in range(len(matched)):
+            self._cases.append(self._case(node))
+        self._condition = self._conditions()
+
+    def is_numeric(self, node: int) -> bool:
+        """Whether rounding has a say at all."""
+        return self._cases[node] is not None
+
+    def base(self, node: int) -> float:
+        """What the module that made a numeric site adds by itself."""
+        case = self._cases[node]
+        return case.base if case is not None else 0.0
+
+    def floors(self, node: int) -> tuple[Floor, Floor]:
+        """(given its inputs, given the path too): the verdict is about the second, the first says who is to blame."""
+        case = self._cases[node]
+        assert case is not None
+        whole = path_floor(case.modelled, case.spread, case.base, case.eps)
+        if not self._graph.inputs(node).nodes and not self._graph.nodes[node].is_state:
+            return whole, whole
+        condition = self._condition[node]
+        if self._graph.nodes[node].is_state:
+            condition = _STATE
+        elif case.is_twin and all(s.is_zero for s in case.inputs):
+            condition = min(condition, CONDITION_TWIN)
+        local = local_floor(case.inputs, case.base, case.spread, condition, case.eps)
+        return local, local.smaller(whole)
+
+    def _spread(self, node: int) -> Spread:
+        return self._examined[self._matched[node]].spread or NOTHING
+
+    def _case(self, node: int) -> _Case | None:
+        one = self._examined[self._matched[node]]
+        if one.is_exact or one.spread is None or one.baseline is None or one.target is None:
+            return None
+        inputs, names = self._graph.inputs(node), (one.baseline.dtype or "", one.target.dtype or "")
+        reduction = _reduction(self._graph.nodes[node].cls, self._params[node]) or self._reduction_inside(node)
+        base = unit(*names, reduction) * math.sqrt(inputs.ops)
+        before = [case.modelled for i in inputs.nodes if (case := self._cases[i])]
+        modelled = math.hypot(max(before, default=0.0), base)
+        spreads = tuple(self._spread(i) for i in inputs.nodes)
+        return _Case(one.spread, spreads, base, modelled, max(map(dtypes.epsilon, names)), names[0] == names[1])
+
+    def _reduction_inside(self, node: int) -> int:
+        """Length of the sums of what has no parameters: none in a pointwise function, else as long as any here."""
+        return 1 if self._graph.nodes[node].is_pointwise or self._graph.nodes[node].is_state else self._widest
+
+    def _conditions(self) -> list[float]:
+        """k of every node, learned from the same site of other layers."""
+        kinds: dict[str, list[tuple[int, float]]] = {}
+        for node, case in enumerate(self._cases):
+            if case is not None and case.base and self._graph.inputs(node).nodes and not case.spread.is_zero:
+                kind = _LAYER.sub("*", self._examined[self._matched[node]].site, count=1)
+                kinds.setdefault(kind, []).append((node, observed_condition(case.spread, case.inputs, case.base)))
+        found = [learned_condition(())] * len(self._cases)
+        for likes in kinds.values():
+            for node, _ in likes:
+                found[node] = learned_condition([value for other, value in likes if other != node])
+        return found
+
+
+def params_of(one: Examined, sites: Mapping[str, SiteInfo]) -> Params:
+    """Local shapes of the parameters of the module that the site belongs to."""
+    for side in (one.baseline, one.target):
+        info = sites.get(reduced(side.site) if is_partial(side.site) else side.site) if side else None
+        if info is not None and info.params:
+            return info.params
+    return {}
+
+
+def _reduction(cls: str, params: Params) -> int:
+    """Length of the sums that a module with parameters makes; 0 where that is not known."""
+    if "Embedding" in cls:
+        return 1
+    matrices = [shape for shape in params.values() if len(shape) >= 2]
+    if cls == "Conv1D":  # GPT-2's, which keeps its weight as [in, out]
+        return max((shape[0] for shape in matrices), default=0)
+    return max(
+        (math.prod(shape[1:]) for shape in matrices), default=max((s[0] for s in params.values() if s), default=0)
+    )
