@@ -18,6 +18,7 @@ from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.series import Series
 from tapscope.comparator.spread import NOTHING, Spread, row_errors, spread_of
+from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
 from tapscope.errors import DataError
 from tapscope.kernels.native import RowMeasures
@@ -78,6 +79,10 @@ class Examiner:
 
     preparer: Preparer
     tolerance: tuple[float, float] | None = None
+    _suggester: Suggester = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._suggester = Suggester(self.preparer)
 
     def examine(self, pair: Pair) -> Examined:
         """Compare one pair; what cannot be compared says why, only a broken program raises."""
@@ -105,9 +110,16 @@ class Examiner:
             warnings=ready.warnings,
         )
         try:
-            return one if one.problem or one.apart else self._compare(one, ready)
-        except (WidthError, DataError) as error:
+            return self._advised(one) if one.problem else one if one.apart else self._compare(one, ready)
+        except WidthError as error:
+            return self._advised(replace(one, problem=str(error)))
+        except DataError as error:
             return replace(one, problem=str(error))
+
+    def _advised(self, one: Examined) -> Examined:
+        """With the dims that would explain what could not be put together, where there are such."""
+        advice = self._suggester.suggest(one.pair)
+        return replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)
 
     def _compare(self, one: Examined, ready: Prepared) -> Examined:
         joins = ready.plan.joins

@@ -59,11 +59,11 @@ class Preparer:
     shift_steps: int = 0
     """How much higher the target's step numbers are."""
     _aligner: Aligner = field(init=False)
-    _places: tuple[Places, Places] = field(init=False)
+    places: tuple[Places, Places] = field(init=False)
 
     def __post_init__(self) -> None:
         self._aligner = Aligner(self.row_map, self.shift_steps)
-        self._places = places_of(self.baseline), places_of(self.target)
+        self.places = places_of(self.baseline), places_of(self.target)
 
     def prepare(self, pair: Pair) -> Prepared:
         """Prepare a pair of tensors; never raises for what the runs hold."""
@@ -85,7 +85,7 @@ class Preparer:
     def _laid_out(self, side: int, series: Series) -> tuple[tuple[Whole, ...], list[Whole], Layout]:
         """(sound firings, broken ones, where their token rows are); ranks that hold other rows are firings apart."""
         run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
-        places = self._places[side]
+        places = self.places[side]
         parts = series if is_parameter(series.site) else split_series(series, rows, places.coords)
         if parts is not series:
             apart, broken = _sound(run, places, parts)

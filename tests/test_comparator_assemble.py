@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dealing import deal
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import Finding, Verdict, compare
+from tapscope.dims import parse
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -141,3 +143,44 @@ def test_dims_that_do_not_explain_the_ranks_are_said(tmp_path: Path, dims: str) 
     found = finding(tmp_path, whole, dict(enumerate(np.split(whole, 2, axis=1))), dims, {"tp": 2})
     assert found.verdict is Verdict.SHAPE
     assert found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "stated", "mesh"),
+    [
+        ("t h[tp]", None, {"tp": 2}),
+        ("t h[tp]", "t h[tp:partial]", {"tp": 2}),
+        ("t h[tp]", "t h # tp:replicated", {"tp": 3}),
+        ("t h[tp:partial]", None, {"tp": 2}),
+        ("t h[tp:partial]", "t h[tp]", {"tp": 2}),
+        ("t[sp] h", "t h", {"sp": 2}),
+        ("t[cp:zigzag] h", None, {"cp": 2}),
+        ("t (h0+h1)[tp]", None, {"tp": 2}),
+        ("t h # tp:replicated", "t h[tp]", {"tp": 2}),
+        ("t h[tp,ep]", "t h[tp]", {"tp": 2, "ep": 2}),
+        ("t h[tp] # ep:replicated", "t h[tp]", {"tp": 2, "ep": 2}),
+    ],
+)
+def test_a_shard_that_no_dims_explain_is_told_which_would(
+    tmp_path: Path, truth: str, stated: str | None, mesh: dict[str, int]
+) -> None:
+    whole = values(ROWS, 12)
+    parts = deal(whole, parse(truth), mesh, (ROWS,))
+    if "replicated" in truth:  # equal bytes need no dims
+        parts = {rank: np.nextafter(part, np.float32(rank)) for rank, part in parts.items()}
+    found = finding(tmp_path, whole, parts, stated, mesh)
+    assert found.verdict is Verdict.SHAPE
+    assert f"'{truth}' would fit" in found.notes[0], found.notes[0]
+    assert f"--dims 'target:layers.0.mlp:out={truth}'" in found.notes[0]
+
+
+def test_a_size_is_suggested_where_the_other_run_has_no_padding(tmp_path: Path) -> None:
+    whole = values(ROWS, 5)
+    found = finding(tmp_path, whole, {0: np.pad(whole, [(0, 0), (0, 3)])}, "t h", {})
+    assert "'t h=5' would fit (equal values)" in found.notes[0]
+
+
+def test_what_no_dims_explain_is_said_to_be_so(tmp_path: Path) -> None:
+    parts = {rank: values(ROWS, 8, seed=rank + 1) for rank in range(2)}
+    found = finding(tmp_path, values(ROWS, 8), parts, None, {"tp": 2})
+    assert "no sharding, sum or replication over tp gives the baseline's values" in found.notes[0]
