@@ -14,6 +14,8 @@ from tapscope.comparator.series import Key, Series, key_of, origins
 from tapscope.comparator.sums import sums
 from tapscope.comparator.usermap import UserMap
 
+ARGUMENTS = frozenset({"input_ids", "position_ids", "positions", "attention_mask", "residual", "rotary_pos_emb"})
+"""Names that mean one thing: an input that is called one of these is no input that is called another."""
 _MASK = re.compile(r":in\[(?:attention_)?mask\]$")
 IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
 """Modules that stand where another configuration has one that works; only their equals are their partners."""
@@ -108,7 +110,7 @@ class Matching:
             for side in (self.left, self.right)
         ]
         for path in sides[1]:
-            if path in sides[0]:
+            if path in sides[0] and not {_argument(side[path]) for side in sides} <= ARGUMENTS:
                 self.take(sides[0][path], sides[1][path], "only input")
 
     def partials(self) -> None:
@@ -200,6 +202,10 @@ def _single_inputs(series: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
         if port.startswith("in[") and one.first.dtype is not None:
             found.setdefault((common(f"{path}:"), port.endswith(".grad")), []).append(name)
     return {path: names[0] for path, names in found.items() if len(names) == 1}
+
+
+def _argument(name: str) -> str:
+    return name.rpartition(":in[")[2].removesuffix(".grad").removesuffix("]")
 
 
 def _by_spelling(names: Iterable[str]) -> dict[str, list[str]]:

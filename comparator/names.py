@@ -57,6 +57,7 @@ _WRAPPERS = _rewrites(
 # The decoder hangs under `model.` in a causal LM, under `model.language_model.` in a multimodal one, and is the root
 # when it was captured alone. vLLM's and SGLang's returns its hidden states as they are.
 _ROOT = _rewrites(
+    (r":in\[positions\]$", ":in[position_ids]"),
     (r"^(?:model|language_model\.model):out(?=$|\.grad$)", ":out[last_hidden_state]"),
     (r"^(?:model\.language_model|language_model\.model|model)(?=[.:])\.?", ""),
 )

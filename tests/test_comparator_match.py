@@ -82,6 +82,7 @@ def test_equal_names_match_exactly(tmp_path: Path) -> None:
         ),
         ("model.layers.0.self_attn.qkv_proj:out[0]", "decoder.layers.0.self_attention.linear_qkv:out", "megatron"),
         ("model:out", "model:out[last_hidden_state]", "hf root"),
+        ("model:in[position_ids]", "model:in[positions]", "hf root"),
         ("transformer.wte:out", "embedding.word_embeddings:out", "gpt"),
         ("transformer.h.2.attn.c_proj:out", "decoder.layers.2.self_attention.linear_proj:out[0]", "gpt"),
         ("transformer.h.2.mlp.c_fc:out", "decoder.layers.2.mlp.linear_fc1:out[0]", "gpt"),
@@ -198,6 +199,12 @@ def test_a_selection_finds_what_only_one_run_calls_so(tmp_path: Path) -> None:
     assert pairs(report)[0][2] == "megatron"
     assert only(report).site == "model.layers.0.self_attn.o_proj:out"
     assert (report.baseline.records, report.target.records) == (1, 1)
+
+
+def test_names_of_arguments_that_mean_other_things_do_not_meet(tmp_path: Path) -> None:
+    ids = np.arange(3)
+    report = diff(tmp_path, {"n:out": ONES, "model:in[input_ids]": ids}, {"n:out": ONES, ":in[position_ids]": ids})
+    assert sorted(f.verdict for f in report.findings) == ["only-baseline", "only-target", "same"]
 
 
 def test_a_module_with_two_inputs_is_not_guessed(tmp_path: Path) -> None:
