@@ -110,25 +110,28 @@ class Examiner:
             warnings=ready.warnings,
         )
         try:
-            return self._advised(one) if one.problem else one if one.apart else self._compare(one, ready)
+            return self._advised(one, ready) if one.problem else one if one.apart else self._compare(one, ready)
         except WidthError as error:
-            return self._advised(replace(one, problem=str(error)))
+            return self._advised(replace(one, problem=str(error)), ready)
         except DataError as error:
             return replace(one, problem=str(error))
 
-    def _advised(self, one: Examined) -> Examined:
+    def _advised(self, one: Examined, ready: Prepared) -> Examined:
         """With the dims that would explain what could not be put together, where there are such."""
-        advice = self._suggester.suggest(one.pair)
+        broken = any(w.problem for w in (ready.left[0], ready.right[0]))
+        advice = self._suggester.suggest(one.pair, broken=broken)
         return replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)
 
     def _compare(self, one: Examined, ready: Prepared) -> Examined:
         joins = ready.plan.joins
         if not joins:
             return replace(one, problem=_no_rows(one.rows))
+        replicas = check_replicas(ready.used)
+        one = replace(one, replicas=replicas.problem, notes=(*one.notes, replicas.note) if replicas.note else one.notes)
         if not all(w.has_values for w in ready.used) and not all(map(ready.equal_by_hash, joins)):
             return _examine_stats(one, ready)
         measured = measure(ready, self.tolerance or (0.0, 0.0))
-        one = replace(one, replicas=check_replicas(ready.used), numbers=_numbers(measured))
+        one = replace(one, numbers=_numbers(measured))
         if one.numbers is not None and not one.numbers.count:
             return replace(one, spread=NOTHING, notes=(*one.notes, "empty on both sides"))
         if not len(measured.rows):

@@ -1,6 +1,8 @@
 """Replicas: values that dims call equal on several ranks must be equal, up to the rounding of their dtype."""
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,39 +12,80 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import blocks
 from tapscope.comparator.measure import compare_blocks
 from tapscope.comparator.pieces import Piece, leaves
+from tapscope.kernels.native import RowMeasures
 
-TOLERANCE_EPS = 4.0
+TOLERANCE_EPS = 2.0
 """A replica's row may be off by this many epsilons of its dtype, relative to its size: an all-reduce need not add up
-in one order on every rank."""
+in one order on every rank, and each order rounds by up to one."""
+TOLERANCE_GAIN = 0.25
+"""All of it may be scaled by this many epsilons: rounding goes both ways and averages out over many elements."""
 
 
-def check_replicas(wholes: Iterable[Whole]) -> str:
-    """One sentence on the first replicas that are not equal, or nothing."""
+class Replicas(NamedTuple):
+    """What is known of the replicas of some wholes; both empty where all are equal."""
+
+    problem: str = ""
+    """One sentence on the first that differ by more than rounding."""
+    note: str = ""
+    """One sentence on the first that differ by no more."""
+
+
+def check_replicas(wholes: Iterable[Whole]) -> Replicas:
+    """Compare every replica with the first of its group."""
+    note = ""
     for whole in wholes:
+        eps = dtypes.epsilon(whole.dtype or "")
         for first, other, axis in whole.replicas:
-            error = _distance(whole, first, other)
-            if error > TOLERANCE_EPS * dtypes.epsilon(whole.dtype or ""):
-                ranks = ", ".join(str(r.key.rank) for piece in (first, other) for r in leaves(piece))
-                step = whole.records[0].key.step
-                return (
-                    f"replicas over {axis} differ in {whole.run.name}: ranks {ranks} at step {step} are apart by "
-                    f"{error:.1e} of their size"
-                )
-    return ""
+            ranks = ", ".join(str(r.key.rank) for piece in (first, other) for r in leaves(piece))
+            where = f"ranks {ranks} at step {whole.records[0].key.step}"
+            if first.shape != other.shape:
+                shapes = f"{tuple(first.shape)} and {tuple(other.shape)}"
+                return Replicas(f"replicas over {axis} differ in {whole.run.name}: {where} have shapes {shapes}", note)
+            row, gain = _distance(whole, first, other)
+            if row > TOLERANCE_EPS * eps:
+                how = "are not equal" if math.isinf(row) else f"are apart by {row:.1e} of their size"
+                return Replicas(f"replicas over {axis} differ in {whole.run.name}: {where} {how}", note)
+            if abs(gain) > TOLERANCE_GAIN * eps:
+                how = f"differ by a factor of {1 + gain:.4g}"
+                return Replicas(f"replicas over {axis} differ in {whole.run.name}: {where} {how}", note)
+            if row and not note:
+                note = f"replicas over {axis} differ by rounding: {where} are apart by {row:.1e} of their size"
+    return Replicas("", note)
 
 
-def _distance(whole: Whole, first: Piece, other: Piece) -> float:
-    """Largest row error; inf where shapes or non-finite values differ."""
-    if first.shape != other.shape:
-        return float("inf")
+def _distance(whole: Whole, first: Piece, other: Piece) -> tuple[float, float]:
+    """(largest row error, common factor minus 1 of many elements); inf where non-finite values differ.
+
+    Of statistics alone: how far the largest magnitudes are apart, and the root mean squares.
+    """
     if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
-        return float("inf")  # unequal hashes are all there is
+        one, two = (next(leaves(piece)).stats for piece in (first, other))
+        if one is None or two is None or one.nonfinite != two.nonfinite:
+            return math.inf, 0.0  # unequal hashes are all there is
+        return abs(_ratio(two.absmax, one.absmax)), _ratio(two.rms, one.rms)
     axes = (0,) if len(first.shape) > 1 else ()
     rows, _, _ = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), Join(0, 0))
     if rows.nonfinite_mismatch.any():
-        return float("inf")
+        return math.inf, 0.0
     if not rows.sum_sq_diff.any():
-        return 0.0
+        return 0.0, 0.0
+    return _row_error(rows), _gain(rows)
+
+
+def _ratio(one: float | None, two: float | None) -> float:
+    if not one or not two:
+        return 0.0 if bool(one) == bool(two) else math.inf
+    return one / two - 1.0
+
+
+def _row_error(rows: RowMeasures) -> float:
     scale = np.maximum(rows.sum_sq_baseline, np.median(rows.sum_sq_baseline))
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(np.nanmax(np.sqrt(rows.sum_sq_diff / scale)))
+
+
+def _gain(rows: RowMeasures) -> float:
+    size = float(rows.sum_sq_baseline.sum())
+    if int(rows.width.sum()) < 64 or not 0.0 < size < math.inf:
+        return 0.0
+    return float(rows.dot.sum()) / size - 1.0

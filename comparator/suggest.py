@@ -46,23 +46,25 @@ class Suggester:
     preparer: Preparer
     _known: dict[str, str] = field(default_factory=dict)
 
-    def suggest(self, pair: Pair) -> str:
-        """A sentence that names the dims that would lay the pair's sides over each other, or says that none do."""
+    def suggest(self, pair: Pair, *, broken: bool) -> str:
+        """A sentence that names the dims that would lay the pair's sides over each other; where shards are ``broken``,
+        that is could not be put together, also that none do."""
         assert pair.baseline is not None
         assert pair.target is not None
         kind = _LAYER.sub("*", pair.target.site)
         if kind not in self._known:
-            self._known[kind] = self._try(pair) if len(self._known) < _SITES else ""
+            self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
         return self._known[kind]
 
-    def _try(self, pair: Pair) -> str:
+    def _try(self, pair: Pair, broken: bool) -> str:
         said = []
         for side, (series, other) in enumerate(((pair.baseline, pair.target), (pair.target, pair.baseline))):
             assert series is not None
             assert other is not None
             if series.recipe is None and other.recipe is None and series.first.shape:
                 said.append(self._try_side(pair, side, series, other))
-        return next((text for text in said if "fit" in text), next((text for text in said if text), ""))
+        fits = next((text for text in said if "fit" in text), "")
+        return fits or (next((text for text in said if text), "") if broken else "")
 
     def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
         places = [self.preparer.places[side].coords[r.key.rank] for r in series.firings[0].records]
@@ -98,7 +100,7 @@ class Suggester:
             return _Tried(text, math.nan)
         try:
             total = measure(_some_rows(ready)).total
-            replicas = check_replicas(ready.used) if math.prod(ready.left[0].shape) <= _ELEMENTS else ""
+            replicas = math.prod(ready.left[0].shape) <= _ELEMENTS and check_replicas(ready.used).problem
         except (WidthError, DataError):
             return None
         return None if replicas else _Tried(text, total.rel_l2)

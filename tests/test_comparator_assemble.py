@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from dealing import deal
@@ -18,13 +19,15 @@ from tapscope.run import open_run
 ROWS = 6
 
 
-def finding(path: Path, whole: Any, parts: dict[int, Any], dims: str | None, mesh: dict[str, int]) -> Finding:
+def finding(
+    path: Path, whole: Any, parts: dict[int, Any], dims: str | None, mesh: dict[str, int], keep: str = "full"
+) -> Finding:
     """Compare one site: ``whole`` on one rank against ``parts`` on several."""
     for name, values, said, layout in (("b", {0: whole}, "t h", {}), ("t", parts, dims, mesh)):
         with RunFactory(path / name, mesh=layout) as run:
             run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             axes = {1: "t", 2: "t h", 3: "t n d"}[np.asarray(whole).ndim] if said == "t h" else said
-            run.put("layers.0.mlp:out", values, dims=axes)
+            run.put("layers.0.mlp:out", values, dims=axes, keep=keep)
             run.put("norm:out", np.ones((ROWS, 2), np.float32), dims="t h")
     with open_run(path / "b") as one, open_run(path / "t") as two:
         return compare(one, two).findings[0]
@@ -110,11 +113,31 @@ def test_replicas_that_differ_fail_though_rank_0_agrees(tmp_path: Path) -> None:
     assert "replicas over tp differ in t: ranks 0, 1" in found.notes[0]
 
 
-def test_replicas_may_differ_by_the_rounding_of_their_dtype(tmp_path: Path) -> None:
-    whole = values(ROWS, 8)
-    other = np.nextafter(whole, np.float32(np.inf))
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
+def test_replicas_may_differ_by_the_rounding_of_their_dtype(tmp_path: Path, kind: str) -> None:
+    whole = values(ROWS, 64).astype(np.dtype(getattr(ml_dtypes, kind, kind)))
+    other = whole.copy()
+    other[::2] = np.nextafter(whole[::2], np.array(np.inf, whole.dtype))
     found = finding(tmp_path, whole, {0: whole, 1: other}, "t h # tp:replicated", {"tp": 2})
     assert found.verdict is Verdict.SAME
+    assert any("replicas over tp differ by rounding: ranks 0, 1 at step 0" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int64", "bool"])
+@pytest.mark.parametrize("keep", ["full", "stats"])
+def test_replicas_may_not_differ_by_more(tmp_path: Path, kind: str, keep: str) -> None:
+    whole = (values(ROWS, 64) * 100).astype(np.dtype(getattr(ml_dtypes, kind, kind)))
+    scaled = (values(ROWS, 64) * 101).astype(whole.dtype) if kind != "bool" else ~whole
+    found = finding(tmp_path, whole, {0: whole, 1: scaled}, "t h # tp:replicated", {"tp": 2}, keep=keep)
+    assert found.verdict is Verdict.DIFFERS
+    assert "replicas over tp differ in t: ranks 0, 1 at step 0" in found.notes[0]
+
+
+def test_replicas_of_other_shapes_name_them(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    found = finding(tmp_path, whole, {0: whole, 1: whole[:, :4]}, "t h # tp:replicated", {"tp": 2})
+    assert found.verdict is Verdict.DIFFERS
+    assert "have shapes (6, 8) and (6, 4)" in found.notes[0]
 
 
 def test_identical_summands_are_flagged(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_what_is_dealt_out_by_any_dims_is_put_together_again(case: Case) -> None
     assert found.piece is not None
     np.testing.assert_array_equal(read(found.piece, run), whole)
     assert not found.replicas
-    assert check_replicas([found]) == ""
+    assert check_replicas([found]) == ("", "")
 
 
 def whole_of(path: Path, parts: Mapping[int, Array], dims: str | None, mesh: dict[str, int], **more: object) -> Whole:
@@ -229,7 +229,7 @@ def test_copies_that_are_not_equal_are_found(tmp_path: Path) -> None:
     with write(tmp_path / "r", parts, "t kv=2x2[tp]", {"tp": 4}) as run:
         found = assembled(run)
         assert len(found.replicas) == 1
-        assert "ranks 2, 3" in check_replicas([found])
+        assert "ranks 2, 3" in check_replicas([found]).problem
 
 
 def test_padding_is_said_and_its_values_do_not_count(tmp_path: Path) -> None:
