@@ -2,6 +2,7 @@
 remembers the pass that made it."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -106,8 +107,8 @@ class Matching:
     def only_inputs(self) -> None:
         """A module's only unmatched tensor input meets the other side's: argument names are the frameworks' own."""
         sides = [
-            _single_inputs({name: one for name, one in side.items() if not self.are_other_masks(name)})
-            for side in (self.left, self.right)
+            _single_inputs({name: one for name, one in side.items() if not self.are_other_masks(name)}, everything)
+            for side, everything in zip((self.left, self.right), self.everything, strict=True)
         ]
         for path in sides[1]:
             if path in sides[0] and not {_argument(side[path]) for side in sides} <= ARGUMENTS:
@@ -194,18 +195,28 @@ def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tu
     yield from split.values()
 
 
-def _single_inputs(series: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
-    """(common path, whether of gradients) -> name, for modules that have exactly one tensor input here."""
+def _single_inputs(series: Mapping[str, Series], everything: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
+    """(common path, whether of gradients) -> name of the only tensor input that a module has, where it has no partner.
+
+    One of several inputs whose others have found theirs is not meant: what is left over may be anything.
+    """
+    inputs = Counter(_input_of(name) for name, one in everything.items() if one.first.dtype is not None)
     found: dict[tuple[str, bool], list[str]] = {}
     for name, one in series.items():
-        path, _, port = name.rpartition(":")
-        if port.startswith("in[") and one.first.dtype is not None:
-            found.setdefault((common(f"{path}:"), port.endswith(".grad")), []).append(name)
+        place = _input_of(name)
+        if place is not None and one.first.dtype is not None and inputs[place] == 1:
+            found.setdefault((common(f"{place[0]}:"), place[1]), []).append(name)
     return {path: names[0] for path, names in found.items() if len(names) == 1}
 
 
 def _argument(name: str) -> str:
     return name.rpartition(":in[")[2].removesuffix(".grad").removesuffix("]")
+
+
+def _input_of(name: str) -> tuple[str, bool] | None:
+    """(module path, whether a gradient) of an input's site."""
+    path, _, port = name.rpartition(":")
+    return (path, port.endswith(".grad")) if port.startswith("in[") else None
 
 
 def _by_spelling(names: Iterable[str]) -> dict[str, list[str]]:

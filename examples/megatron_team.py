@@ -140,15 +140,42 @@ def run(job: Job) -> None:
     length = ids.shape[1]
     positions = torch.arange(length).expand_as(ids)
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]  # True is masked
-    grads = {"grads": True, "params": True} if job.backward else {}
-    with Dumper(model, job.out, force=True, **(grads | dict(job.settings))) as dumper:
+    with Dumper(model, job.out, force=True, **_settings(job)) as dumper:
         for _ in range(job.num_steps):
             with torch.set_grad_enabled(job.backward), dumper.step(**step):
                 logits = model(ids, positions, hidden)
                 if job.backward:
-                    loss(logits, job.prompts).backward()
-                    dumper.metric("loss", float(loss(logits.detach(), job.prompts)))
+                    value = loss(logits, job.prompts)
+                    value.backward()
+                    dumper.metric("loss", value.item())
             model.zero_grad()
+
+
+def run_transformers(job: Job) -> None:
+    """The same capture of the same checkpoint in transformers, in this process; ``patch`` is called with its model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tapscope import Dumper
+
+    model = AutoModelForCausalLM.from_pretrained(
+        job.checkpoint, attn_implementation="eager", dtype=getattr(torch, job.dtype)
+    ).eval()
+    if job.patch is not None:
+        load_patch(job.patch)(model)
+    ids, step = batch(job.prompts)
+    mask = torch.tensor([[1] * len(p) + [0] * (ids.shape[1] - len(p)) for p in job.prompts.values()])
+    with Dumper(model, job.out, force=True, **_settings(job)) as dumper:
+        for _ in range(job.num_steps):
+            with torch.set_grad_enabled(job.backward), dumper.step(**step):
+                logits = model(input_ids=ids, attention_mask=mask).logits
+                if job.backward:
+                    loss(logits, job.prompts).backward()
+            model.zero_grad()
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    return ({"grads": True, "params": True} if job.backward else {}) | dict(job.settings)
 
 
 def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1) -> tuple[Any, dict[str, Any]]:

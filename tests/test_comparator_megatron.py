@@ -1,6 +1,8 @@
 """One checkpoint in transformers and Megatron-core, TP1 and TP2, forward and backward: they agree, bugs are named."""
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,13 +12,13 @@ import pytest
 import torch
 from checkpoints import make_llama
 
-from tapscope import Dumper
 from tapscope.comparator import Report, compare
 from tapscope.run import open_run
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("needs megatron-core (the dev extra has it)", allow_module_level=True)
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 BUGS = Path(__file__).with_name("megatron_bugs.py")
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -36,7 +38,10 @@ class Lab:
 
     def base(self, family: str) -> Path:
         if family not in self.bases:
-            self.bases[family] = _record_transformers(self.checkpoint(family), self.folder / f"base-{family}")
+            from megatron_team import Job, run_transformers
+
+            self.bases[family] = self.folder / f"base-{family}"
+            run_transformers(Job(checkpoint=str(self.checkpoint(family)), out=str(self.bases[family]), backward=True))
         return self.bases[family]
 
     def compare(self, family: str, tp: int, *, bug: str | None = None, **options: Any) -> Report:
@@ -64,22 +69,10 @@ def _make_qwen(path: Path, family: str) -> None:
     model.save_pretrained(path)
 
 
-def _record_transformers(checkpoint: Path, out: Path) -> Path:
-    from megatron_team import PROMPTS, batch, loss
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    ids, step = batch(PROMPTS)
-    mask = torch.tensor([[1] * len(p) + [0] * (ids.shape[1] - len(p)) for p in PROMPTS.values()])
-    with Dumper(model, out, keep="full", grads=True, params=True) as dumper, dumper.step(**step):
-        loss(model(input_ids=ids, attention_mask=mask).logits, PROMPTS).backward()
-    return out
-
-
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "examples"))
+        patch.syspath_prepend(str(EXAMPLES))
         from megatron_team import Team
 
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -139,3 +132,10 @@ def test_a_bug_is_named(lab: Lab, family: str, tp: int, bug: str, site: str) -> 
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.module.startswith(site)
+
+
+def test_the_example_says_what_diff_says(lab: Lab) -> None:
+    words = [sys.executable, EXAMPLES / "06_megatron.py", lab.checkpoint("llama"), lab.folder / "example", "--tp", "1"]
+    said = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "agrees" in said.stdout
