@@ -11,6 +11,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -57,8 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     logging.getLogger("tapscope").setLevel(logging.ERROR)  # taps that never fired, which is as it should be
     outcomes = []
-    with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
-        bench = Bench(args.keep or Path(folder))
+    with tempfile.TemporaryDirectory(prefix="verdict-") as folder, closing(Bench(args.keep or Path(folder))) as bench:
         for case in cases:
             outcomes.append(bench.run(case))
             print(json.dumps(_to_json(outcomes[-1])) if args.json else line(outcomes[-1]), flush=True)

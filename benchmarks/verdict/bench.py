@@ -1,7 +1,6 @@
 """Bench: makes the runs of cases in one temporary folder, each baseline once, and has them compared."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +8,26 @@ from benchmarks.verdict.catalogue import Case
 from benchmarks.verdict.families import family
 from benchmarks.verdict.outcome import Outcome, Score, failed, judged
 from benchmarks.verdict.patching import Patch, applied
+from benchmarks.verdict.run_megatron import Teams
 from benchmarks.verdict.setup import Setup
 from tapscope import open_run
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.errors import NothingInCommonError
 
-Runner = Callable[[Path, Setup, Path, Patch | None], None]
-
 
 class Bench:
-    """Runs cases, one after the other."""
+    """Runs cases, one after the other; close it behind them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._checkpoints: dict[str, Path] = {}
         self._runs: dict[tuple[str, Setup], Path] = {}
+        self._teams = Teams()
         self._count = 0
+
+    def close(self) -> None:
+        """End the processes that were started."""
+        self._teams.close()
 
     def run(self, case: Case) -> Outcome:
         """The case's outcome; nothing that goes wrong in it stops the bench."""
@@ -53,16 +56,31 @@ class Bench:
         """The run of an unharmed model, made once."""
         if (name, setup) not in self._runs:
             out = self._new(f"{name}-clean")
-            _runner(setup)(self._checkpoint(name), setup, out, None)
+            self._capture(self._checkpoint(name), setup, out)
             self._runs[name, setup] = out
         return self._runs[name, setup]
 
     def _patched(self, case: Case) -> Path:
-        checkpoint, patch, out = self._checkpoint(case.family), case.patch, self._new(case.family)
+        checkpoint, out = self._checkpoint(case.family), self._new(case.family)
         if case.patches == "checkpoint":
-            checkpoint, patch = self._damaged(checkpoint, patch), None
-        _runner(case.target)(checkpoint, case.target, out, patch)
+            self._capture(self._damaged(checkpoint, case.patch), case.target, out)
+        else:
+            self._capture(checkpoint, case.target, out, case)
         return out
+
+    def _capture(self, checkpoint: Path, setup: Setup, out: Path, case: Case | None = None) -> None:
+        """One run, with the patch of the case if there is one."""
+        patch = None if case is None else case.patch
+        if setup.framework == "megatron":
+            self._teams.run(checkpoint, setup, out, case.path if case is not None else None)
+        elif setup.framework == "engine":
+            from benchmarks.verdict.run_engine import run_engine
+
+            run_engine(checkpoint, setup, out, patch)
+        else:
+            from benchmarks.verdict.run_transformers import run_transformers
+
+            run_transformers(checkpoint, setup, out, patch)
 
     def _checkpoint(self, name: str) -> Path:
         if name not in self._checkpoints:
@@ -85,16 +103,6 @@ class Bench:
     def _new(self, name: str) -> Path:
         self._count += 1
         return self._root / f"{self._count:04d}-{name}"
-
-
-def _runner(setup: Setup) -> Runner:
-    if setup.framework == "engine":
-        from benchmarks.verdict.run_engine import run_engine
-
-        return run_engine
-    from benchmarks.verdict.run_transformers import run_transformers
-
-    return run_transformers
 
 
 def _compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | Exception:

@@ -17,6 +17,7 @@ from tapscope.errors import ConfigError, UsageError
 VISIBILITIES = ("strong", "subtle")
 PATCHES = ("transformers", "engine", "megatron", "checkpoint")
 _KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "BASELINE", "TARGET", "BOTH", "WHERE")
+_MEGATRON: Mapping[str, Any] = {"schedule": "whole", "batch": "right"}  # all it runs, so the other side does too
 _PLACE = ("step", "rank", "request", "position")
 
 
@@ -37,6 +38,8 @@ class Case:
     visibility: str = ""
     where: Mapping[str, Any] = field(default_factory=dict)
     """The place to be named: any of step, rank, request, position."""
+    path: Path
+    """The file."""
     about: str = ""
     """First line of the file's docstring."""
 
@@ -75,13 +78,15 @@ def read(path: Path, *, is_bug: bool) -> list[Case]:
     else:
         _require(not expect and not visibility, path, "a benign change has no EXPECT and no VISIBILITY")
     _require(patch is None or _takes_one(patch), path, "patch must take one argument, the model or the weights")
+    lasting = patches == "megatron" and inspect.isgeneratorfunction(patch)
+    _require(not lasting, path, "Megatron's ranks live on: its patch may change the model alone, and opens nothing")
     about = (module.__doc__ or "").strip().partition("\n")[0]
     _require(bool(about), path, "a case file begins with a docstring that says what is wrong")
     where = dict(values.get("WHERE", {}))
     strange = [name for name in where if name not in _PLACE]
     _require(not strange, path, f"WHERE has {strange[:1]}; it may have {', '.join(_PLACE)}")
     shared = {"patches": patches, "patch": patch, "expect": expect if is_bug else ()}
-    shared |= {"visibility": visibility, "where": where, "about": about}
+    shared |= {"visibility": visibility, "where": where, "about": about, "path": path.resolve()}
     return [Case(**fields, **shared) for fields in _expanded(path, values, patches)]
 
 
@@ -92,9 +97,10 @@ def _expanded(path: Path, values: Mapping[str, Any], patches: str) -> list[dict[
     found = []
     both, baselines, targets = (_settings(path, name, values.get(name, {})) for name in ("BOTH", "BASELINE", "TARGET"))
     for name, shared, left, right in itertools.product(families, both, baselines, targets):
+        frameworks = [framework, *(side.get("framework") for side in (shared, left, right))]
         try:
             family(name)
-            start = Setup(framework=framework).but(shared)
+            start = Setup(framework=framework, **_MEGATRON if "megatron" in frameworks else {}).but(shared)
             sides = {"baseline": start.but(left), "target": start.but(right)}
         except (ConfigError, UsageError) as error:
             raise UsageError(f"{path}: {error}") from None

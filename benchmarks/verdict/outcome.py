@@ -63,7 +63,8 @@ class Outcome:
 
 def failed(case: Case, error: Exception) -> Outcome:
     """The case could not be run; of a benign change that is what counts against the product."""
-    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    lines = str(error).strip().splitlines() or [""]  # of a rank's traceback the last line says most
+    said = f"{type(error).__name__}: {lines[-1].strip() if 'Traceback' in lines[0] else lines[0]}"
     return Outcome(case, Score.FAULTY, said=said)
 
 

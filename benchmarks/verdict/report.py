@@ -25,7 +25,7 @@ def line(outcome: Outcome) -> str:
     text = f"{outcome.score.upper() if not outcome.score.is_good else outcome.score:<9} {kind:<7} {case.name:<42}"
     if case.is_bug:
         named = outcome.named or ("" if outcome.site else "nobody")
-        text += f" expected {_shown(' or '.join(case.expect)):<34} named {_shown(named):<34}"
+        text += f" expected {_expected(outcome):<34} named {_shown(named):<34}"
     elif outcome.named or outcome.site:
         text += f" named {_shown(outcome.named):<34}"
     text += f" {_ratio(outcome.ratio):>8} x floor"
@@ -59,6 +59,14 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
     bad = [o for o in outcomes if o.score in (Score.FLAGGED, Score.FAULTY)]
     bad += [o for o in outcomes if o.score is Score.MISSED and o.case.visibility == "strong"]
     return int(bool(bad))
+
+
+def _expected(outcome: Outcome) -> str:
+    """The first of the modules that would do, or the one that was named."""
+    wanted = outcome.case.expect
+    if outcome.score in (Score.NAMED, Score.MISPLACED) and len(wanted) > 1:
+        return _shown(outcome.named)
+    return _shown(wanted[0]) + (" or ..." if len(wanted) > 1 else "")
 
 
 def _shown(module: str) -> str:

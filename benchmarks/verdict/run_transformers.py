@@ -34,7 +34,7 @@ def load(checkpoint: Path, setup: Setup) -> Any:
 def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = None) -> None:
     """Capture one run to ``out``."""
     model, work = load(checkpoint, setup), requests(setup.workload, setup.seed, setup.order)
-    with applied(patch, model), Dumper(model, out, keep="full", grads=setup.train) as dumper:
+    with applied(patch, model), Dumper(model, out, keep="full", grads=setup.train, params=setup.train) as dumper:
         for group in [[r] for r in work] if setup.batch == "separate" else [work]:
             _run_group(model, dumper, group, setup)
 
@@ -76,12 +76,12 @@ def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Set
 
 
 def _backward(logits: torch.Tensor, ids: list[list[int]], valid: list[list[bool]]) -> None:
-    """Cross-entropy of every next token, summed, so that batching does not change its scale."""
+    """Mean cross-entropy of every next token that belongs to the same request."""
     labels = torch.tensor(ids)[:, 1:].masked_fill(~torch.tensor(valid)[:, 1:], -100)
     before = torch.tensor(valid)[:, :-1]
     labels = labels.masked_fill(~before, -100)
     flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    torch.nn.functional.cross_entropy(flat, labels.reshape(-1), ignore_index=-100, reduction="sum").backward()
+    torch.nn.functional.cross_entropy(flat, labels.reshape(-1), ignore_index=-100).backward()
 
 
 @dataclass(frozen=True, slots=True)

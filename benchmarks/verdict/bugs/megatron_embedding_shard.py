@@ -1,0 +1,15 @@
+"""Rank 1 holds its rows of the embedding one too low."""
+
+PATCHES = "megatron"
+EXPECT = "model.embed_tokens"
+VISIBILITY = "strong"
+BASELINE = {"framework": "transformers"}
+TARGET = [{"tp": 2}, {"tp": 2, "sequence_parallel": True}]
+
+
+def patch(model):
+    import torch
+
+    if torch.distributed.get_rank() == 1:
+        weight = model.embedding.word_embeddings.weight
+        weight.data.copy_(weight.data.roll(1, 0))

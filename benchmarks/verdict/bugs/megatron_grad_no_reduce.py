@@ -1,0 +1,13 @@
+"""The gradient that one fused qkv projection passes back is each rank's own: the all-reduce is missing."""
+
+PATCHES = "megatron"
+EXPECT = ["model.layers.1.self_attn", "model.layers.1.self_attn.?_proj", "decoder.layers.1.self_attention.linear_qkv"]
+VISIBILITY = "strong"
+BOTH = {"train": True}
+BASELINE = [{"framework": "transformers"}, {"tp": 2}]
+TARGET = {"tp": 2}
+
+
+def patch(model):
+    linear = model.decoder.layers[1].self_attention.linear_qkv
+    linear.allreduce_dgrad, linear.disable_grad_reduce = False, True

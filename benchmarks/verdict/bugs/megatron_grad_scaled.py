@@ -1,0 +1,14 @@
+"""The gradient that one attention output projection passes back is 0.9 of what it should be."""
+
+PATCHES = "megatron"
+EXPECT = ["model.layers.1.self_attn.o_proj", "decoder.layers.1.self_attention.linear_proj"]
+VISIBILITY = "subtle"
+BOTH = {"train": True}
+BASELINE = [{"framework": "transformers"}, {}]
+
+
+def patch(model):
+    def scaled(module, grads_in, grads_out):
+        return tuple(g * 0.9 if g is not None else None for g in grads_in)
+
+    model.decoder.layers[1].self_attention.linear_proj.register_full_backward_hook(scaled)
