@@ -45,7 +45,7 @@ def layout_of(site: str, wholes: Sequence[Whole], steps: SideRows) -> Layout:
         return Layout()
     dims = placed[0][0].dims
     if dims is not None:
-        return _checked(_annotated(dims), placed)
+        return _checked(_one_for_all(_annotated(dims), dims, placed), placed)
     common = [_inferred(whole, rows) for whole, rows in placed]
     return next((c for c in common[0] if all(c in other for other in common)), Layout())
 
@@ -66,11 +66,21 @@ def _annotated(dims: Dims) -> Layout:
     return Layout((min(b, s), max(b, s)), "annotated", swapped=s < b)
 
 
+def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
+    """The layout, or that of one sequence for the whole batch: there is no batch axis, or one of size 1."""
+    b, s = dims.index("b"), dims.index("s")
+    if s is None or any(b is not None and whole.shape[b] != 1 for whole, _ in placed):
+        return layout
+    if all(len(rows.grid) == 2 and rows.grid[1] == whole.shape[s] for whole, rows in placed):
+        return Layout(layout.axes, "annotated", broadcast=True)
+    return layout
+
+
 def _checked(layout: Layout, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
     if not layout.by_rows:
         return layout
     for whole, rows in placed:
-        found = math.prod([whole.shape[i] for i in layout.axes])
+        found = math.prod([whole.shape[i] for i in layout.axes]) * (rows.grid[0] if layout.broadcast else 1)
         if found != num_rows(whole, rows):
             key = whole.records[0].key
             return Layout(

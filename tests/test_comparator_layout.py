@@ -73,6 +73,14 @@ def test_one_sequence_of_positions_stands_for_the_batch(tmp_path: Path) -> None:
     assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
 
 
+@pytest.mark.parametrize(("axes", "dims"), [((), "s d"), ((1,), "s 1 d"), ((0,), "b s d"), ((1, 2), "s 1 1 d")])
+def test_one_annotated_sequence_stands_for_the_batch(tmp_path: Path, axes: tuple[int, ...], dims: str) -> None:
+    angles = np.random.default_rng(0).standard_normal((LONGEST, 4)).astype(np.float32)
+    packed = np.concatenate([angles[:5], angles[:3]])
+    found = diff(tmp_path, packed, np.expand_dims(angles, axes), dims)
+    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "annotated", 8)
+
+
 def test_a_tensor_that_holds_some_rows_says_which(tmp_path: Path, values: np.ndarray) -> None:
     last = values[[4, 7]]
     found = diff(tmp_path, values, last, "t h", rows=[(4, 1), (7, 1)])
