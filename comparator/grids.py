@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.observe import RowRun
+from tapscope.observe import RowRun, StepInfo
 from tapscope.record import Record
 from tapscope.run import Run
 
@@ -30,6 +30,17 @@ class Grid:
     """Token id of every row; empty when unknown."""
     ranks: tuple[int, ...]
     """Data- and context-parallel ranks hold other rows and have grids of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of the rows of a run."""
+
+    grids: tuple[Grid, ...]
+    notes: tuple[str, ...] = ()
+    """What was assumed."""
+    doubts: tuple[str, ...] = ()
+    """What makes the rows no sound basis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +86,36 @@ class SideRows:
 
 def grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
     """The grids of the selected steps and ranks, by step and lowest rank; steps whose rows nobody told have none."""
-    found = []
-    coords = {rank: run.coords(rank) for rank in run.ranks}
+    found: list[Grid] = []
     for step in sorted(run.steps):
-        if steps is not None and step not in steps:
-            continue
-        groups: dict[tuple[object, ...], list[int]] = {}
-        told = {rank: line.info for rank, line in run.steps[step].items() if line.info.grid and line.info.rows}
-        for rank, info in sorted(told.items(), key=lambda item: not item[1].token_ids):
-            rows = info.grid, info.rows
-            known = next((key for key in groups if key[:2] == rows), None) if not info.token_ids else None
-            groups.setdefault(known or (*rows, tuple(info.token_ids)), []).append(rank)
-        silent = [rank for rank in run.ranks if rank not in told]
-        for rank in silent if told else ():
+        if steps is None or step in steps:
+            told = {rank: line.info for rank, line in run.steps[step].items() if line.info.grid and line.info.rows}
+            found += grouped(run, step, None, told)
+    return selected(found, ranks)
+
+
+def selected(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:
+    """The grids that any of the selected ranks works on."""
+    return [grid for grid in grids if ranks is None or not ranks.isdisjoint(grid.ranks)]
+
+
+def grouped(run: Run, step: int, micro: int | None, told: Mapping[int, StepInfo]) -> list[Grid]:
+    """One grid for all ranks that told the same rows; ranks that told nothing join their like."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank, info in sorted(told.items(), key=lambda item: not item[1].token_ids):
+        rows = info.grid, info.rows
+        known = next((key for key in groups if key[:2] == rows), None) if not info.token_ids else None
+        groups.setdefault(known or (*rows, tuple(info.token_ids)), []).append(rank)
+    silent = [rank for rank in run.ranks if rank not in told]
+    if silent and told:
+        coords = {rank: run.coords(rank) for rank in run.ranks}
+        for rank in silent:
             _nearest(groups.values(), coords, rank).append(rank)
-        for members in sorted(groups.values(), key=min):
-            info = told[members[0]]
-            if ranks is None or not ranks.isdisjoint(members):
-                place = step, None, info.phase, info.grid, info.rows, tuple(info.token_ids)
-                found.append(Grid(*place, tuple(sorted(members))))
-    return found
+    infos = [(told[members[0]], members) for members in sorted(groups.values(), key=min)]
+    return [
+        Grid(step, micro, info.phase, info.grid, info.rows, tuple(info.token_ids), tuple(sorted(members)))
+        for info, members in infos
+    ]
 
 
 def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]], rank: int) -> list[int]:

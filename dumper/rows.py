@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from tapscope.observe import RowRun, StepInfo
+from tapscope.observe import StepInfo
+from tapscope.tokenrows import padded_step
 
 
 def described(info: StepInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepInfo:
@@ -27,32 +27,6 @@ def described(info: StepInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     phase = phase if info.phase == "forward" else info.phase
     found = padded_step(info.step, phase, ids.tolist(), positions, valid, [str(i) for i in range(batch)])
     return replace(found, epoch=info.epoch)
-
-
-def padded_step(
-    step: int,
-    phase: str,
-    ids: Sequence[Sequence[int]],
-    positions: Sequence[Sequence[int]],
-    valid: Sequence[Sequence[bool]],
-    requests: Sequence[str],
-) -> StepInfo:
-    """A step over a padded ``[batch, sequence]`` grid; rows that are not valid are padding."""
-    tokens, places = np.asarray(ids, np.int64), np.asarray(positions, np.int64)
-    real = np.asarray(valid, bool)
-    if not real.any():
-        return StepInfo(step=step, phase=phase, grid=tokens.shape)
-    # A run ends where a row is padding or the next position is not the one that follows.
-    follows = np.zeros_like(real)
-    follows[:, 1:] = real[:, 1:] & real[:, :-1] & (places[:, 1:] == places[:, :-1] + 1)
-    starts = np.flatnonzero(real & ~follows)
-    counts = np.add.reduceat(real.reshape(-1).astype(np.int64), starts)
-    length = tokens.shape[1]
-    runs = tuple(
-        RowRun(requests[slot // length], int(places.reshape(-1)[slot]), int(count), 0, int(slot))
-        for slot, count in zip(starts, counts, strict=True)
-    )
-    return StepInfo(step=step, phase=phase, grid=tokens.shape, rows=runs, token_ids=tokens[real].tolist())
 
 
 def _past_length(cache: Any) -> int:

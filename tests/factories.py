@@ -31,7 +31,7 @@ class RunFactory:
         create_run(path, {"world_size": world, "mesh": self.mesh, "framework": "torch", "model": "toy", **manifest})
         self.writers = {rank: RankWriter(path, rank) for rank in range(world)}
         self._seq = dict.fromkeys(self.writers, 0)
-        self._fired: dict[tuple[int, str, int], int] = {}
+        self._fired: dict[tuple[int, str, int, int], int] = {}
         self._counts: dict[int, ledger.StepCounts] = {}
         self._info: StepInfo | None = None
         for rank, writer in self.writers.items():
@@ -95,20 +95,32 @@ class RunFactory:
         dims: str | None = None,
         rows: Sequence[tuple[int, int]] | None = None,
         keep: str = "full",
+        micro: int = 0,
     ) -> None:
         """Record one firing of the site."""
         assert self._info is not None, "call step() first"
         by_rank = values if isinstance(values, Mapping) else {0: values}
         for rank, array in by_rank.items():
-            self._put(site, rank, np.asarray(array), dims, rows, keep)
+            self._put(site, rank, np.asarray(array), dims, rows, keep, micro)
 
-    def _put(self, site: str, rank: int, array: Any, dims: str | None, rows: Any, keep: str) -> None:
+    def put_value(self, site: str, value: Any) -> None:
+        """Record a value that is no tensor, on rank 0."""
+        assert self._info is not None, "call step() first"
+        plain = {"type": type(value).__name__, "value": value}
+        item = Record(Key(site, self._info.step, 0), self._seq[0], None, (), value=plain)
+        self._seq[0] += 1
+        self._counts[0].seen += 1
+        self._counts[0].sent += 1
+        self.writers[0].lines(record.encode(item) + b"\n")
+
+    def _put(self, site: str, rank: int, array: Any, dims: str | None, rows: Any, keep: str, micro: int) -> None:
         assert self._info is not None
         contiguous = np.ascontiguousarray(array).reshape(array.shape)
         summary = summarize_array(contiguous)
-        occurrence = self._fired.get((rank, site, self._info.step), 0)
-        self._fired[rank, site, self._info.step] = occurrence + 1
-        key = Key(site, self._info.step, rank, occurrence)
+        place = rank, site, self._info.step, micro
+        occurrence = self._fired.get(place, 0)
+        self._fired[place] = occurrence + 1
+        key = Key(site, self._info.step, rank, occurrence, micro)
         dtype = contiguous.dtype.name
         item = Record(
             key,

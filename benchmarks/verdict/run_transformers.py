@@ -13,8 +13,8 @@ from benchmarks.verdict.patching import Patch, applied
 from benchmarks.verdict.setup import Setup
 from benchmarks.verdict.workload import BOS, Request, requests
 from tapscope import Dumper
-from tapscope.dumper.rows import padded_step
 from tapscope.observe import RowRun, StepInfo
+from tapscope.tokenrows import padded_step
 
 CHUNK = 5
 

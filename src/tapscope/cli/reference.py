@@ -52,7 +52,7 @@ def generate(model: Any, prompts: list[list[int]], work: Workload, dumper: "Dump
     """Run the workload; returns the new tokens of each request. Finished requests' rows count as padding."""
     import torch
 
-    from tapscope.dumper.rows import padded_step
+    from tapscope.tokenrows import padded_step
 
     batch = _Batch(prompts, work, _stop_ids(model))
     cache: Any = None
