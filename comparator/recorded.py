@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tapscope import text
-from tapscope.comparator.grids import Grid, grouped
+from tapscope.comparator.grids import Told, grouped
 from tapscope.errors import DataError
 from tapscope.record import FORWARD, Record
 from tapscope.run import Run
@@ -30,10 +30,8 @@ _Call = dict[str, Record]
 """What it says -> the record, of one call on one rank."""
 
 
-def recorded_grids(
-    run: Run, told: frozenset[int], steps: frozenset[int] | None
-) -> tuple[list[Grid], list[str], list[str]]:
-    """(grids of the steps that are not ``told``, what was assumed, what is doubtful).
+def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> Told:
+    """The grids of the steps that are not ``told``.
 
     A step of several micro-batches counts as not told where the token ids of each were recorded: a host that calls the
     model more than once a step tells the rows of the first call.
@@ -56,7 +54,7 @@ def _meaning(record: Record) -> str | None:
     return _NAMES.get(site.partition("[")[2].removesuffix("]"))
 
 
-def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> tuple[list[Grid], list[str], list[str]]:
+def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> Told:
     infos: dict[tuple[int, int], dict[int, Any]] = {}
     num_ambiguous = 0
     for rank, by_place in calls.items():
@@ -79,7 +77,7 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> tu
     if num_ambiguous:
         rows = text.plural(num_ambiguous, "row")
         doubts.append(f"{rows} of {run.name} may belong to several requests, none of them named: record rids as well")
-    return grids, notes, doubts
+    return Told(tuple(grids), tuple(notes), tuple(doubts))
 
 
 def _arguments(run: Run, call: _Call) -> Arguments | None:

@@ -6,12 +6,12 @@ is equal on both sides; where they part the request is *forked*, and its later r
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.grids import Grid, SideRows, StepRows, grids_of, lineages, selected
+from tapscope.comparator.grids import Grid, SideRows, StepRows, Told, grids_of, lineages, selected
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.recorded import recorded_grids
 from tapscope.comparator.requests import Fork, Partners, find_forks, match_requests
@@ -68,29 +68,27 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     options = options or CompareOptions()
     runs = baseline, target
     told = [_told(run, options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
-    notes, doubts = ([said for one in told for said in one[kind]] for kind in (1, 2))
-    mute = [run.name for run, (grids, *_) in zip(runs, told, strict=True) if not grids]
+    mute = [run.name for run, one in zip(runs, told, strict=True) if not one.grids]
     if mute:
         who = f"{mute[0]} does" if len(mute) == 1 else "both runs do"
-        notes = [f"{who} not say which token rows the steps hold: tensors are compared whole, step by step"]
-        return RowMap(SideRows({}), SideRows({}), notes=tuple(notes))
-    left, right = (trace(grids, lineages(run, grids)) for run, (grids, *_) in zip(runs, told, strict=True))
+        note = f"{who} not say which token rows the steps hold: tensors are compared whole, step by step"
+        return RowMap(SideRows({}), SideRows({}), notes=(note,))
+    left, right = (trace(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
     work = _Pairing((_Side(left), _Side(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
-    return work.row_map(forks, (*notes, *matching.notes, *unchecked), (*doubts, *matching.problems))
+    notes = (*told[0].notes, *told[1].notes, *matching.notes, *unchecked)
+    return work.row_map(forks, notes, (*told[0].doubts, *told[1].doubts, *matching.problems))
 
 
-def _told(
-    run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None
-) -> tuple[list[Grid], list[str], list[str]]:
+def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> Told:
     """The grids that the host told, and where it did not those that the recorded arguments of the model tell."""
     told = grids_of(run, steps, ranks)
-    read, notes, doubts = recorded_grids(run, frozenset(grid.step for grid in told), steps)
-    better = {grid.step for grid in read}
-    grids = [grid for grid in told if grid.step not in better] + selected(read, ranks)
-    return sorted(grids, key=lambda grid: (grid.step, grid.micro or 0, grid.ranks)), notes, doubts
+    read = recorded_grids(run, frozenset(grid.step for grid in told), steps)
+    better = {grid.step for grid in read.grids}
+    grids = [grid for grid in told if grid.step not in better] + selected(read.grids, ranks)
+    return replace(read, grids=tuple(sorted(grids, key=lambda grid: (grid.step, grid.micro or 0, grid.ranks))))
 
 
 class _Side:
