@@ -57,6 +57,9 @@ def is_parameter(site: str) -> bool:
 
 def _annotated(dims: Dims) -> Layout:
     t, b, s = (dims.index(name) for name in ("t", "b", "s"))
+    flat = next((i for i, dim in enumerate(dims.dims) if sorted(dim.names) == ["b", "s"] and not dim.sections), None)
+    if flat is not None:
+        return Layout((flat,), "annotated", swapped=dims.dims[flat].names[0] == "s")
     if t is not None:
         return Layout((t,), "annotated")
     if s is None:

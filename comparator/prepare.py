@@ -11,6 +11,7 @@ from tapscope.comparator.realise import realise
 from tapscope.comparator.rows import RowMap
 from tapscope.comparator.series import Series
 from tapscope.comparator.split import split_series
+from tapscope.comparator.turn import turned
 from tapscope.run import Run
 
 
@@ -72,8 +73,9 @@ class Preparer:
         left, broken_left, layout_left = self._laid_out(0, pair.baseline)
         right, broken_right, layout_right = self._laid_out(1, pair.target)
         layouts = layout_left, layout_right
+        left, right, odd = turned(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
-        problem = next((p for p in problems if p), "")
+        problem = next((p for p in (*problems, odd) if p), "")
         plan = Plan() if problem else self._aligner.plan(left, right, layouts)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))

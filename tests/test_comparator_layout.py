@@ -8,6 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Verdict, compare
+from tapscope.errors import NothingInCommonError
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -115,3 +116,64 @@ def test_a_table_that_has_the_grids_length_in_one_step_only_is_no_token_tensor(t
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         found = compare(one, two).findings[0]
     assert (found.verdict, found.layout) == (Verdict.SAME, "whole")
+
+
+@pytest.mark.parametrize(
+    ("dims", "axes", "shape"),
+    [
+        ("t d n", (0, 2, 1), None),
+        ("d t n", (2, 0, 1), None),
+        ("t (n*d)", (0, 1, 2), (8, 12)),
+        ("t 1 (n*d)", (0, 1, 2), (8, 1, 12)),
+        ("1 d n t", (2, 1, 0), (1, 4, 3, 8)),
+    ],
+)
+def test_axes_meet_by_name_in_whatever_order_they_lie(
+    tmp_path: Path, values: np.ndarray, dims: str, axes: tuple[int, ...], shape: tuple[int, ...] | None
+) -> None:
+    heads = values.reshape(8, 3, 4)
+    other = heads.transpose(axes).reshape(shape or tuple(heads.shape[i] for i in axes))
+    for left, right, names in ((heads, other, ("t n d", dims)), (other, heads, (dims, "t n d"))):
+        found = one_site(tmp_path / names[0].replace("*", "x"), left, right, *names)
+        assert (found.verdict, found.rows.compared) == (Verdict.SAME, 8)
+        wrong = right.copy()
+        wrong[(slice(None),) * names[1].split().index("t") + (5,)] += 1
+        found = one_site(tmp_path / "wrong" / names[0].replace("*", "x"), left, wrong, *names)
+        assert found.verdict is Verdict.DIFFERS
+        assert found.worst is not None
+        assert found.worst.position == 0  # the sixth row is the first of request b
+        assert found.worst.request == "b"
+
+
+def one_site(path: Path, left: np.ndarray, right: np.ndarray, left_dims: str, right_dims: str) -> Finding:
+    for name, array, dims in (("b", left, left_dims), ("t", right, right_dims)):
+        with RunFactory(path / name) as run:
+            run.step(grid=(8,), rows=PACKED_ROWS, token_ids=TOKENS)
+            run.put("layers.0:out", array, dims=dims)
+    with open_run(path / "b") as one, open_run(path / "t") as two:
+        return compare(one, two).findings[0]
+
+
+def test_axes_that_were_flattened_in_another_order_are_said(tmp_path: Path, values: np.ndarray) -> None:
+    flat = values.reshape(8, 3, 4).transpose(0, 2, 1).reshape(8, 12)
+    with pytest.raises(NothingInCommonError, match="flattened in another order"):
+        one_site(tmp_path, values, flat, "t (n*d)", "t (d*n)")
+
+
+def test_axes_of_a_weight_meet_by_name(tmp_path: Path, values: np.ndarray) -> None:
+    for name, array, dims in (("b", values, "o i"), ("t", values.T.copy(), "i o")):
+        with RunFactory(tmp_path / name) as run:
+            run.step()
+            run.put("layers.0:param[weight]", array, dims=dims)
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        assert compare(one, two).findings[0].verdict is Verdict.SAME
+
+
+@pytest.mark.parametrize(("dims", "axes"), [("(b*s) h", (0, 1, 2)), ("(s*b) h", (1, 0, 2)), ("h (s*b)", (2, 1, 0))])
+def test_batch_and_sequence_may_be_one_axis(
+    tmp_path: Path, values: np.ndarray, dims: str, axes: tuple[int, ...]
+) -> None:
+    grid = padded(values).transpose(axes)
+    flat = grid.reshape(12, -1) if axes[0] == 2 else grid.reshape(-1, 12)
+    found = diff(tmp_path, values, flat, dims)
+    assert (found.verdict, found.rows.compared) == (Verdict.SAME, 8)
