@@ -56,6 +56,8 @@ class Toy:
     prefix: str = ""
     hooks: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
     """Site -> what a bug does to its value, [tokens, width]."""
+    alone: str = ""
+    """Path of a row-parallel layer whose ranks do not add up: what rank 0 holds goes on."""
 
     def write(self, path: Path, prompts: Mapping[str, Sequence[int]], *, steps: Sequence[int] = ()) -> Run:
         """One step, or with ``steps`` the prompts cut at these positions: prefill, then chunks."""
@@ -156,6 +158,9 @@ class _Pass:
             for a, w in zip(np.split(x, tp, axis=1), np.split(weight, tp, axis=1), strict=True)
         ]
         self.write(f"{path}.partial:out", summands, "t h[tp:partial]", None)
+        if self.toy.alone == path:
+            self.write(f"{path}:out", summands, "t h # tp:replicated", weight)
+            return summands[0]
         return self.put(f"{path}:out", self.round(sum(summands)), "t h", weight)
 
     def round(self, x: Array) -> Array:

@@ -66,13 +66,14 @@ def find_damage(sample: Sample, inherited: float, sizes: dict[str, int], head_di
     error = _finite(sample.target - sample.baseline)
     odd = np.isfinite(sample.target) != np.isfinite(sample.baseline)
     error[odd] = np.broadcast_to(sample.size, error.shape)[odd]
-    rows = _stand_out(np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0], noise)
+    void = (sample.baseline == 0) & (sample.target == 0)
+    rows = _stand_out(np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0], noise, void.all(axis=1))
     if not len(rows):
         return None
     weighted = error[rows] / sample.size[rows]
     base = np.sqrt((_finite(sample.baseline[rows] / sample.size[rows]) ** 2).sum(axis=0))
     base = np.maximum(base, 0.25 * float(np.median(base)) or 1.0)
-    columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise)
+    columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise, void[rows].all(axis=0))
     if not len(columns):
         columns = np.arange(sample.baseline.shape[1])
     return Damage(sample, rows, columns, noise, sizes, head_dims)
@@ -88,13 +89,13 @@ def _finite(values: Array) -> Array:
     return np.where(np.isfinite(values), values, 0.0)
 
 
-def _stand_out(errors: Array, noise: float) -> Array:
-    """Indices of the errors that stand out, all that are not 0 where there is no gap."""
+def _stand_out(errors: Array, noise: float, void: Array) -> Array:
+    """Indices of the errors that stand out; all where there is no gap, or where the others are ``void`` of values."""
     largest = float(errors.max(initial=0.0))
     if largest == 0.0 or not largest > noise:
         return np.empty(0, np.int64)
     off = errors > max(BEYOND * noise, FAINT * largest)
     rest = float(errors[~off].max(initial=0.0))
-    if not off.any() or float(errors[off].min()) < GAP * rest:
+    if not off.any() or float(errors[off].min()) < GAP * rest or void[~off].all():
         return np.arange(len(errors))
     return np.flatnonzero(off)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.examine import Examined
+from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.casts import casts, overflow
 from tapscope.comparator.explain.damage import Damage, find_damage
 from tapscope.comparator.explain.explanation import Explanation, Tested
@@ -14,9 +15,10 @@ from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
 from tapscope.comparator.explain.moves import moves, shifts
+from tapscope.comparator.explain.norms import norms
 from tapscope.comparator.explain.order import orders
-from tapscope.comparator.explain.relatives import epsilons, relatives, summands, unsummed
-from tapscope.comparator.explain.rotary import turns
+from tapscope.comparator.explain.relatives import relatives, summands, unsummed
+from tapscope.comparator.explain.rotary import tables, turns
 from tapscope.comparator.explain.sample import Sample, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.trial import Trial, share_of
@@ -36,6 +38,8 @@ SLACK = 0.01
 MAX_EXPLAINED = 6
 """Divergences that are explained; later ones are rarely anybody's question."""
 MAX_LISTED = 8
+_BY_LINE = ("channel", "token")
+"""Families with a number for each line: theirs is 1 or 0 wherever nothing differs."""
 MIN_DIFFERENT = 4
 """Values that must differ from each other before agreement means anything."""
 
@@ -96,10 +100,24 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
         return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
     winner, tested = choose(damage, _trials(damage, kin))
     if winner is not None:
-        extent = describe(damage, kin.requests, kin.padded, counted=False)
+        extent = (
+            "" if _holds_everywhere(damage, winner, kin) else describe(damage, kin.requests, kin.padded, counted=False)
+        )
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
     extent = describe(damage, kin.requests, kin.padded, counted=True)
-    return Explanation("extent" if extent else "", "", 0.0, extent, tested, len(sample.baseline))
+    return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
+
+
+def _holds_everywhere(damage: Damage, winner: Tested, kin: Kin) -> bool:
+    """Whether the spared rows and columns obey the winner as well: it just changes nothing that shows there."""
+    if damage.is_everywhere or winner.name.partition(" ")[0] in _BY_LINE:
+        return damage.is_everywhere
+    rows, columns = map(np.arange, damage.sample.baseline.shape)
+    everywhere = replace(damage, rows=rows, columns=columns)
+    return any(
+        trial.name == winner.name and share_of(everywhere, trial.values) > winner.share - SLACK
+        for trial in _trials(everywhere, kin)
+    )
 
 
 def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Trial]:
@@ -116,6 +134,7 @@ def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float])
     yield from clamps(damage)
     yield from caps(damage)
     yield from turns(damage, thetas)
+    yield from tables(damage)
 
 
 def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
@@ -124,7 +143,8 @@ def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
         return
     others = list(kin.relatives())
     yield from relatives(damage, others)
-    yield from epsilons(damage, others)
+    yield from norms(damage, others)
+    yield from activations(damage, others)
     for axis, parts in kin.summands():
         yield from summands(damage, parts, axis)
     for axis, parts in kin.replicas():

@@ -19,7 +19,7 @@ class Explanation:
     """What the hypotheses say about one divergence."""
 
     name: str
-    """Family of the winner; ``extent`` where only the place is peculiar; empty where nothing is clear."""
+    """Family of the winner; empty where nothing is clear."""
     sentence: str
     """``target = 1.041 × baseline``, without the extent and the share."""
     share: float
@@ -40,8 +40,6 @@ class Explanation:
         """The whole sentence; empty where nothing is clear."""
         if not self.name:
             return ""
-        if self.name == "extent":
-            return f"only {self.extent} differ"
         where = f"in {self.extent}: " if self.extent else ""
         return f"{where}{self.sentence} (removes {percent(self.share)} of the error)"
 

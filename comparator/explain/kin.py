@@ -1,12 +1,13 @@
 """Kin: what the runs know around one culprit: sites beside it, summands and replicas of ranks, heads, padding."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.examine import Examined
 from tapscope.comparator.explain.relatives import Relative, Summand
-from tapscope.comparator.explain.sample import Sample, read_like, read_piece
+from tapscope.comparator.explain.sample import Sample, read_like, read_parts
 from tapscope.comparator.names import is_partial, reduced
 from tapscope.comparator.pieces import Piece, Summed, leaves
 from tapscope.comparator.prepare import Prepared, Preparer
@@ -75,19 +76,19 @@ class Kin:
             if side is None or one.pair.target is None or not is_partial(side.site) or reduced(side.site) != self._site:
                 continue
             ready = self._preparer.prepare(one.pair)
-            parts = list(self._parts(ready))
+            first = ready.right[0].piece
+            ranks = [_rank(part) for part in first.parts] if isinstance(first, Summed) else []
+            parts = list(self._parts(ready, ranks, _summand))
             if parts:
                 yield self._axis(ready.right[0]), parts
 
     def replicas(self) -> Iterator[tuple[str, list[Summand]]]:
         """What the other ranks of the target hold where all should hold the same."""
-        join = self._ready.plan.joins[0]
-        whole = self._ready.right[join.target]
-        for axis in dict.fromkeys(name for _, _, name in whole.replicas):
-            pieces = [other for _, other, name in whole.replicas if name == axis]
-            read = [(p, read_piece(self._sample, self._ready, self._preparer.row_map, p)) for p in pieces]
-            parts = [Summand(_rank(piece), values) for piece, values in read if values is not None]
-            if len(parts) == len(pieces):
+        first = self._ready.right[self._ready.plan.joins[0].target]
+        for axis in dict.fromkeys(name for _, _, name in first.replicas):
+            ranks = [_rank(other) for _, other, name in first.replicas if name == axis]
+            parts = list(self._parts(self._ready, ranks, _replica))
+            if len(parts) == len(ranks):
                 yield axis, parts
 
     @property
@@ -95,12 +96,13 @@ class Kin:
         assert self._culprit.target is not None
         return self._culprit.target.site
 
-    def _parts(self, ready: Prepared) -> Iterator[Summand]:
-        piece = ready.right[0].piece if len(ready.right) == 1 else None
-        for part in piece.parts if isinstance(piece, Summed) else ():
-            values = read_piece(self._sample, ready, self._preparer.row_map, part)
+    def _parts(
+        self, ready: Prepared, ranks: Sequence[int], part_of: Callable[[int, Whole], Piece | None]
+    ) -> Iterator[Summand]:
+        for rank in ranks:
+            values = read_parts(self._sample, ready, self._preparer.row_map, partial(part_of, rank))
             if values is not None:
-                yield Summand(_rank(part), values)
+                yield Summand(rank, values)
 
     def _axis(self, whole: Whole) -> str:
         found = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]
@@ -109,6 +111,15 @@ class Kin:
 
 def _rank(piece: Piece) -> int:
     return next(leaves(piece)).key.rank
+
+
+def _summand(rank: int, whole: Whole) -> Piece | None:
+    parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
+    return next((part for part in parts if _rank(part) == rank), None)
+
+
+def _replica(rank: int, whole: Whole) -> Piece | None:
+    return next((other for _, other, _ in whole.replicas if _rank(other) == rank), None)
 
 
 def _head_dims(manifest: Mapping[str, Any]) -> Iterator[int]:

@@ -96,11 +96,17 @@ def _say(source: Array, size: int, one_to_one: bool) -> str:
     count = len(source)
     moved = np.flatnonzero(source != np.arange(count))
     if not one_to_one:
+        offsets = source[moved] - moved
+        if len(moved) > 4 and (offsets == offsets[0]).mean() > FOUND:
+            by = abs(int(offsets[0])) * size
+            return (
+                f"target's columns hold what the baseline has {by} columns {'later' if offsets[0] > 0 else 'earlier'}"
+            )
         pairs = ", ".join(f"{j} holds {source[j]}" for j in moved[:4])
         more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
         return f"target's blocks of {size} columns are copies of other ones: {pairs}{more}"
     if count == 2:
-        return f"target has the two halves of each row swapped ({size} columns each, e.g. gate and up)"
+        return f"target has the two halves of each row swapped ({size} columns each: gate and up, or two ranks' shards)"
     if len(moved) == 2:
         return f"target has blocks {moved[0]} and {moved[1]} of {size} columns swapped (heads, or shards of ranks)"
     if np.array_equal(source, np.arange(count)[::-1]):

@@ -58,33 +58,6 @@ def _is_copy(value: Array, before: Array, noise: float) -> bool:
     return bool((np.abs(value - before) <= 2.0 * noise * np.abs(before)).all())
 
 
-def epsilons(damage: Damage, inputs: Iterable[Relative]) -> Iterator[Trial]:
-    """A norm with another epsilon: target / baseline = sqrt(m / (m + delta)), m the mean square (or the variance).
-
-    RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba et al. 2016 (arXiv 1607.06450).
-    """
-    before, after = np.nan_to_num(damage.before), np.nan_to_num(damage.after)
-    energy = (before * before).sum(axis=1)
-    factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > TINY)
-    if len(factor) < 4 or not (factor > 1e-6).all() or float(factor.std()) <= damage.noise:
-        return
-    for one in inputs:
-        values = one.values[damage.rows]
-        if not one.is_input or not np.isfinite(values).all():
-            continue
-        for what, mean in (("mean square", (values * values).mean(axis=1)), ("variance", values.var(axis=1))):
-            # 1 / factor^2 = 1 + delta / m, so delta is the slope over 1 / m; fitted on half, judged on the other half.
-            slope, x = factor**-2.0 - 1.0, 1.0 / np.maximum(mean, 1e-300)
-            deltas = [float((slope[i::2] * x[i::2]).sum() / (x[i::2] ** 2).sum()) for i in (1, 0)]
-            ratio = 1.0 + np.where(np.arange(len(x)) % 2 == 0, deltas[0], deltas[1]) * x
-            if not (ratio > 0).all():
-                continue
-            delta = float((slope * x).sum() / (x**2).sum())
-            more = "larger" if delta > 0 else "smaller"
-            sentence = f"the norm's epsilon is {more} by {abs(delta):.2g} (from the {what} of its input)"
-            yield Trial("epsilon", sentence, damage.before * (ratio**-0.5)[:, None], 1)
-
-
 def summands(damage: Damage, parts: list[Summand], axis: str) -> Iterator[Trial]:
     """One rank's summand stands for the sum over ``axis``."""
     for part in parts:

@@ -1,5 +1,6 @@
 """Sample: the rows of one site that hypotheses are tested on, of both sides, as numbers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -99,18 +100,25 @@ def read_like(sample: Sample, ready: Prepared, row_map: RowMap, side: int) -> Ar
     return _read(ready, Choice(joins, index, 0, sample.width, len(joins)), side)
 
 
-def read_piece(sample: Sample, ready: Prepared, row_map: RowMap, piece: Piece) -> Array | None:
-    """The same rows of a part of the target's only firing, e.g. one rank's summand; None where it lacks any."""
-    if len(ready.plan.joins) != 1 or sample.width != sample.baseline.shape[1]:
+def read_parts(
+    sample: Sample, ready: Prepared, row_map: RowMap, part_of: Callable[[Whole], Piece | None]
+) -> Array | None:
+    """The same rows of a part of the target's firings, e.g. of one rank's summands; None where it lacks any."""
+    if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
-    known, join = _Known(ready, row_map), ready.plan.joins[0]
+    known = _Known(ready, row_map)
     found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
-    index = np.array([place[1] for place in found if place is not None])
-    whole = ready.right[join.target]
-    if len(index) < len(found):
-        return None
-    values = rows_of(piece, whole.run, ready.layouts[1].axes, _index(join.target_rows, index)).astype(np.float64)
-    return values if values.shape == sample.target.shape else None
+    values = np.full(sample.target.shape, np.nan)
+    for number in {place[0] for place in found if place is not None}:
+        join = ready.plan.joins[number]
+        whole = ready.right[join.target]
+        piece = part_of(whole)
+        if piece is None or piece.shape != whole.shape:
+            return None
+        at = [i for i, place in enumerate(found) if place is not None and place[0] == number]
+        index = np.array([place[1] for i in at if (place := found[i]) is not None])
+        values[at] = rows_of(piece, whole.run, ready.layouts[1].axes, _index(join.target_rows, index))
+    return None if None in found else values
 
 
 class _Known:

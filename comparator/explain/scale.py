@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.trial import MIN_VALUES, Trial
+from tapscope.comparator.explain.trial import MIN_INTEGERS, MIN_VALUES, Trial
 
 Array = np.ndarray[Any, Any]
 
+MIN_RATE = 0.005
+"""Share of zeroed values that is no accident."""
 MIN_FIT = 4
 """Values that each half must have for every fitted number, at least."""
 
@@ -25,6 +27,7 @@ def constants(damage: Damage) -> Iterator[Trial]:
     if damage.sample.is_integer:
         return
     yield Trial("sign", "target = −baseline", -before)
+    yield from _dropout(before, after)
     for axis, size in damage.sizes.items():
         doubled = f"target = {size} × baseline: added up over {axis}={size} once too often (a doubled all-reduce)"
         yield Trial("all-reduce", doubled, before * size)
@@ -32,6 +35,20 @@ def constants(damage: Damage) -> Iterator[Trial]:
             f"target = baseline / {size}: one of {size} equal parts, or the mean over {axis}={size} instead of the sum"
         )
         yield Trial("all-reduce", shared, before / size)
+
+
+def _dropout(before: Array, after: Array) -> Iterator[Trial]:
+    """Some values are zero at random, the others are larger by 1 / (1 - p) (Srivastava et al. 2014)."""
+    lost = (after == 0) & (before != 0)
+    rate = float(lost.mean())
+    if MIN_RATE < rate < 1 - MIN_RATE and not lost.all(axis=0).any() and lost.sum() >= MIN_VALUES:
+        factor = float(_factor(before[~lost], after[~lost], None))
+        if abs(factor * (1.0 - rate) - 1.0) > 0.1:
+            return
+        sentence = (
+            f"{rate:.1%} of target's values are zero and the others {_number(factor)} × baseline (dropout left on)"
+        )
+        yield Trial("dropout", sentence, np.where(lost, 0.0, before * factor), 1)
 
 
 def scales(damage: Damage) -> Iterator[Trial]:
@@ -44,7 +61,7 @@ def scales(damage: Damage) -> Iterator[Trial]:
     if board.sum() >= MIN_VALUES:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
-        yield Trial("scale", f"target = {_number(factor)} × baseline", values, 1)
+        yield Trial("scale", f"target = {_number(factor)} × baseline{_known(factor, damage)}", values, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
             factors = _factor(before, after, axis)
@@ -56,7 +73,7 @@ def offsets(damage: Damage) -> Iterator[Trial]:
     """One summand for all values, one a channel, one a token."""
     before, after = _clean(damage)
     error = after - before
-    if error.size >= MIN_VALUES:
+    if error.size >= (MIN_INTEGERS if damage.sample.is_integer else MIN_VALUES):
         common = float(np.median(error)) if damage.sample.is_integer else float(error.mean())
         sign = "+" if common >= 0 else "−"
         yield Trial("offset", f"target = baseline {sign} {_number(abs(common))}", before + common, 1)
@@ -94,6 +111,15 @@ def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Ar
         numbers = np.expand_dims(fit(before[fitted_on], after[fitted_on], axis), axis)
         values[judged_on] = apply(before[judged_on], numbers)
     return values
+
+
+def _known(factor: float, damage: Damage) -> str:
+    """Where a factor may come from."""
+    for name, size in [("width", damage.sample.width), *(("head_dim", n) for n in damage.head_dims)]:
+        for sign, value in (("", size**0.5), ("1 / ", size**-0.5)):
+            if size > 1 and abs(factor / value - 1.0) < max(0.001, damage.noise):
+                return f" (= {sign}√{name}, {size})"
+    return ""
 
 
 def _number(value: float) -> str:

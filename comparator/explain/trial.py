@@ -10,6 +10,8 @@ Array = np.ndarray[Any, Any]
 
 MIN_VALUES = 16
 """Values below which agreement may be chance."""
+MIN_INTEGERS = 6
+"""The same for integers: they agree exactly or not at all."""
 MIN_CLOSER = 0.75
 """Share of the damaged values that must come closer: a few large ones must not speak for all."""
 ABOVE = 4.0
@@ -37,7 +39,8 @@ def share_of(damage: Damage, values: Array) -> float:
     removes the error of a value that was lost, and says nothing about where it went.
     """
     said = np.isfinite(values) & np.isfinite(damage.after) & np.isfinite(damage.before)
-    if said.sum() < MIN_VALUES or 4 * said.any(axis=1).sum() < len(said):
+    enough = MIN_INTEGERS if damage.sample.is_integer else MIN_VALUES
+    if said.sum() < enough or 4 * said.any(axis=1).sum() < len(said):
         return 0.0
     before, after, guess = (np.where(said, v, 0.0) * damage.weight for v in (damage.before, damage.after, values))
     floor = damage.noise**2 * float((before**2).sum())

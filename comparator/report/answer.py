@@ -136,6 +136,9 @@ def _where(report: "Report") -> str:
     if divergence.place is None:
         return ", ".join(parts)
     parts += [f"rank {divergence.place.rank}"] if divergence.place.rank is not None else []
+    why = divergence.explanation
+    if why is not None and why.extent and not why.is_clear:
+        parts.append(f"only {why.extent}")
     column = f", column {divergence.place.index[-1]}" if divergence.place.position is not None else ""
     return f"{', '.join(parts)}; {_extent(divergence.finding)} {divergence.place.text()}{column}"
 

@@ -1,0 +1,57 @@
+"""Norms: another epsilon, or a weight that is missing, or used as w in place of 1 + w.
+
+RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba et al. 2016 (arXiv 1607.06450).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.relatives import TINY, Relative
+from tapscope.comparator.explain.trial import Trial
+
+Array = np.ndarray[Any, Any]
+
+
+def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
+    """What the module's own input says, taken as that of a norm."""
+    for one in others:
+        if not one.is_input or not np.isfinite(one.values).all():
+            continue
+        values = one.values[damage.rows]
+        yield from _epsilons(damage, values)
+        centred = values - values.mean(axis=1, keepdims=True)
+        for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
+            plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), TINY))
+            plain = plain[:, damage.columns]
+            yield Trial("norm weight", f"target = {name} of its input without a weight", plain)
+            small = f"the weight is too small by 1 (w where 1 + w is meant, {name})"
+            yield Trial("norm weight", small, damage.before - plain)
+            large = f"the weight is too large by 1 (1 + w where w is meant, {name})"
+            yield Trial("norm weight", large, damage.before + plain)
+
+
+def _epsilons(damage: Damage, values: Array) -> Iterator[Trial]:
+    """target / baseline = sqrt(m / (m + delta)) for each token, m the mean square of its input, or the variance."""
+    before, after = np.nan_to_num(damage.before), np.nan_to_num(damage.after)
+    energy = (before * before).sum(axis=1)
+    factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > TINY)
+    known = factor > 1e-6
+    if known.sum() < 4 or not known.any() or float(factor[known].std()) <= damage.noise:
+        return
+    for what, mean in (("mean square", (values * values).mean(axis=1)), ("variance", values.var(axis=1))):
+        # 1 / factor^2 = 1 + delta / m, so delta is the slope over 1 / m; fitted on half, judged on the other half.
+        slope, x = np.where(known, factor, 1.0) ** -2.0 - 1.0, np.where(known, 1.0 / np.maximum(mean, TINY), 0.0)
+        parts = [(float((slope[i::2] * x[i::2]).sum()), float((x[i::2] ** 2).sum())) for i in (1, 0)]
+        if min(square for _, square in parts) <= 0.0:
+            continue
+        deltas = [product / square for product, square in parts]
+        ratio = 1.0 + np.where(np.arange(len(x)) % 2 == 0, deltas[0], deltas[1]) * x
+        if not (ratio > 0).all():
+            continue
+        delta = sum(product for product, _ in parts) / sum(square for _, square in parts)
+        more = "larger" if delta > 0 else "smaller"
+        sentence = f"the norm's epsilon is {more} by {abs(delta):.2g} (from the {what} of its input)"
+        yield Trial("epsilon", sentence, damage.before * (ratio**-0.5)[:, None], 1)
