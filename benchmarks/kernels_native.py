@@ -23,13 +23,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64")
 
 
 def best_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Fastest time of each call; rounds are interleaved so that a busy neighbour slows all of them alike."""
+    """Fewest seconds of processor time of each call; rounds are interleaved so that a busy neighbour slows all alike."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             call()
-            best[name] = min(best[name], time.perf_counter() - start)
+            best[name] = min(best[name], time.thread_time() - start)
     return best
 
 

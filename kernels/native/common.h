@@ -8,6 +8,8 @@
 #include <cstring>
 #include <type_traits>
 
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector is passed to a function that is not inlined
+
 #define TS_ABI 5  // equals ABI in library.py
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__

@@ -3,8 +3,8 @@
 // Three ways, chosen per pair of dtypes: float32 sums within a block, checked afterwards and redone in double where
 // float32 cannot be trusted (non-finite values, extreme magnitudes); double throughout; and exact integers.
 
-#include "decode.h"
 #include "lanes.h"
+#include "widen.h"
 
 namespace ts {
 namespace {
@@ -15,17 +15,37 @@ __extension__ typedef __int128 Wide;
 
 using FloatBlock = bool (*)(const Sides&, const Tolerance&, Row*);
 
-#define TS_BLOCK(name, A, B)                                                      \
-    TS_CLONES bool name(const Sides& sides, const Tolerance& t, Row* row) {       \
-        if (t.any) return float_block<A, B, true>(sides, t, row);                 \
-        return float_block<A, B, false>(sides, t, row);                           \
-    }
-TS_BLOCK(float32_block, Float32, Float32)
-TS_BLOCK(float16_block, Float16, Float16)
-TS_BLOCK(bfloat16_block, BFloat16, BFloat16)
-TS_BLOCK(float32_bfloat16_block, Float32, BFloat16)
-TS_BLOCK(bfloat16_float32_block, BFloat16, Float32)
-#undef TS_BLOCK
+// A target is written out rather than cloned, because a clone is made too late to keep such wide vectors in registers.
+#ifdef TS_WIDE
+template <class A, class B, bool kTolerance>
+TS_WIDE bool wide_float_block(const Sides& sides, const Tolerance& t, Row* row) {
+    return float_block<A, B, kTolerance>(sides, t, row);
+}
+
+template <class A, class B, bool kTolerance>
+TS_AVX2 bool avx2_float_block(const Sides& sides, const Tolerance& t, Row* row) {
+    return float_block<A, B, kTolerance>(sides, t, row);
+}
+#endif
+
+template <class A, class B, bool kTolerance>
+bool plain_float_block(const Sides& sides, const Tolerance& t, Row* row) {
+    return float_block<A, B, kTolerance>(sides, t, row);
+}
+
+template <class A, class B, bool kTolerance>
+FloatBlock for_this_processor() {
+#ifdef TS_WIDE
+    if (kWide) return wide_float_block<A, B, kTolerance>;
+    if (kAvx2) return avx2_float_block<A, B, kTolerance>;
+#endif
+    return plain_float_block<A, B, kTolerance>;
+}
+
+template <class A, class B>
+FloatBlock float_block_of(bool any_tolerance) {
+    return any_tolerance ? for_this_processor<A, B, true>() : for_this_processor<A, B, false>();
+}
 
 // ---- double, everything masked
 
@@ -118,14 +138,28 @@ using PlainBlock = void (*)(const Sides&, const Tolerance&, Row*);
 // ---- dispatch
 
 TS_CLONES void to_float(int dtype, const uint8_t* bytes, int64_t n, float* out) { decode_number(dtype, bytes, n, out); }
+
+// Whether 52 bits hold every value of a block of integers: then float64 subtracts them exactly.
+TS_CLONES bool are_small(int dtype, const uint8_t* bytes, int64_t n) {
+    if (!is_wide_integer(dtype)) return true;
+    uint64_t any = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t value = load<int64_t>(bytes, i);
+        any |= static_cast<uint64_t>(dtype == kInt64 ? value ^ (value >> 63) : value);
+    }
+    return any < uint64_t(1) << 52;
+}
+
 TS_CLONES void to_double(int dtype, const uint8_t* bytes, int64_t n, double* out) { decode_number(dtype, bytes, n, out); }
 
-FloatBlock choose_float(int a, int b) {
-    if (a == b && a == kBFloat16) return bfloat16_block;
-    if (a == b && a == kFloat16) return float16_block;
-    if (a == kFloat32 && b == kBFloat16) return float32_bfloat16_block;
-    if (a == kBFloat16 && b == kFloat32) return bfloat16_float32_block;
-    return float32_block;
+FloatBlock choose_float(int a, int b, bool any_tolerance) {
+    if (a == kBFloat16 && b == kBFloat16) return float_block_of<BFloat16, BFloat16>(any_tolerance);
+    if (a == kFloat16 && b == kFloat16) return float_block_of<Float16, Float16>(any_tolerance);
+    if (a == kFloat32 && b == kFloat16) return float_block_of<Float32, Float16>(any_tolerance);
+    if (a == kFloat16 && b == kFloat32) return float_block_of<Float16, Float32>(any_tolerance);
+    if (a == kFloat32 && b == kBFloat16) return float_block_of<Float32, BFloat16>(any_tolerance);
+    if (a == kBFloat16 && b == kFloat32) return float_block_of<BFloat16, Float32>(any_tolerance);
+    return float_block_of<Float32, Float32>(any_tolerance);
 }
 
 PlainBlock choose_exact(int a, int b) {
@@ -139,14 +173,21 @@ class Comparison {
     Comparison(int a, int b, double atol, double rtol) : types_{a, b}, tolerance_(atol, rtol) {
         exact_ = is_integer(a) && is_integer(b) && (is_wide_integer(a) || is_wide_integer(b));
         float_ = fits_float(a) && fits_float(b) && tolerance_.fits_float;
-        block_ = choose_float(a, b);
-        direct_ = block_ != float32_block;
+        const int read_a = is_byte(a) ? kBFloat16 : a, read_b = is_byte(b) ? kBFloat16 : b;
+        block_ = choose_float(read_a, read_b, tolerance_.any);
+        as_floats_ = block_ == choose_float(kFloat32, kFloat32, tolerance_.any);
     }
 
     void block(const Sides& sides, Row* row) {
-        if (exact_) return choose_exact(types_[0], types_[1])(whole(sides), tolerance_, row);
-        if (float_ && block_(direct_ ? sides : floats(sides), tolerance_, row)) return;
-        double_block(doubles(sides), tolerance_, row);
+        if (exact_ && !(are_small(types_[0], sides.baseline, sides.count) && are_small(types_[1], sides.target, sides.count))) {
+            return choose_exact(types_[0], types_[1])(whole(sides), tolerance_, row);
+        }
+        if (float_ && block_(as_floats_ ? floats(sides) : halves(sides), tolerance_, row)) return;
+        const Sides s = doubles(sides);
+        for (int64_t start = 0; start < s.count; start += kPart) {
+            const int64_t count = s.count - start < kPart ? s.count - start : kPart;
+            double_block({s.baseline + start * 8, s.target + start * 8, count, s.column + start}, tolerance_, row);
+        }
     }
 
     void row(const uint8_t* baseline, const uint8_t* target, int64_t width, Row* row) {
@@ -159,39 +200,50 @@ class Comparison {
     }
 
   private:
-    template <class Widen>
-    Sides widened(const Sides& s, int kept, int also_kept, Widen widen) {
+    static constexpr int64_t kPart = 512;  // of a block in double: the place of its largest distance is looked for
+
+    template <class Kept, class Widen>
+    Sides widened(const Sides& s, Kept kept, Widen widen) {
         Sides out = s;
         const uint8_t** sides[] = {&out.baseline, &out.target};
         for (int i = 0; i < 2; ++i) {
-            if (types_[i] == kept || types_[i] == also_kept) continue;
+            if (kept(types_[i])) continue;
             widen(types_[i], *sides[i], s.count, room_[i]);
             *sides[i] = reinterpret_cast<const uint8_t*>(room_[i]);
         }
         return out;
     }
 
+    Sides halves(const Sides& s) {
+        const auto kept = [](int type) { return !is_byte(type); };
+        return widened(s, kept, [](int type, const uint8_t* bytes, int64_t n, void* out) {
+            bytes_to_bfloat16(type, bytes, n, static_cast<uint16_t*>(out));
+        });
+    }
+
     Sides floats(const Sides& s) {
-        return widened(s, kFloat32, kFloat32, [](int type, const uint8_t* bytes, int64_t n, void* out) {
+        const auto kept = [](int type) { return type == kFloat32; };
+        return widened(s, kept, [](int type, const uint8_t* bytes, int64_t n, void* out) {
             to_float(type, bytes, n, static_cast<float*>(out));
         });
     }
 
     Sides doubles(const Sides& s) {
-        return widened(s, kFloat64, kFloat64, [](int type, const uint8_t* bytes, int64_t n, void* out) {
+        const auto kept = [](int type) { return type == kFloat64; };
+        return widened(s, kept, [](int type, const uint8_t* bytes, int64_t n, void* out) {
             to_double(type, bytes, n, static_cast<double*>(out));
         });
     }
 
     Sides whole(const Sides& s) {
-        return widened(s, kInt64, kUint64, [](int type, const uint8_t* bytes, int64_t n, void* out) {
+        return widened(s, is_wide_integer, [](int type, const uint8_t* bytes, int64_t n, void* out) {
             decode_integer(type, bytes, n, static_cast<int64_t*>(out));
         });
     }
 
     int types_[2];
     Tolerance tolerance_;
-    bool exact_, float_, direct_;
+    bool exact_, float_, as_floats_;
     FloatBlock block_;
     alignas(64) double room_[2][kBlock];
 };

@@ -36,12 +36,12 @@ struct Sides {  // one block: the bytes of both sides, its length and its first 
 // First index where same(i) holds, or n. Without a branch inside a stretch, so that the compiler can vectorise it.
 template <class Same>
 TS_INLINE int64_t find_first(int64_t n, Same same) {
-    constexpr int64_t kStretch = 256;
-    for (int64_t start = 0; start < n; start += kStretch) {
-        const uint32_t count = static_cast<uint32_t>(n - start < kStretch ? n - start : kStretch);
+    constexpr int64_t kLook = 256;
+    for (int64_t start = 0; start < n; start += kLook) {
+        const uint32_t count = static_cast<uint32_t>(n - start < kLook ? n - start : kLook);
         uint32_t first = count;
         for (uint32_t i = 0; i < count; ++i) {
-            const uint32_t place = same(start + i) ? i : kStretch;
+            const uint32_t place = same(start + i) ? i : kLook;
             first = place < first ? place : first;
         }
         if (first < count) return start + first;
