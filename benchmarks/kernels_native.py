@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64")
 
 
 def best_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Least processor time of each call, in seconds; rounds are interleaved so that a busy neighbour slows all alike."""
+    """Least processor time of each call, in seconds; rounds are interleaved so a busy neighbour slows all alike."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():

@@ -8,7 +8,7 @@ import numpy as np
 
 from tapscope import dtypes
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.channels import QUIET, worst_channel
+from tapscope.comparator.channels import MIN_ROWS, QUIET, worst_channel
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
@@ -21,7 +21,7 @@ from tapscope.comparator.spread import NOTHING, Spread, row_errors, spread_of
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
 from tapscope.errors import DataError
-from tapscope.kernels.native import RowMeasures
+from tapscope.kernels.native import relative_l2
 
 Array = np.ndarray[Any, Any]
 
@@ -140,10 +140,11 @@ class Examiner:
         row = int(np.argmax(np.where(measured.rows.nonfinite_mismatch > 0, np.inf, errors)))
         odd = np.flatnonzero(measured.rows.equal < measured.rows.width)
         permuted = _is_permuted(measured, odd, ready)
+        scans = len(odd) and len(errors) >= MIN_ROWS and not one.is_exact
         return replace(
             one,
             basis="values",
-            spread=spread_of(measured, QUIET if one.is_exact or not len(odd) else worst_channel(ready)),
+            spread=spread_of(measured, errors, worst_channel(ready) if scans else QUIET),
             worst=self._place(measured, row, ready),
             steps=_steps(measured, errors, ready.right),
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
@@ -255,23 +256,13 @@ def _numbers(measured: Measured) -> Numbers:
 def _steps(measured: Measured, errors: Array, right: Sequence[Whole]) -> tuple[StepResult, ...]:
     """One result a target step, in order; steps whose hashes are equal have none."""
     step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
-    found = []
-    for step in np.unique(step_of):
-        rows = np.flatnonzero(step_of == step)
-        found.append(
-            StepResult(
-                int(step),
-                len(rows),
-                float(measured.rows.max_abs[rows].max()),
-                _relative(measured.rows, rows),
-                float(errors[rows].max()),
-            )
-        )
-    return tuple(found)
-
-
-def _relative(measures: RowMeasures, rows: Array) -> float:
-    diff, base = float(measures.sum_sq_diff[rows].sum()), float(measures.sum_sq_baseline[rows].sum())
-    if base == 0.0:
-        return 0.0 if diff == 0.0 else float("inf")
-    return float(np.sqrt(diff / base))
+    order = np.argsort(step_of, kind="stable")
+    step_of = step_of[order]
+    starts = np.flatnonzero(np.concatenate([[True], step_of[1:] != step_of[:-1]]))
+    rows = measured.rows
+    largest = np.maximum.reduceat(rows.max_abs[order], starts).tolist()
+    diff, base = (np.add.reduceat(x[order], starts).tolist() for x in (rows.sum_sq_diff, rows.sum_sq_baseline))
+    worst = np.maximum.reduceat(errors[order], starts).tolist()
+    counts = np.diff(starts, append=len(order)).tolist()
+    relative = map(relative_l2, diff, base)
+    return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst))

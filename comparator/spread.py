@@ -11,6 +11,7 @@ import numpy as np
 
 from tapscope.comparator.channels import QUIET, Channel
 from tapscope.comparator.measure import Measured
+from tapscope.comparator.quantiles import median, quantiles
 
 Array = np.ndarray[Any, Any]
 
@@ -55,26 +56,26 @@ def row_errors(measured: Measured) -> Array:
     """[rows] relative error of each row; inf where only the target is not zero."""
     rows = measured.rows
     size = np.sqrt(rows.sum_sq_baseline)
-    typical = float(np.median(size)) if len(size) else 0.0
+    typical = median(size) if len(size) else 0.0
     return _ratio(np.sqrt(rows.sum_sq_diff), np.maximum(size, _SMALL_ROW * typical))
 
 
-def spread_of(measured: Measured, channel: Channel = QUIET) -> Spread:
-    """The spread over the rows that were read; rows known equal by their hash do not dilute it."""
+def spread_of(measured: Measured, errors: Array, channel: Channel = QUIET) -> Spread:
+    """The spread over the rows that were read, given their :func:`row_errors`; rows known equal by their hash do not
+    dilute it."""
     rows = measured.rows
     if not len(rows) or not rows.sum_sq_diff.any():
         return NOTHING
-    errors = row_errors(measured)
     rms = np.sqrt(rows.sum_sq_baseline / np.maximum(rows.width, 1))
     element = _ratio(rows.max_abs, np.maximum(np.abs(measured.at_worst), rms))
     gains = np.divide(rows.dot, rows.sum_sq_baseline, out=np.ones(len(rows)), where=rows.sum_sq_baseline > 0) - 1
-    gain = float(np.median(gains))
+    gain = median(gains)
     return Spread(
         len(rows),
-        tuple(float(np.quantile(errors, q, method="higher")) for q in QUANTILES),
-        float(np.median(element)),
+        quantiles(errors, QUANTILES),
+        median(element),
         gain,
-        1.4826 * float(np.median(np.abs(gains - gain))),
+        1.4826 * median(np.abs(gains - gain)),
         float(element.max()),
         channel.gain,
         channel.noise,

@@ -7,7 +7,7 @@ precision of a float32 block.
 from tapscope.kernels.native.compare import compare_rows
 from tapscope.kernels.native.filled import filled
 from tapscope.kernels.native.library import backend, use_backend
-from tapscope.kernels.native.measure import Measure, RowMeasures
+from tapscope.kernels.native.measure import Measure, RowMeasures, relative_l2
 from tapscope.kernels.native.reference import Summary
 from tapscope.kernels.native.summary import digest_of, summarize, summarize_array, take
 
@@ -19,6 +19,7 @@ __all__ = [
     "compare_rows",
     "digest_of",
     "filled",
+    "relative_l2",
     "summarize",
     "summarize_array",
     "take",

@@ -103,23 +103,22 @@ class RowMeasures:
 
     def total(self) -> Measure:
         """All rows as one."""
-        count, finite = int(self.width.sum()), int(self.finite.sum())
-        usable = np.flatnonzero(self.argmax >= 0)
-        row = int(usable[np.argmax(self.max_abs[usable])]) if usable.size else -1
-        diff, base, target, dot = (
-            float(getattr(self, name).sum()) for name in ("sum_sq_diff", "sum_sq_baseline", "sum_sq_target", "dot")
-        )
+        count, finite = _sum(self.width), _sum(self.finite)
+        distances = np.where(self.argmax >= 0, self.max_abs, -1.0)
+        row = int(distances.argmax()) if len(distances) else -1
+        row = row if row >= 0 and distances[row] >= 0.0 else -1
+        diff, base, target, dot = map(_sum, (self.sum_sq_diff, self.sum_sq_baseline, self.sum_sq_target, self.dot))
         return Measure(
             max_abs=float(self.max_abs[row]) if row >= 0 else 0.0,
             worst_row=row,
             worst_col=int(self.argmax[row]) if row >= 0 else -1,
-            mean_abs=float(self.sum_abs.sum()) / finite if finite else 0.0,
-            rel_l2=_relative(diff, base),
+            mean_abs=_sum(self.sum_abs) / finite if finite else 0.0,
+            rel_l2=relative_l2(diff, base),
             rel=_share(diff, base, target),
             cosine=_cosine(dot, base, target),
             count=count,
             finite=finite,
-            **{name: int(getattr(self, name).sum()) for name in _COUNTS},
+            **{name: _sum(getattr(self, name)) for name in _COUNTS},
         )
 
 
@@ -134,7 +133,13 @@ def empty(rows: int, width: int) -> RowMeasures:
     return RowMeasures(**floats, **integers, width=np.full(rows, width, np.int64))
 
 
-def _relative(diff: float, base: float) -> float:
+def _sum(values: Array) -> Any:
+    """The sum as a Python number; a few are added faster without numpy."""
+    return sum(values.tolist()) if len(values) <= 64 else values.sum().item()
+
+
+def relative_l2(diff: float, base: float) -> float:
+    """See :attr:`Measure.rel_l2`; both are sums of squares."""
     if base == 0.0 or math.isinf(diff):
         return 0.0 if diff == 0.0 else math.inf
     return math.sqrt(diff / base)

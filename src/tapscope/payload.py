@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,6 +63,7 @@ class SegmentPayloads:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._files = MappedFiles()
+        self._paths: dict[tuple[int, str], Path] = {}
 
     def array(self, record: Record) -> Array:
         """See :class:`Payloads`."""
@@ -69,7 +71,7 @@ class SegmentPayloads:
         assert entry is not None
         assert record.dtype is not None
         dtype = dtypes.numpy_dtype(record.dtype)
-        expected = int(np.prod(record.shape, dtype=np.int64)) * dtype.itemsize
+        expected = prod(record.shape) * dtype.itemsize
         if entry.offset < 0:
             raise RunCorruptError(f"{path}: {record.key.tensor_name} lies at {entry.offset}, before the file")
         if expected != entry.nbytes:
@@ -109,4 +111,7 @@ class SegmentPayloads:
 
     def _path(self, record: Record) -> Path:
         assert record.entry is not None
-        return segment_path(self._run, record.key.rank, record.entry.file)
+        place = record.key.rank, record.entry.file
+        if place not in self._paths:
+            self._paths[place] = segment_path(self._run, *place)
+        return self._paths[place]
