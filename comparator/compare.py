@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.match import Pair, match
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.overrides import assume_meshes, override_dims
+from tapscope.comparator.pool import examine_all
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rows import RowMap, map_rows
 from tapscope.comparator.rules import Rule, check_rules, compile_rules
@@ -187,12 +189,8 @@ def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
 
 
 def _examine(examiner: Examiner, pairs: Sequence[Pair], progress: Progress | None) -> list[Examined]:
-    examined = []
-    for done, pair in enumerate(pairs, 1):
-        examined.append(examiner.examine(pair))
-        if progress is not None:
-            progress(done, len(pairs))
-    return examined
+    done = count(1)
+    return examine_all(examiner, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
 
 
 def _header(run: Run, records: int) -> Header:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,6 +73,14 @@ class Examined:
         return are_masks(*names) or not any(map(dtypes.is_float, names))
 
 
+class Look(NamedTuple):
+    """A pair compared, before dims are suggested."""
+
+    one: Examined
+    ready: Prepared | None = None
+    """None where there is nothing to suggest."""
+
+
 @dataclass(slots=True)
 class Examiner:
     """Compares pairs of one comparison."""
@@ -86,15 +94,19 @@ class Examiner:
 
     def examine(self, pair: Pair) -> Examined:
         """Compare one pair; what cannot be compared says why, only a broken program raises."""
+        return self.advised(self.look(pair))
+
+    def look(self, pair: Pair) -> Look:
+        """The greater part of :meth:`examine`, which several threads may do at once."""
         if pair.baseline is None or pair.target is None:
             series = pair.baseline or pair.target
             assert series is not None
             only = _side(series, series.first.shape)
             mine, other = (only, None) if pair.baseline else (None, only)
             notes = (pair.note,) if pair.note else ()
-            return Examined(pair=pair, site=series.site, baseline=mine, target=other, notes=notes)
+            return Look(Examined(pair=pair, site=series.site, baseline=mine, target=other, notes=notes))
         if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
-            return _examine_values(pair, self.preparer.shift_steps)
+            return Look(_examine_values(pair, self.preparer.shift_steps))
         ready = self.preparer.prepare(pair)
         one = Examined(
             pair=pair,
@@ -110,14 +122,18 @@ class Examiner:
             warnings=ready.warnings,
         )
         try:
-            return self._advised(one, ready) if one.problem else one if one.apart else self._compare(one, ready)
+            return Look(one, ready) if one.problem else Look(one if one.apart else self._compare(one, ready))
         except WidthError as error:
-            return self._advised(replace(one, problem=str(error)), ready)
+            return Look(replace(one, problem=str(error)), ready)
         except DataError as error:
-            return replace(one, problem=str(error))
+            return Look(replace(one, problem=str(error)))
 
-    def _advised(self, one: Examined, ready: Prepared) -> Examined:
-        """With the dims that would explain what could not be put together, where there are such."""
+    def advised(self, look: Look) -> Examined:
+        """With the dims that would explain what could not be put together, where there are such; one pair after the
+        other, for a suggestion depends on those before it."""
+        one, ready = look
+        if ready is None:
+            return one
         broken = any(w.problem for w in (ready.left[0], ready.right[0]))
         advice = self._suggester.suggest(one.pair, broken=broken)
         return replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)

@@ -108,3 +108,20 @@ def test_equal_statistics_with_unequal_hashes_are_close_and_said(tmp_path: Path)
     found = finding(tmp_path, value, moved, "stats")
     assert found.verdict is Verdict.CLOSE
     assert finding(tmp_path / "same", value, value, "stats").verdict is Verdict.SAME
+
+
+# ---- threads
+
+
+def test_the_report_does_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [8, 70_000, 16, 90_000, 80_000, 8]
+    values = {f"layers.{i}:out": normal(ROWS, size, seed=i) for i, size in enumerate(sizes)}
+    spoiled = {site: value * np.float32(1.5 if "3" in site else 1 + 2**-22) for site, value in values.items()}
+    spoiled["layers.4:out"] = spoiled["layers.4:out"][:, :-1]
+    one, two = write(tmp_path / "base", values), write(tmp_path / "target", spoiled)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, n=threads: set(range(n)), raising=False)
+        found.append(list(report(one, two).to_json()))
+    assert found[0] == found[1]
+    assert sum(line.get("verdict") == "differs" for line in found[0]) == 1
