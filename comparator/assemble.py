@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tapscope import dims as dims_grammar
 from tapscope.comparator.merge import is_plain, merge
+from tapscope.comparator.numbered_rows import with_rows
 from tapscope.comparator.pieces import Leaf, Piece, digest, is_joined, leaves
 from tapscope.comparator.places import Places
 from tapscope.comparator.series import Firing
@@ -77,6 +78,8 @@ def assemble(run: Run, places: Places, firing: Firing) -> Whole:
     except (UnassembledError, DimsError) as error:
         return Whole(run, records, None, dims, str(error))
     ((_, piece),) = work.items
+    if work.rows is not None:
+        records = with_rows(records, work.rows)
     return Whole(run, records, piece, dims, "", tuple(work.replicas), tuple(work.notes), tuple(work.warnings))
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, Select, leaves, read, view
+from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, leaves
+from tapscope.comparator.read import Select, read, view
 from tapscope.run import Run
 
 Rows = Array | slice

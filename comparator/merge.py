@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tapscope.axes import STAGES, Dim, Dims, Shard
+from tapscope.comparator.numbered_rows import numbered_rows
 from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, digest, leaves
 from tapscope.comparator.places import Coords, Places, active, projected
 from tapscope.comparator.sequences import dealt_lengths
@@ -24,6 +25,8 @@ class Work:
     replicas: list[tuple[Piece, Piece, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    rows: tuple[tuple[int, int], ...] | None = None
+    """Token rows of the whole, where another port numbers them."""
 
     def groups(self, axes: Iterable[str]) -> list[list[tuple[Coords, Piece]]]:
         """Items that differ in ``axes`` only, by coordinate."""
@@ -55,7 +58,12 @@ def merge(run: Run, places: Places, records: Sequence[Record], dims: Dims | None
     _check_places(records, stood)
     said = [*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or ""] if dims else []
     kept = projected(stood, said)
-    work = Work(places, [(place, Leaf(r)) for place, r in zip(kept, records, strict=True)], dims)
+    pieces: Sequence[Piece] = [Leaf(r) for r in records]
+    work = Work(places, [], dims)
+    if dims is not None and dims.rows:
+        numbered = numbered_rows(run, places, records, dims)
+        pieces, work.rows = numbered.pieces, numbered.rows
+    work.items = list(zip(kept, pieces, strict=True))
     if dims is not None:
         _pick_replicas(work, dims, stood)
     _drop_empty(work)
@@ -141,6 +149,7 @@ def _places(found: Sequence[int | None]) -> str:
 def _put_together(work: Work, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:
     if shard.partial:
         _check_summands(work, parts, shard.axis)
+    if shard.partial or (work.rows is not None and dim.names == ("t",)):  # numbered rows are placed where they belong
         return Summed(tuple(parts))
     rests = {(*p.shape[:axis], *p.shape[axis + 1 :]) for p in parts}
     if len(rests) > 1:

@@ -1,8 +1,9 @@
 """Places: where each rank stands in the mesh, and which ranks differ along which of its axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tapscope.record import Key, Record
 from tapscope.run import Run
 
 Coords = Mapping[str, int]
@@ -17,6 +18,14 @@ class Places:
     """Mesh axis -> number of ranks along it."""
     coords: Mapping[int, Coords]
     """Rank -> where it stands. A rank without a place stands on the axis ``rank`` alone."""
+
+    _records: dict[Key, Record] = field(default_factory=dict, compare=False)
+
+    def record(self, run: Run, key: Key) -> Record | None:
+        """The record of a key, or None; the index over all of the run's records is made when first asked for."""
+        if not self._records:
+            self._records.update((r.key, r) for r in run.records)
+        return self._records.get(key)
 
     def size(self, axis: str) -> int:
         """Ranks along an axis; 1 where the mesh does not have it."""

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.comparator.mapfile import read_maps
-from tapscope.comparator.pieces import read
 from tapscope.comparator.places import places_of
+from tapscope.comparator.read import read
 from tapscope.comparator.realise import realise
 from tapscope.comparator.recipe import Fused, Part
 from tapscope.comparator.series import made_of, series_of

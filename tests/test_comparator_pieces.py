@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator.blocks import blocks
-from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, Summed, Turned, is_joined, leaves, read, view
+from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned, is_joined, leaves
+from tapscope.comparator.read import read, view
 from tapscope.run import Run, open_run
 
 SHAPE = (4, 3, 5)
@@ -31,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @st.composite
 def pieces(draw: st.DrawFn, run: Run, depth: int = 3) -> tuple[Piece, Array]:
     """A random expression and the array it stands for."""
-    kind = draw(st.sampled_from(["leaf", "cut", "joined", "summed", "turned"])) if depth else "leaf"
+    kind = draw(st.sampled_from(["leaf", "cut", "joined", "summed", "turned", "placed"])) if depth else "leaf"
     if kind == "leaf":
         record = run.records[draw(st.integers(0, NUM - 1))]
         return Leaf(record), np.array(run.array(record))
@@ -44,6 +45,13 @@ def pieces(draw: st.DrawFn, run: Run, depth: int = 3) -> tuple[Piece, Array]:
     if kind == "turned":
         order = tuple(draw(st.permutations(range(3))))
         return Turned(order, piece), array.transpose(order)
+    if kind == "placed":
+        rows = np.array(draw(st.lists(st.integers(-1, 4), min_size=array.shape[axis], max_size=array.shape[axis])))
+        total = np.zeros((*array.shape[:axis], 5, *array.shape[axis + 1 :]))
+        for i, row in enumerate(rows.tolist()):
+            if row >= 0:
+                total[(slice(None),) * axis + (row,)] += np.take(array, i, axis)
+        return Placed(axis, rows.astype(np.int64), 5, piece), total
     if kind == "summed":
         return Summed((piece, piece)), array.astype(np.float64) * 2
     halves = draw(st.integers(0, piece.shape[axis]))

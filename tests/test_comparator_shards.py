@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tapscope.axes import Dim, Dims, Section, Shard, Size
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.pieces import is_joined, read
+from tapscope.comparator.pieces import is_joined
+from tapscope.comparator.read import read
 from tapscope.comparator.replicas import check_replicas
 from tapscope.dims import parse
 
