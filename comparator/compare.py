@@ -16,6 +16,7 @@ from tapscope.comparator.judge import Judge, Standards
 from tapscope.comparator.localise import Divergence, localise
 from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.match import Pair, match
+from tapscope.comparator.models import check_models
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.overrides import assume_meshes, override_dims
 from tapscope.comparator.pool import examine_all
@@ -104,6 +105,7 @@ def compare(
     assume_meshes((baseline, target), options.mesh)
     rules = compile_rules((*options.rules, *options.mapping.rules))
     seen = _see(baseline, target, options, rules, progress)
+    check_models((baseline, target), seen.examined)
     flips = explain_flips(seen.examined, seen.examiner.preparer)
     twin = _twin(baseline, target, options)
     standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=flips)

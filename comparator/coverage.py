@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tapscope import text
 from tapscope.comparator.examine import Examined
 from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.models import differences
 from tapscope.comparator.requests import Fork
 from tapscope.comparator.rows import RowMap
 from tapscope.comparator.steps import IN_ORDER
@@ -54,33 +55,15 @@ def cover(
     what else was assumed."""
     counts = {v: sum(f.verdict is v for f in findings) for v in Verdict}
     ledgers = runs[0].ledger(), runs[1].ledger()
+    told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
     partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
-    warnings = [*rows.notes, *notes, *_left_out(examined)]
-    for run, ledger in zip(runs, ledgers, strict=True):
-        said = [f"{run.name}: {sentence}" for sentence in ledger.sentences()]
-        (warnings if ledger.complete else partial).extend(said)
+    partial += [sentence for ledger, sentence in told if not ledger.complete]
     missing = [one.site for one in examined if one.missing]
     if missing:
         partial.append(f"{len(missing)} sites lack records that the other run has, first {missing[0]}")
-    odd: dict[str, list[str]] = {}
-    for one in examined:
-        for warning in one.warnings:
-            odd.setdefault(warning, []).append(one.site)
-    warnings += [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
-    by_stats = sum(f.basis == "stats" for f in findings)
-    if by_stats:
-        warnings.append(
-            f"{text.plural(by_stats, 'site')} compared by statistics alone: what leaves mean, rms and maximum alone is "
-            "not seen"
-        )
-    if plain := [f.site for f in findings if f.test == "plain"]:
-        warnings.append(
-            f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}: judged by the tensors alone"
-        )
-    if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
-        warnings.append(
-            f"{text.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}"
-        )
+    warnings = [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
+    warnings += [sentence for ledger, sentence in told if ledger.complete]
+    warnings += _assumed(examined, findings)
     if num_objects:
         warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
     return Coverage(
@@ -99,6 +82,28 @@ def cover(
         tuple(partial),
         tuple(warnings),
     )
+
+
+def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[str]:
+    """What makes single findings say less than they seem to."""
+    odd: dict[str, list[str]] = {}
+    for one in examined:
+        for warning in one.warnings:
+            odd.setdefault(warning, []).append(one.site)
+    said = [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
+    if by_stats := sum(f.basis == "stats" for f in findings):
+        what = "what leaves mean, rms and maximum alone is not seen"
+        said.append(f"{text.plural(by_stats, 'site')} compared by statistics alone: {what}")
+    if plain := [f.site for f in findings if f.test == "plain"]:
+        said.append(f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}: judged by the tensors alone")
+    if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
+        said.append(f"{text.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}")
+    return said
+
+
+def _unlike(runs: tuple[Run, Run]) -> list[str]:
+    found = differences(*runs)
+    return [f"the models are configured differently: {', '.join(found)}"] if found else []
 
 
 def _more(sites: Sequence[str]) -> str:

@@ -124,8 +124,8 @@ def test_a_clear_cause_is_in_the_last_line(runs: Path, tmp_path: Path) -> None:
 
 def test_agreement_says_how_close(runs: Path) -> None:
     found = report(runs / "base", runs / "good")
-    judged, what, where, following = lines(found)[-4:]
-    assert "0 differs" in judged
+    verdicts, what, where, following = lines(found)[-4:]
+    assert "0 differs" in verdicts
     assert found.closest_call is not None
     assert what.startswith(f"what      agrees: the largest error is {found.closest_call.ratio:.2f} of what rounding")
     assert found.closest_call.site in what
@@ -223,3 +223,31 @@ def test_the_flags_of_diff_are_these(capsys: pytest.CaptureFixture[str]) -> None
         "--json",
     ]
     assert set(expected) <= flags
+
+
+def test_runs_of_different_models_are_one_sentence(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"model.layers.{i}.{part}:out" for i in range(3) for part in ("self_attn", "mlp")]
+    for name, width, layers in (("narrow", 8, 3), ("wide", 16, 2)):
+        with RunFactory(tmp_path / name, model_config={"hidden_size": width, "num_hidden_layers": layers}) as run:
+            run.step(grid=(4,), rows=[RowRun("a", 0, 4, 0, 0)], token_ids=range(4))
+            run.put(":in[input_ids]", np.arange(4), dims="t")
+            for site in names[: 2 * layers]:
+                run.put(site, np.ones((4, width), np.float32), dims="t h")
+    assert main(["diff", str(tmp_path / "narrow"), str(tmp_path / "wide")]) == 3
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.count("\n") == 1
+    assert "are of different models (hidden_size 8 against 16, num_hidden_layers 3 against 2)" in streams.err
+    assert "4 of the 4 tensors they share have other widths, e.g. model.layers.0.self_attn:out" in streams.err
+
+
+def test_hyperparameters_that_differ_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, eps in (("a", 1e-6), ("b", 1e-5)):
+        with RunFactory(tmp_path / name, model_config={"hidden_size": 8, "rms_norm_eps": eps}) as run:
+            run.step(grid=(4,), rows=[RowRun("a", 0, 4, 0, 0)], token_ids=range(4))
+            run.put("norm:out", np.ones((4, 8), np.float32), dims="t h")
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = "note      the models are configured differently: rms_norm_eps 1e-06 against 1e-05\n"
+    assert said in capsys.readouterr().out

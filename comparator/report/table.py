@@ -44,6 +44,7 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iter
         yield Text(f"   … {line}")
     yield Text()
     yield from _coverage(report)
+    yield Text(f"verdicts  {counts(report)}")
     yield from map(Text, answer(report))
 
 
@@ -133,11 +134,15 @@ def _matched(report: "Report") -> str:
 
 
 def _judged(report: "Report") -> str:
+    """By what the values were judged, and the verdicts."""
     tolerance = report.options.tolerance
-    by = (
-        "what rounding explains" if tolerance is None else f"atol {tolerance[0]:g} + rtol {tolerance[1]:g} × |baseline|"
-    )
-    return f"by {by}: {counts(report)}"
+    words = {
+        "rounding": "what rounding explains",
+        "twin": "the twin run",
+        "tolerance": "" if tolerance is None else f"atol {tolerance[0]:g} + rtol {tolerance[1]:g} × |baseline|",
+    }
+    sources = Counter(words.get(f.judged_by, f.judged_by.partition(" ")[0]) for f in report.findings if f.judged_by)
+    return " · ".join(f"{n:,} by {name}" for name, n in sources.most_common())
 
 
 def _where(place: Place) -> str:
