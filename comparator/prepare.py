@@ -7,6 +7,7 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.match import Pair
 from tapscope.comparator.places import Places, places_of
+from tapscope.comparator.readings import settle
 from tapscope.comparator.realise import realise
 from tapscope.comparator.rows import RowMap
 from tapscope.comparator.series import Series
@@ -72,7 +73,7 @@ class Preparer:
         assert pair.target is not None
         left, broken_left, layout_left = self._laid_out(0, pair.baseline)
         right, broken_right, layout_right = self._laid_out(1, pair.target)
-        layouts = layout_left, layout_right
+        layouts = settle((layout_left, layout_right), (left, right), (self.row_map.baseline, self.row_map.target))
         left, right, odd = turned(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in (*problems, odd) if p), "")

@@ -67,6 +67,52 @@ def test_heads_before_the_sequence_meet_heads_behind_the_tokens(tmp_path: Path, 
     assert (found.verdict, found.rows.compared) == (Verdict.SAME, 8)
 
 
+def test_heads_before_the_sequence_are_found_beside_the_other_side(tmp_path: Path, values: np.ndarray) -> None:
+    found = diff(tmp_path, values, padded(values.reshape(8, 3, 4)).transpose(0, 2, 1, 3), None)
+    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+
+
+def test_megatrons_sequence_batch_heads_is_found_beside_the_other_side(tmp_path: Path, values: np.ndarray) -> None:
+    found = diff(tmp_path, values, padded(values.reshape(8, 3, 4)).transpose(1, 0, 2, 3), None, packed_dims="t (n*d)")
+    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+
+
+def test_a_shape_that_can_be_read_in_two_ways_names_the_annotations(tmp_path: Path) -> None:
+    values = np.random.default_rng(3).standard_normal((8, LONGEST, 4)).astype(np.float32)
+    found = diff(tmp_path / "unsaid", values.reshape(8, -1), padded(values).transpose(0, 2, 1, 3)[:, :, None], None)
+    assert (found.verdict, found.rows.compared) == (Verdict.SHAPE, 0)
+    assert "can be read as 'b s h d e' or 'b h d s e'" in found.notes[0]
+    found = diff(tmp_path / "said", values.reshape(8, -1), padded(values).transpose(0, 2, 1, 3), "b n s d")
+    assert found.verdict is Verdict.SAME
+
+
+def test_equal_shapes_that_can_be_read_in_two_ways_are_compared_whole(tmp_path: Path) -> None:
+    heads = padded(np.random.default_rng(3).standard_normal((8, LONGEST, 4)).astype(np.float32)).transpose(0, 2, 1, 3)
+    bad = heads.copy()
+    bad[1, 4, 2] += 1  # of the second request, whose third row this is; read the other way it would be padding
+    for name, tensor in (("b", heads), ("t", bad)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(2, LONGEST), rows=PADDED_ROWS, token_ids=TOKENS)
+            run.put("k:out", tensor)
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = compare(one, two).findings[0]
+    assert (found.verdict, found.layout) == (Verdict.DIFFERS, "whole")
+
+
+def test_heads_before_the_sequence_on_both_sides_meet_over_other_batches(tmp_path: Path) -> None:
+    values = np.random.default_rng(3).standard_normal((8, 3, 4)).astype(np.float32)
+    with RunFactory(tmp_path / "b") as run:
+        run.step(grid=(2, LONGEST), rows=PADDED_ROWS, token_ids=TOKENS)
+        run.put("k:out", padded(values).transpose(0, 2, 1, 3))
+    with RunFactory(tmp_path / "t") as run:
+        for rows, cut in ((PACKED_ROWS[:1], slice(0, 5)), ([RowRun("b", 0, 3, 0, 0)], slice(5, 8))):
+            run.step(grid=(1, rows[0].count), rows=rows, token_ids=TOKENS[cut])
+            run.put("k:out", values[cut].transpose(1, 0, 2)[None])
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = compare(one, two).findings[0]
+    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+
+
 def test_one_sequence_of_positions_stands_for_the_batch(tmp_path: Path) -> None:
     angles = np.random.default_rng(0).standard_normal((1, LONGEST, 4)).astype(np.float32)
     packed = np.concatenate([angles[0, :5], angles[0, :3]])

@@ -1,0 +1,137 @@
+"""Readings: where token rows may be in tensors that nobody annotated, settled by the shapes of both sides together.
+
+``[batch, heads, sequence, d]`` does not begin with the step's grid, but beside ``[tokens, heads * d]`` of the other run
+it can be read in one way only. What can be read in several ways is not guessed at: the annotations are named.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.grids import SideRows, StepRows
+from tapscope.comparator.layout import Layout, is_parameter
+
+MAX_AXES = 6
+"""Tensors of more axes are not read."""
+
+_Layouts = tuple[Layout, Layout]
+_Wholes = tuple[Sequence[Whole], Sequence[Whole]]
+
+
+def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> _Layouts:
+    """The layouts, or other ones that nobody annotated against and that alone fit both sides.
+
+    Where several fit equally well, the layout of a side that needs it says so in its :attr:`~.layout.Layout.problem`.
+    """
+    if any(layout.problem for layout in layouts) or not all(rows):
+        return layouts
+    unclear = [_is_unclear(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)]
+    if not any(unclear) and _fit(layouts, wholes):
+        return layouts
+    if all(unclear) and len({whole.shape for side in wholes for whole in side}) == 1:
+        return Layout(), Layout()  # alike as they are, whichever axis holds the tokens
+    if all(_is_said(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)):
+        return layouts
+    candidates = [_candidates(*one) for one in zip(layouts, wholes, rows, strict=True)]
+    found: dict[int, list[_Layouts]] = {}
+    for left in candidates[0]:
+        for right in candidates[1]:
+            found.setdefault(_likeness((left, right), wholes), []).append((left, right))
+    best = found.get(max(found, default=0), []) if max(found, default=0) else []
+    if len(best) == 1:
+        return best[0]
+    if not best or not any(layout.by_rows for layout in layouts):
+        return layouts
+    return _doubtful(layouts, best, wholes)
+
+
+def _is_unclear(layout: Layout, whole: Whole) -> bool:
+    """Whether ``[batch, sequence, heads, d]`` was inferred where ``[batch, heads, sequence, d]`` would fit as well."""
+    shape, last = whole.shape, layout.axes[-1] if layout.axes else 0
+    return layout.source == "inferred" and shape[last] != 1 and shape[last] in shape[last + 1 : -1]
+
+
+def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:
+    """Whether both sides have token rows of one width in every firing."""
+    if not all(layout.by_rows for layout in layouts):
+        return False
+    widths = {math.prod(_rest(layout, whole)) for layout, side in zip(layouts, wholes, strict=True) for whole in side}
+    return len(widths) == 1
+
+
+def _is_said(layout: Layout, whole: Whole) -> bool:
+    """Whether dims, or what the site is, leave nothing to be read."""
+    return whole.dims is not None or layout.source == "annotated" or is_parameter(whole.records[0].key.site)
+
+
+def _candidates(layout: Layout, wholes: Sequence[Whole], rows: SideRows) -> list[Layout]:
+    """The layouts that fit every firing of one side, alike ones once."""
+    if _is_said(layout, wholes[0]):
+        return [layout] if layout.by_rows else []
+    placed = [(w.shape, grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
+    if len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
+        return [layout] if layout.by_rows else []
+    distinct = {(shape, grid.grid): grid for shape, grid in placed}
+    sets = [set(_readings(shape, grid)) for (shape, _), grid in distinct.items()]
+    fitting = sorted(set.intersection(*sets), key=lambda one: (one.axes, one.swapped))
+    shapes = [shape for shape, _ in distinct]
+    alike: dict[object, Layout] = {}
+    for one in fitting:
+        real = tuple(axis for axis in one.axes if any(shape[axis] != 1 for shape in shapes))
+        alike.setdefault((real, one.swapped and len(real) > 1), one)
+    return list(alike.values())
+
+
+def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
+    if len(shape) > MAX_AXES:
+        return
+    for axis, size in enumerate(shape):
+        if size == rows.num_slots:
+            yield Layout((axis,), "inferred")
+    if len(rows.grid) == 2:
+        for one, two in combinations(range(len(shape)), 2):
+            if (shape[one], shape[two]) == rows.grid:
+                yield Layout((one, two), "inferred")
+            if (shape[two], shape[one]) == rows.grid:
+                yield Layout((one, two), "inferred", swapped=True)
+
+
+def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:
+    """2 where the other axes are the same, 1 where they are flattened on one side, 0 where they do not fit."""
+    rests = [
+        {_rest(layout, whole) for whole in side if math.prod(whole.shape)}
+        for layout, side in zip(layouts, wholes, strict=True)
+    ]
+    if any(len(rest) != 1 for rest in rests):
+        return 0
+    (left,), (right,) = rests
+    if left == right:
+        return 2
+    return int(math.prod(left) == math.prod(right) and min(len(left), len(right)) <= 1)
+
+
+def _rest(layout: Layout, whole: Whole) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(whole.shape) if axis not in layout.axes and size != 1)
+
+
+def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _Layouts:
+    """The layouts, of which the one that can be read in several ways says so."""
+    settled = list(layouts)
+    for side, (layout, mine) in enumerate(zip(layouts, wholes, strict=True)):
+        ways = list(dict.fromkeys(pair[side] for pair in best))
+        if len(ways) > 1:
+            said = " or ".join(f"'{_dims(way, len(mine[0].shape))}'" for way in ways)
+            problem = f"shape {tuple(mine[0].shape)} can be read as {said}: annotate its dims, e.g. --dims GLOB=DIMS"
+            settled[side] = replace(layout, problem=problem)
+    return settled[0], settled[1]
+
+
+def _dims(layout: Layout, num_axes: int) -> str:
+    """The annotation that means this layout."""
+    names = dict(
+        zip(layout.axes, ("t",) if len(layout.axes) == 1 else ("s", "b") if layout.swapped else ("b", "s"), strict=True)
+    )
+    others = iter("hdefgk")
+    return " ".join(names.get(axis) or next(others) for axis in range(num_axes))
