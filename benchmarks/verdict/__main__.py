@@ -94,7 +94,7 @@ def _to_json(outcome: Any) -> dict[str, Any]:
     fields = {"type": "case", "name": case.name, "family": case.family, "expected": list(case.expect)}
     fields |= {"visibility": case.visibility or "benign", "patches": case.patches, "about": case.about}
     fields |= {"baseline": asdict(case.baseline), "target": asdict(case.target), "where": dict(case.where)}
-    measured = ("named", "site", "others", "said", "seconds", "ratio", "effect")
+    measured = ("named", "site", "place", "others", "said", "seconds", "ratio", "effect")
     return fields | {"score": str(outcome.score)} | {name: getattr(outcome, name) for name in measured}
 
 

@@ -46,6 +46,8 @@ class Outcome:
     """The module named."""
     site: str = ""
     """The site that shows it."""
+    place: str = ""
+    """Step, rank, request and position named."""
     ratio: float = math.nan
     """error / floor there; of the closest call where nothing was named."""
     others: int = 0
@@ -80,7 +82,8 @@ def judged(case: Case, report: Report | Exception, effect: float) -> Outcome:
         return Outcome(case, score, ratio=call.ratio if call else 0.0, effect=effect, said=said)
     score = _score(case, report, first) if case.is_bug else Score.FLAGGED
     others = len(report.divergences) - 1
-    return Outcome(case, score, first.module, first.site, first.finding.ratio, others, effect, first.evidence)
+    named = Outcome(case, score, first.module, first.site, _said_place(first))
+    return replace(named, ratio=first.finding.ratio, others=others, effect=effect, said=first.evidence)
 
 
 def _unnamed(case: Case, report: Report) -> tuple[Score, str]:
@@ -119,6 +122,13 @@ def _nearest(glob: str, recorded: set[str]) -> str | None:
 
 def _is_recorded(path: str, recorded: set[str]) -> bool:
     return path in recorded or (bool(path) and any(Glob(path).matches(one) for one in recorded if one))
+
+
+def _said_place(first: Divergence) -> str:
+    if first.place is None:
+        return f"step {first.step}"
+    rank = "" if first.place.rank is None else f", rank {first.place.rank}"
+    return f"step {first.step}{rank}, {first.place.text()}"
 
 
 def _place_fits(case: Case, first: Divergence) -> bool:

@@ -32,6 +32,9 @@ def line(outcome: Outcome) -> str:
     if outcome.others:
         text += f" +{outcome.others}"
     text += f" {outcome.seconds:6.1f} s"
+    if outcome.score is Score.MISPLACED:
+        where = ", ".join(f"{name} {value}" for name, value in case.where.items())
+        return f"{text}  expected {where}; named {outcome.place}"
     return text if outcome.score.is_good else f"{text}  {outcome.said[:160]}".rstrip()
 
 
@@ -43,6 +46,9 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
         if counts:
             said = ", ".join(f"{counts[s]} {_WORDS[s]}" for s in _BUGS if counts[s])
             lines.append(f"{kind} bugs: {counts.total()}: {said}")
+    beside = [o for o in outcomes if o.score in (Score.NAMED, Score.ANCESTOR) and o.others]
+    if beside:
+        lines.append(f"of the bugs named, {len(beside)} name {sum(o.others for o in beside)} more modules beside")
     counts = Counter(o.score for o in outcomes if not o.case.is_bug)
     if counts:
         said = ", ".join(f"{n} {_WORDS[s]}" for s, n in sorted(counts.items()))
@@ -51,7 +57,8 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
     lines.append("cases run: " + ", ".join(f"{n} {pair}" for pair, n in pairs.most_common()))
     families = Counter(o.case.family for o in outcomes)
     lines.append("models: " + ", ".join(f"{n} {name}" for name, n in families.most_common()))
-    return [*lines, f"seconds: {sum(o.seconds for o in outcomes):.0f}"]
+    files = len({o.case.path for o in outcomes})
+    return [*lines, f"{len(outcomes)} cases of {files} files in {sum(o.seconds for o in outcomes):.0f} s"]
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:

@@ -3,6 +3,7 @@
 PATCHES = "engine"
 EXPECT = "model.layers.1.mlp.gate_proj"
 VISIBILITY = "strong"
+WHERE = {"rank": 1}
 BOTH = {"tp": 2}
 BASELINE = {"framework": "transformers", "tp": 1}
 TARGET = [{}, {"dtype": "bfloat16"}]

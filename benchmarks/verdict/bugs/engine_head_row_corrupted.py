@@ -3,6 +3,7 @@
 PATCHES = "engine"
 EXPECT = "lm_head"
 VISIBILITY = "subtle"
+WHERE = {"rank": 1}
 BOTH = {"tp": 2}
 TARGET = [{}, {"dtype": "bfloat16"}]
 

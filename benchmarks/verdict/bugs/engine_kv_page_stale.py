@@ -7,6 +7,7 @@ from tapscope.engine.cache import StepCache
 PATCHES = "engine"
 EXPECT = "model.layers.1.self_attn.attn"
 VISIBILITY = "strong"
+WHERE = {"step": 1, "request": ["r0", "r2"]}
 BOTH = {"page_size": 4}
 TARGET = [{}, {"tp": 2}]
 

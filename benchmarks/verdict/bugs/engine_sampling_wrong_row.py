@@ -7,6 +7,7 @@ from tapscope.engine import runner
 PATCHES = "engine"
 EXPECT = "sampler"
 VISIBILITY = "strong"
+WHERE = {"step": 0}
 
 
 def patch(model):

@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
+WHERE = {"step": 0, "request": ["r1", "r2"]}
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 
