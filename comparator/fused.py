@@ -24,6 +24,8 @@ from tapscope.errors import DimsError
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Last path component in the common spelling -> the modules that it stands for."""
 _SPLIT = re.compile(r"(?:out|param\[(?:weight|bias)\])(?:\.grad)?")
+_NAMES = frozenset({*PARTS, "linear_qkv", "linear_fc1", "c_attn", "c_fc", "query_key_value", "dense_h_to_4h", "wqkv"})
+"""What fused modules are called, by any family; looked at first, as most modules are none."""
 _GROUPED_NAMES = ("linear_qkv", "wqkv")
 _GROUPED_CLASSES = ("GPTNeoX", "Bloom", "Falcon", "ParallelAttention")
 _PLAIN_CLASSES = ("QKVParallelLinear", "Conv1D")
@@ -51,6 +53,8 @@ class FusedSite:
 
 def fused_site(name: str) -> FusedSite | None:
     """What ``name`` stands for, where that is a fused module."""
+    if name.rpartition(":")[0].rpartition(".")[2] not in _NAMES:
+        return None
     path, _, port = common(name).rpartition(":")
     holder, dot, last = path.rpartition(".")
     return FusedSite(f"{holder}{dot}", last, port) if last in PARTS else None

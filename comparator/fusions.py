@@ -54,8 +54,9 @@ class Fusions:
         """Fused modules of one side meet the modules they stand for on the other; both are taken out."""
         found: list[Met] = []
         for side, (mine, others) in enumerate(((left, right), (right, left))):
-            spelled = _spelled(others)
-            for name, site in fused_names(mine):
+            names = list(fused_names(mine))
+            spelled = _spelled(others) if names else {}
+            for name, site in names:
                 partners = {i: n for i in range(len(site.parts)) if (n := _partner(site, i, spelled, others))}
                 if partners and mine[name].is_tensor:
                     found += self._split(side, mine.pop(name), site, {i: others.pop(n) for i, n in partners.items()})

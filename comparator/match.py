@@ -29,8 +29,8 @@ class Pair:
     baseline: Series | None
     target: Series | None
     matched_by: str = ""
-    """The pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``fused …``, ``only input`` or
-    ``partial sum``; empty for an orphan."""
+    """The pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``argument``, ``fused …``, ``only
+    input`` or ``partial sum``; empty for an orphan."""
     site: str = ""
     """What the finding is called; empty: as its baseline, or as what it has."""
     note: str = ""
@@ -63,8 +63,14 @@ class Matching:
         if parts:
             self.pairs += [Pair(x, y, f"{how}, {what}", site) for x, y, what, site in parts]
         else:
-            made = "sum" if one.recipe or two.recipe else how
-            self.pairs.append(Pair(one, two, "map" if (a, b) != (one.site, two.site) and how == "exact" else made))
+            self.pairs.append(Pair(one, two, self._how(one, two, a, how)))
+
+    def _how(self, one: Series, two: Series, name: str, how: str) -> str:
+        if one.recipe or two.recipe:
+            return "sum"
+        if how != "exact" or one.site == two.site == name:
+            return how
+        return "argument" if any(name == offer for _, offer, _ in self._offered) else "map"
 
     def are_other_masks(self, name: str) -> bool:
         """Whether ``name`` is an attention mask of two frameworks of which one, Megatron, marks what is hidden."""
@@ -91,7 +97,7 @@ class Matching:
                 yield name
 
     def offer_sums(self) -> None:
-        """Put the sums of pairs in place of the pairs."""
+        """Put sums in place of their summands, and hidden states in place of numbered arguments."""
         for mine, others in ((self.left, self.right), (self.right, self.left)):
             for name, pair, total in list(sums(mine, others)):
                 self._offered.append((mine, name, {one: mine.pop(one) for one in pair}))
@@ -118,8 +124,9 @@ class Matching:
         """Summands that only one side recorded meet the other side's sum, beside that sum's own pair."""
         for side, mine in enumerate((self.right, self.left)):
             others = self.everything[side]
-            names = unique(others, FAMILIES[-1])
-            for site in [s for s in mine if is_partial(s)]:
+            summands = [site for site in mine if is_partial(site)]
+            names = unique(others, FAMILIES[-1]) if summands else {}
+            for site in summands:
                 whole = names.get(common(reduced(site)))
                 if whole is not None and others[whole].first.dtype is not None:
                     one = mine.pop(site)

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")
+"""A number that is a path component."""
+_ANY = "0"
 PARTIAL = ".partial"
 """Last path component of the probe that shows a row-parallel layer's summands before the all-reduce."""
 
@@ -25,7 +28,7 @@ class Rewrite:
         return self.pattern.sub(self.common, site, count=1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """The rewrites that belong together, applied in order."""
 
@@ -34,9 +37,16 @@ class Family:
 
     def common(self, site: str) -> str:
         """The site in the common spelling."""
-        for rewrite in self.rewrites:
-            site = rewrite.apply(site)
-        return site
+        numbers = iter(_NUMBER.findall(site))
+        return _NUMBER.sub(lambda _: next(numbers), _rewritten(_NUMBER.sub(_ANY, site), self))
+
+
+@lru_cache(maxsize=1 << 16)
+def _rewritten(site: str, family: Family) -> str:
+    """``site`` stands for that of every layer and expert: there are few of these, and no rewrite changes a number."""
+    for rewrite in family.rewrites:
+        site = rewrite.apply(site)
+    return site
 
 
 def _rewrites(*pairs: tuple[str, str]) -> tuple[Rewrite, ...]:
@@ -127,7 +137,6 @@ FAMILIES: tuple[Family, ...] = (
 """The passes of the name map, from the least to the most generous."""
 
 
-@lru_cache(maxsize=1 << 17)
 def common(site: str) -> str:
     """The site in the spelling that all families share."""
     return FAMILIES[-1].common(site)

@@ -1,34 +1,55 @@
 """Sums: vLLM's and SGLang's decoder layers pass on a hidden state and the residual that the next norm adds to it.
 
-What other frameworks call the output of a layer, the input of a layer or of a norm is the sum of both.
+What other frameworks call the output of a layer, the input of a layer or of a norm is the sum of both. SGLang's dumper
+names positional arguments by their number, so that there the two are known by what they are: the floats of one shape.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 
 from tapscope.comparator.names import common
 from tapscope.comparator.recipe import Sum
 from tapscope.comparator.series import Series, fire_together, made_of
 
+HIDDEN = "in[hidden_states]"
 _RESIDUAL = "in[residual]"
+_POSITIONAL = re.compile(r"in\[args\.\d+\]")
+
+Offer = tuple[str, tuple[str, ...], Series]
+"""(name, the names that it stands for, the series)."""
 
 
-def sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[tuple[str, tuple[str, str], Series]]:
-    """(name, the two names it is made of, the sum) for every pair that the ``others`` do not record as a pair."""
-    known = {common(name) for name in others}
-    for name in series:
-        pair = _outputs(name, series) or _inputs(name, series)
-        if pair is None or common(pair[2]) in known:
+def sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[Offer]:
+    """Sums of two, and positional hidden states under their name, where the ``others`` do not record the same."""
+    offers: list[Offer] = [
+        (found[0], found[1:], made_of(found[0], Sum(), (series[found[1]], series[found[2]])))
+        for name in series
+        if (found := _outputs(name, series) or _inputs(name, series)) and _are_alike(series[found[1]], series[found[2]])
+    ]
+    for path, names in _positional(series).items():
+        target = f"{path}:{HIDDEN}"
+        if target in series:
             continue
-        one, two = series[pair[1]], series[pair[2]]
-        if one.is_float and two.is_float and one.first.shape == two.first.shape and fire_together((one, two)):
-            yield pair[0], pair[1:], made_of(pair[0], Sum(), (one, two))
+        if len(names) == 1:
+            offers.append((target, (names[0],), series[names[0]]))
+        elif len(names) == 2 and _are_alike(series[names[0]], series[names[1]]):
+            made = made_of(target, Sum(), (series[names[0]], series[names[1]]))
+            offers.append((target, (names[0], names[1]), made))
+    known = {common(name) for name in others} if offers else set()
+    for name, parts, one in offers:
+        if common(parts[-1]) not in known:  # its residual, or the numbered argument
+            yield name, parts, one
+
+
+def _are_alike(one: Series, two: Series) -> bool:
+    return one.is_float and two.is_float and one.first.shape == two.first.shape and fire_together((one, two))
 
 
 def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
     """(sum, hidden, residual) where ``name`` is the second output of a layer."""
     path, _, port = name.rpartition(":")
     hidden = f"{path}:out[0]"
-    if port != "out[1]" or not path.rpartition(".")[2].isdigit() or hidden not in series:
+    if port != "out[1]" or not _is_layer(path) or hidden not in series:
         return None
     return f"{path}:out", hidden, name
 
@@ -39,4 +60,18 @@ def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | N
     if port != _RESIDUAL:
         return None
     beside = [f"{path}:in[{what}]" for what in ("hidden_states", "x", "input") if f"{path}:in[{what}]" in series]
-    return (f"{path}:in[hidden_states]", beside[0], name) if len(beside) == 1 else None
+    return (f"{path}:{HIDDEN}", beside[0], name) if len(beside) == 1 else None
+
+
+def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:
+    """Layers and norms -> the names of their positional floats."""
+    found: dict[str, list[str]] = {}
+    for name, one in series.items():
+        path, _, port = name.rpartition(":")
+        if _POSITIONAL.fullmatch(port) and one.is_float and (_is_layer(path) or path.endswith("norm")):
+            found.setdefault(path, []).append(name)
+    return found
+
+
+def _is_layer(path: str) -> bool:
+    return path.rpartition(".")[2].isdigit()

@@ -183,6 +183,39 @@ def test_hidden_state_and_residual_meet_their_sum(tmp_path: Path) -> None:
     assert {f.matched_by for f in both.findings} == {"exact"}
 
 
+def test_numbered_arguments_are_known_by_what_they_are(tmp_path: Path) -> None:
+    (h, r), ids = pair_of(0), np.arange(3)
+    serving = {
+        "model.layers.0:in[args.0]": ids,
+        "model.layers.0:in[args.1]": h,
+        "model.layers.1:in[args.0]": ids,
+        "model.layers.1:in[args.1]": h,
+        "model.layers.1:in[args.3]": r,
+        "model.layers.1.input_layernorm:in[args.0]": h,
+        "model.layers.1.input_layernorm:in[args.1]": r,
+        "model.norm:in[args.0]": h,
+        "model.norm:in[args.1]": r,
+    }
+    plain = {
+        "model.layers.0:in[hidden_states]": h,
+        "model.layers.0:in[position_ids]": ids,
+        "model.layers.1:in[hidden_states]": h + r,
+        "model.layers.1:in[position_ids]": ids,
+        "model.layers.1.input_layernorm:in[hidden_states]": h + r,
+        "model.norm:in[hidden_states]": h + r,
+    }
+    report = diff(tmp_path, plain, serving)
+    assert {f.site: (f.matched_by, str(f.verdict)) for f in report.findings} == {
+        "model.layers.0:in[hidden_states]": ("argument", "same"),
+        "model.layers.0:in[position_ids]": ("only input", "same"),
+        "model.layers.1:in[hidden_states]": ("sum", "same"),
+        "model.layers.1:in[position_ids]": ("only input", "same"),
+        "model.layers.1.input_layernorm:in[hidden_states]": ("sum", "same"),
+        "model.norm:in[hidden_states]": ("sum", "same"),
+    }
+    assert {f.matched_by for f in diff(tmp_path / "same", serving, serving).findings} == {"exact"}
+
+
 def test_a_pair_that_nothing_sums_up_is_left_as_it_is(tmp_path: Path) -> None:
     h, r = pair_of(0)
     report = diff(tmp_path, {"n:out": h}, {"n:out": h, "model.layers.1:out[0]": h, "model.layers.1:out[1]": r})
