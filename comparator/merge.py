@@ -54,32 +54,37 @@ def is_plain(dims: Dims, places: Places) -> bool:
 
 def merge(run: Run, places: Places, records: Sequence[Record], dims: Dims | None) -> Work:
     """One piece out of the records of a firing; raises UnassembledError where that takes a guess."""
-    stood = [places.coords[r.key.rank] for r in records]
-    _check_places(records, stood)
-    said = [*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or ""] if dims else []
-    kept = projected(stood, said)
+    ranks = tuple(r.key.rank for r in records)
+    said = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
+    kept = places.known.get((ranks, said))
+    if kept is None:
+        stood = [places.coords[rank] for rank in ranks]
+        _check_places(ranks, stood)
+        kept = places.known[ranks, said] = projected(stood, said)
     pieces: Sequence[Piece] = [Leaf(r) for r in records]
     work = Work(places, [], dims)
     if dims is not None and dims.rows:
         numbered = numbered_rows(run, places, records, dims)
         pieces, work.rows = numbered.pieces, numbered.rows
     work.items = list(zip(kept, pieces, strict=True))
-    if dims is not None:
-        _pick_replicas(work, dims, stood)
-    _drop_empty(work)
+    if dims is not None and dims.replicated:
+        _pick_replicas(work, dims, [places.coords[rank] for rank in ranks])
+    if any(0 in piece.shape for piece in pieces):
+        _drop_empty(work)
     for axis, dim in enumerate(dims.dims if dims else ()):
-        _spread(work, run, axis, dim)
+        if dim.shards or dim.size or dim.sections:
+            _spread(work, run, axis, dim)
     _join_requests(work)
     _pick_equal(work)
     return work
 
 
-def _check_places(records: Sequence[Record], stood: Sequence[Coords]) -> None:
+def _check_places(ranks: Sequence[int], stood: Sequence[Coords]) -> None:
     seen: dict[tuple[tuple[str, int], ...], int] = {}
-    for record, place in zip(records, stood, strict=True):
-        other = seen.setdefault(tuple(sorted(place.items())), record.key.rank)
-        if other != record.key.rank:
-            raise UnassembledError(f"ranks {other} and {record.key.rank} have the same mesh coordinates {dict(place)}")
+    for rank, place in zip(ranks, stood, strict=True):
+        other = seen.setdefault(tuple(sorted(place.items())), rank)
+        if other != rank:
+            raise UnassembledError(f"ranks {other} and {rank} have the same mesh coordinates {dict(place)}")
 
 
 def _pick_replicas(work: Work, dims: Dims, stood: Sequence[Coords]) -> None:

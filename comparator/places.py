@@ -19,7 +19,9 @@ class Places:
     coords: Mapping[int, Coords]
     """Rank -> where it stands. A rank without a place stands on the axis ``rank`` alone."""
 
-    _records: dict[Key, Record] = field(default_factory=dict, compare=False)
+    known: dict[tuple[tuple[int, ...], tuple[str, ...]], list[dict[str, int]]] = field(default_factory=dict)
+    """(ranks, axes that dims speak of) -> where they stand, once it was worked out."""
+    _records: dict[Key, Record] = field(default_factory=dict)
 
     def record(self, run: Run, key: Key) -> Record | None:
         """The record of a key, or None; the index over all of the run's records is made when first asked for."""

@@ -1,16 +1,21 @@
 """Any part of a piece reads as the same part of the whole array."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
+from dealing import MemoryRun, assembled, deal
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tapscope.comparator.align import Join
 from tapscope.comparator.blocks import blocks
+from tapscope.comparator.measure import compare_blocks
 from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned, is_joined, leaves
 from tapscope.comparator.read import read, view
+from tapscope.dims import parse
 from tapscope.run import Run, open_run
 
 SHAPE = (4, 3, 5)
@@ -120,3 +125,17 @@ def test_statistics_add_up_only_where_every_element_is_there_once(run: Run) -> N
     assert [r.key.site for r in leaves(zigzag)] == ["a0:out", "a1:out"]
     assert not is_joined(Cut(0, 0, 7, zigzag))
     assert not is_joined(Joined(0, (Summed((one, two)),)))
+
+
+@pytest.mark.parametrize("dims", ["t h[tp:partial]", "h t[tp]", "t (a+b)[tp]", "t[cp:zigzag] h"])
+def test_however_large_a_tensor_is_few_rows_of_it_are_copied(monkeypatch: pytest.MonkeyPatch, dims: str) -> None:
+    monkeypatch.setattr("tapscope.comparator.measure._CHUNK", 1 << 14)
+    whole, mesh = np.ones((256, 4096), np.float32), {"tp": 2, "cp": 2}
+    runs = [MemoryRun(deal(whole, parse(text), mesh, (256,)), text, mesh, (256,)) for text in (dims, "t h[tp]")]
+    found = [assembled(run) for run in runs]
+    sides = [blocks(w.piece, w.run, (w.dims.index("t"),)) for w in found if w.piece and w.dims]  # type: ignore[arg-type]
+    tracemalloc.start()
+    compare_blocks(*sides, Join(0, 0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < whole.nbytes / 4
