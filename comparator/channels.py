@@ -26,8 +26,6 @@ _SIGMA = 7.0
 _QUARTILE = 20.0
 """How many times the lower quartile of all channels one may be off: 6 standard deviations of a normal distribution.
 The quartile stays clean when up to three quarters of the channels are damaged (one head of four, of two)."""
-_SMALL = 0.25
-"""A channel with less than this share of the median energy is measured against that share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def find_channel(baseline: Array, target: Array) -> Channel:
         return QUIET
     diff, square = target - baseline, baseline * baseline
     energy = square.sum(0)
-    size = np.maximum(energy, _SMALL * float(np.median(energy)))
+    size = np.maximum(energy, np.median(energy))  # beside the others a small channel's scale is nothing
     effective = np.divide(energy**2, (square * square).sum(0), out=np.zeros_like(energy), where=energy > 0)
     if not size.all():
         return QUIET

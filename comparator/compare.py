@@ -26,6 +26,7 @@ from tapscope.comparator.rules import Rule, check_rules, compile_rules
 from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
 from tapscope.comparator.series import series_of
 from tapscope.comparator.stages import numbered
+from tapscope.comparator.tokens import tokens_of
 from tapscope.comparator.twin import Twin, twin_of
 from tapscope.errors import ConfigError, NothingInCommonError
 from tapscope.index import SiteInfo
@@ -111,6 +112,7 @@ def compare(
     standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=flips)
     judge = Judge(seen.examined, seen.sites, standards)
     findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
+    divergences = [_placed(each, seen) for each in divergences]
     divergences = explain(divergences, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
     if all(f.basis == "none" for f in findings):
         reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
@@ -158,6 +160,13 @@ def _see(
     sites = {**given[1].sites, **given[0].sites}
     notes = (*given[0].notes, *given[1].notes)
     return _Seen(_examine(examiner, pairs, progress), examiner, rows, sites, counts, objects, notes)
+
+
+def _placed(divergence: Divergence, seen: _Seen) -> Divergence:
+    """With the rows that are off in the step in which it shows first."""
+    one = seen.examined[divergence.finding.order]
+    tokens, count, place = tokens_of(seen.examiner, one, divergence.finding, divergence.step)
+    return replace(divergence, place=place, tokens=tokens, num_tokens=count)
 
 
 def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:

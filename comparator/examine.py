@@ -161,7 +161,7 @@ class Examiner:
             one,
             basis="values",
             spread=spread_of(measured, errors, worst_channel(ready) if scans else QUIET),
-            worst=self._place(measured, row, ready),
+            worst=self.place(measured, row, ready),
             steps=_steps(measured, errors, ready.right),
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
             num_unequal=len(odd),
@@ -169,7 +169,7 @@ class Examiner:
             notes=(PERMUTED, *one.notes) if permuted else one.notes,
         )
 
-    def _place(self, measured: Measured, row: int, ready: Prepared) -> Place:
+    def place(self, measured: Measured, row: int, ready: Prepared) -> Place:
         """Where a measured row is."""
         pair, column = int(measured.pairs[row]), int(measured.rows.argmax[row])
         target = int(measured.target_firing[row])
@@ -281,4 +281,5 @@ def _steps(measured: Measured, errors: Array, right: Sequence[Whole]) -> tuple[S
     worst = np.maximum.reduceat(errors[order], starts).tolist()
     counts = np.diff(starts, append=len(order)).tolist()
     relative = map(relative_l2, diff, base)
-    return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst))
+    nonfinite = np.add.reduceat(rows.nonfinite_mismatch[order], starts).tolist()
+    return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst, nonfinite))

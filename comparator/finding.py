@@ -112,6 +112,8 @@ class StepResult:
     rel_l2: float
     error: float
     """Largest error of a row, relative to its size."""
+    nonfinite: int = 0
+    """Places where one side is not finite and the other is something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,9 @@ class Finding:
     """The error that decided, see :attr:`test`."""
     floor: float = 0.0
     """What rounding explains of it."""
+    row_floor: float = 0.0
+    """What rounding explains of the worst row: a step's or a token's error is to be seen beside it; 0 where it has no
+    say."""
     test: str = ""
     """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``,
     ``permuted``."""

@@ -104,8 +104,13 @@ def unit(baseline: str, target: str, reduction: int) -> float:
     return 0.2 * math.sqrt(2.0) * math.hypot(coarse, narrow * math.sqrt(max(reduction, 1)))
 
 
-def local_floor(inputs: Sequence[Spread], base: float, spread: Spread, condition: float, eps: float) -> Floor:
-    """The floor of a module given the spreads of what went into it; ``base`` is its own rounding."""
+def local_floor(
+    inputs: Sequence[Spread], base: float, spread: Spread, condition: float, eps: float, *, mixes: bool = False
+) -> Floor:
+    """The floor of a module given the spreads of what went into it; ``base`` is its own rounding.
+
+    ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
+    """
     few = _few(spread)
     widest = [max((s.errors[i] for s in inputs), default=0.0) for i in range(len(QUANTILES))]
     errors = [
@@ -121,7 +126,7 @@ def local_floor(inputs: Sequence[Spread], base: float, spread: Spread, condition
         min(2.0 * few * condition * math.hypot(element, 2.0 * base), ROW_LIMIT),
         min(PEAK * condition * math.hypot(peak, EXTREME * base, widest[-1]), ROW_LIMIT),
         _gain_floor(spread, gain, base, eps),
-        max(spread.channel_noise, eps, CHANNEL * math.hypot(base, channel)),
+        math.inf if mixes else max(spread.channel_noise, eps, CHANNEL * math.hypot(base, channel)),
     )
 
 

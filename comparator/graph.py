@@ -91,6 +91,8 @@ class Graph:
                 self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes)
         """Layers that lie before each node."""
+        self._called = {node.path for node in nodes}
+        self._consumers: dict[int, list[str]] = {}
         self.all_inputs = self._resolve()
         """What went into each node."""
 
@@ -100,13 +102,50 @@ class Graph:
 
     def _resolve(self) -> list[Inputs]:
         holders: tuple[dict[object, int], dict[object, int]] = ({}, {})
+        groups = self._gradient_groups()
         found = []
         for i, node in enumerate(self.nodes):
-            found.append(self._same(i, holders) or self._inputs(i))
+            found.append(self._same(i, holders) or self._through(i, groups.get(i, ())) or self._inputs(i))
             for side, identity in enumerate(node.identities):
                 if identity is not None and node.numeric:
                     holders[side].setdefault(identity, i)
         return found
+
+    def _gradient_groups(self) -> dict[int, list[int]]:
+        """First node of each gradient -> every site that shows it: a tensor has one gradient, which its maker sees as
+        that of its output and each consumer as that of its input."""
+        groups: dict[object, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            if node.is_backward and node.numeric and None not in node.identities:
+                groups.setdefault(node.identities, []).append(i)
+        return {members[0]: members for members in groups.values()}
+
+    def _through(self, index: int, group: Sequence[int]) -> Inputs | None:
+        """What went into a gradient: whatever went into it through each module that consumed the tensor."""
+        found = [self._inputs(i) for i in group if not self.nodes[i].is_input]
+        found = [each for each in found if each.how in ("captured", "inside")]
+        nodes = tuple(sorted({n for each in found for n in each.nodes if n < index}))
+        if not nodes:
+            return None
+        self._consumers[index] = [self.nodes[i].path for i in group if not self.nodes[i].is_input]
+        inside = any(each.how == "inside" for each in found)
+        return Inputs(nodes, "inside" if inside else "captured", max(each.ops for each in found))
+
+    def blamed(self, index: int) -> tuple[str, ...]:
+        """The module whose doing a value is, the likeliest first; the enclosing one where it came from between its
+        parts."""
+        node = self.nodes[index]
+        if consumers := self._consumers.get(index):
+            inner = [c for c in consumers if not any(other != c and is_within(other, c) for other in consumers)]
+            common = _common(inner)
+            outer = min(consumers, key=len)
+            return (common, outer) if len(set(inner)) == 1 and outer != common else (common,)
+        if not node.is_input:
+            return (node.path.removesuffix(PARTIAL),)
+        above = _parent(node.path)
+        while above and above not in self._called:  # a list of modules is never called, and can do nothing
+            above = _parent(above)
+        return (above,)
 
     def _same(self, index: int, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
         """The site that held these bytes first, on both sides or on one."""
@@ -117,7 +156,7 @@ class Graph:
         if one is not None and one == two:
             return Inputs((one,), "same", 0)
         origin = one if one is not None else two
-        if origin is None or not node.is_input:
+        if origin is None or not node.is_input or node.is_backward:
             return None  # a module may hand on its input on one side because the fault is that it does
         return Inputs((origin,), "same", 1)
 
@@ -128,6 +167,8 @@ class Graph:
         if not node.is_input:
             path = node.path.removesuffix(PARTIAL)
             own = [i for i in self._given.get(path, ()) if i < index and self._reaches(i, index)]
+            if node.is_backward:  # the gradient of a tensor that went round the module as well, along the residual
+                own += [i for i in self._given.get(_parent(path), ()) if i < index and self._goes(i, node)]
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
             inside = [i for i in inside if self._reaches(i, index)]
             if any(self.nodes[i].numeric for i in inside):
@@ -161,12 +202,12 @@ class Graph:
             made = siblings[max(end - WINDOW, 0) : end]
             found += [*given, *made]
             levels += bool(made)
-            if given:
+            if any(self.nodes[i].numeric for i in given):
                 break
-        return tuple(sorted(set(found)))
+        return tuple(sorted(set(found))) if any(self.nodes[i].numeric for i in found) else ()
 
     def _goes(self, origin: int, node: Node) -> bool:
-        return self.nodes[origin].numeric and self.nodes[origin].is_backward == node.is_backward
+        return self.nodes[origin].is_backward == node.is_backward
 
     def _gap(self, origins: tuple[int, ...], index: int) -> int:
         return max(self.depth[index] - self.depth[origins[-1]], 0)
@@ -188,6 +229,18 @@ class Graph:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def is_within(path: str, ancestor: str) -> bool:
+    """Whether a module lies inside another."""
+    return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The module that holds all of them; the only one itself."""
+    parts = [path.split(".") for path in paths]
+    shared = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
+    return ".".join(shared)
 
 
 def _depths(nodes: Sequence[Node]) -> list[int]:

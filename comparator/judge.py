@@ -121,7 +121,7 @@ class Judge:
         if not self.inputs[node].ops and how == "same":  # the bytes of another site: what was said of that holds here
             other = found[self.matched[self.inputs[node].nodes[0]]]
             if other.basis == one.basis and other.judged_by in ("rounding", "twin"):
-                same: dict[str, Any] = {"error": other.error, "floor": other.floor}
+                same: dict[str, Any] = {"error": other.error, "floor": other.floor, "row_floor": other.row_floor}
                 return _finding(
                     one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
                 )
@@ -138,7 +138,16 @@ class Judge:
         verdict = Verdict.DIFFERS if score(error, limit) > 1.0 else Verdict.CLOSE
         source = "rounding" if twin is None else "twin"
         return _finding(
-            one, order, verdict, error=error, floor=limit, test=test, growth=growth, inputs=how, judged_by=source
+            one,
+            order,
+            verdict,
+            error=error,
+            floor=limit,
+            row_floor=(twin or floor).errors[-1],
+            test=test,
+            growth=growth,
+            inputs=how,
+            judged_by=source,
         )
 
 

@@ -1,12 +1,19 @@
 """Localise: which site adds an error that its inputs do not have (the producer), and which only pass it on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tapscope.comparator.explain.explanation import Explanation
-from tapscope.comparator.finding import Finding, Place, Verdict
-from tapscope.comparator.graph import Graph, Inputs
-from tapscope.comparator.names import PARTIAL
+from tapscope.comparator.finding import Finding, Place, StepResult, Verdict
+from tapscope.comparator.graph import Graph, Inputs, is_within
+from tapscope.comparator.tokens import TokenError
+
+CLEAR = 2.0
+"""A culprit whose own error is beyond this times its floor is nobody else's."""
+NEARLY = 0.5
+"""A site in front of it with this share of its own floor may be where it begins."""
+HOPS = 3
+"""How far in front that may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,67 +37,101 @@ class Divergence:
     """False when the site differs only by what is usual at its depth: nothing before it was compared."""
     explanation: Explanation | None = None
     """What the hypotheses say; None where the values were not looked at."""
+    others: tuple[str, ...] = ()
+    """Modules that it may be instead: the evidence between them is a hair's breadth."""
+    tokens: tuple[TokenError, ...] = ()
+    """The rows beyond the floor in that step, in order of rows, the first :data:`.tokens.MAX_TOKENS`."""
+    num_tokens: int = 0
+    """How many rows are beyond it in all steps."""
 
 
 def localise(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs]
 ) -> tuple[list[Finding], list[Divergence]]:
-    """Give every bad finding its role, and list the modules that produce errors, in execution order.
+    """Give every bad finding its role, and list the modules that produce errors, in the order in which they began.
 
     ``matched`` are the indices of the findings that are nodes of the ``graph``; ``inputs`` belong to the nodes.
     """
-    bad = [findings[i].verdict in (Verdict.DIFFERS, Verdict.NONFINITE) for i in matched]
-    nodes = [n for n in range(len(matched)) if bad[n] and _adds(findings[matched[n]])]
-    nodes = [n for n in nodes if not any(bad[i] for i in inputs[n].nodes)]
+    off = (Verdict.DIFFERS, Verdict.NONFINITE)
+    bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict in off}
+    nodes = [n for n in bad if _adds(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
     nodes = _finest(nodes, graph)
-    if not nodes and any(bad):
-        nodes = [bad.index(True)]  # everything is off from the first site on, or grew by small steps
+    if not nodes and bad:
+        nodes = [min(bad, key=lambda n: (bad[n], n))]  # all is off from the first site on, or grew by small steps
     roles = {matched[n]: "producer" for n in nodes}
-    first = matched[nodes[0]] if nodes else len(findings)
     marked = [
-        replace(f, role=roles.get(i) or ("downstream" if f.verdict.is_bad and i > first else ""))
+        replace(f, role=roles.get(i) or ("downstream" if nodes and f.verdict.is_bad and i != matched[nodes[0]] else ""))
         for i, f in enumerate(findings)
     ]
-    found = {d.module: d for n in reversed(nodes) if (d := _divergence(marked, matched, graph, inputs, n))}
-    return marked, sorted(found.values(), key=lambda d: d.finding.order)
+    found = [_divergence(marked, matched, graph, inputs, n, bad[n]) for n in nodes]
+    found.sort(key=lambda d: (d.step, d.finding.order))
+    return marked, list({d.module: d for d in reversed(found)}.values())[::-1]
 
 
-_SAID = {
-    "captured": "close",
-    "inside": "close",
-    "same": "close",
-    "around": "not captured",
-    "before": "not captured",
-}
+def onset(finding: Finding) -> int:
+    """The first target step in which a bad finding shows; 0 where the steps do not tell."""
+    largest = max((s.error for s in finding.steps), default=0.0)
+    tests: tuple[Callable[[StepResult], bool], ...] = (
+        lambda s: s.nonfinite > 0,
+        lambda s: finding.test in ("exact", "rule", "tolerance", "permuted") and s.error > 0.0,
+        lambda s: s.error > finding.row_floor > 0.0,
+        lambda s: finding.test in ("typical", "gain") and s.rel_l2 > finding.floor > 0.0,
+        lambda s: s.error >= 0.5 * largest,
+    )
+    return next((s.step for test in tests for s in finding.steps if test(s)), 0)
 
 
 def _adds(finding: Finding) -> bool:
     return finding.verdict is Verdict.NONFINITE or finding.test == "replicas" or finding.growth > 1.0
 
 
+def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inputs]) -> bool:
+    """Whether what went into a node was wrong by then; a wrong gradient is in all weights from the next step on."""
+    if any(i in bad and bad[i] <= bad[node] for i in inputs[node].nodes):
+        return True
+    return any(graph.nodes[i].is_backward and step < bad[node] for i, step in bad.items())
+
+
 def _finest(nodes: list[int], graph: Graph) -> list[int]:
-    """Without a module whose own part already explains it, and without a later view of a value already named."""
+    """Without the output of a module whose own part already explains it."""
     paths = {graph.nodes[n].path for n in nodes}
-    return [n for n in nodes if not any(_within(other, graph.nodes[n].path) for other in paths)]
-
-
-def _within(path: str, ancestor: str) -> bool:
-    return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))
+    return [
+        n for n in nodes if graph.nodes[n].is_input or not any(is_within(other, graph.nodes[n].path) for other in paths)
+    ]
 
 
 def _divergence(
-    findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int
+    findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int, step: int
 ) -> Divergence:
-    finding, where = findings[matched[node]], graph.nodes[node]
-    path = where.path.removesuffix(PARTIAL)
-    module = path.rpartition(".")[0] if where.is_input else path
-    how = inputs[node].how
-    said = _SAID.get(how, "unknown")
-    largest = max((s.error for s in finding.steps), default=0.0)
-    step = next((s.step for s in finding.steps if s.error >= 0.5 * largest), 0)
+    finding, how = findings[matched[node]], inputs[node].how
+    module, *others = graph.blamed(node)
     before = findings[matched[inputs[node].nodes[-1]]].site if inputs[node].nodes else ""
-    evidence = _evidence(finding, how, before, where.is_input)
-    return Divergence(module, finding.site, finding, step, finding.worst, said, evidence, bool(how))
+    evidence = _evidence(finding, how, before, graph.nodes[node].is_input)
+    near = _nearly(findings, matched, graph, inputs, node)
+    if near is not None:
+        others.insert(0, module)
+        module = graph.blamed(near)[0]
+        at = findings[matched[near]]
+        evidence += f"; {at.site} before it is at {at.ratio:.2g} of its own floor, so it may begin there"
+    said = _SAID.get(how, "unknown")
+    rest = tuple(name for name in dict.fromkeys(others) if name != module)
+    return Divergence(module, finding.site, finding, step, finding.worst, said, evidence, bool(how), others=rest)
+
+
+def _nearly(
+    findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int
+) -> int | None:
+    """The first site in front of a culprit that only just failed to be one, where the culprit only just is."""
+    if findings[matched[node]].growth > CLEAR or findings[matched[node]].test in ("exact", "rule", "tolerance"):
+        return None
+    seen, front, found = {node}, [node], None
+    for _ in range(HOPS):
+        front = [i for n in front for i in inputs[n].nodes if i not in seen and not graph.nodes[i].is_state]
+        seen.update(front)
+        for i in sorted(front, reverse=True):
+            if findings[matched[i]].verdict is Verdict.CLOSE and findings[matched[i]].growth > NEARLY:
+                found = i if found is None else min(found, i)
+    return found
 
 
 def _evidence(finding: Finding, how: str, before: str, is_input: bool) -> str:
@@ -103,3 +144,12 @@ def _evidence(finding: Finding, how: str, before: str, is_input: bool) -> str:
         "around": f"its inputs were not captured on both sides; the sites up to {before} are close",
         "before": f"its inputs were not captured on both sides; the sites up to {before} are close",
     }.get(how, "nothing before it was compared")
+
+
+_SAID = {
+    "captured": "close",
+    "inside": "close",
+    "same": "close",
+    "around": "not captured",
+    "before": "not captured",
+}

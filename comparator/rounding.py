@@ -82,7 +82,8 @@ class Rounding:
             condition = _STATE
         elif case.is_twin and all(s.is_zero for s in case.inputs):
             condition = min(condition, CONDITION_TWIN)
-        local = local_floor(case.inputs, case.base, case.spread, condition, case.eps)
+        mixes = self._graph.inputs(node).how in ("around", "inside", "before")
+        local = local_floor(case.inputs, case.base, case.spread, condition, case.eps, mixes=mixes)
         return local, local.smaller(whole)
 
     def _spread(self, node: int) -> Spread:
@@ -97,7 +98,7 @@ class Rounding:
         base = unit(*names, reduction) * math.sqrt(inputs.ops)
         before = [case.modelled for i in inputs.nodes if (case := self._cases[i])]
         modelled = math.hypot(max(before, default=0.0), base)
-        spreads = tuple(self._spread(i) for i in inputs.nodes)
+        spreads = tuple(self._spread(i) for i in inputs.nodes if self._graph.nodes[i].numeric)
         return _Case(one.spread, spreads, base, modelled, max(map(dtypes.epsilon, names)), names[0] == names[1])
 
     def _reduction_inside(self, node: int) -> int:

@@ -90,7 +90,7 @@ def _how_close(report: "Report") -> str:
 
 def _diverges(report: "Report", divergence: Divergence) -> str:
     finding = divergence.finding
-    name = divergence.module or "(root)"
+    name = " or ".join(module or "(root)" for module in (divergence.module, *divergence.others))
     port = divergence.site.rpartition(":")[2]
     seen = port if divergence.site.rpartition(":")[0] == divergence.module else f"seen at {divergence.site}"
     parts = [

@@ -1,0 +1,59 @@
+"""Tokens: which rows of a divergence are beyond the floor, looked at once more, for the few sites that are to blame."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapscope.comparator.examine import Examined, Examiner
+from tapscope.comparator.finding import Finding, Place
+from tapscope.comparator.measure import WidthError, measure
+from tapscope.comparator.spread import row_errors
+from tapscope.errors import DataError
+
+MAX_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TokenError:
+    """One row that is off."""
+
+    place: Place
+    error: float
+    """Relative to the row."""
+    ratio: float
+    """error / what rounding explains of a row; 0 where rounding has no say."""
+
+
+def tokens_of(
+    examiner: Examiner, one: Examined, finding: Finding, step: int
+) -> tuple[tuple[TokenError, ...], int, Place | None]:
+    """(the first rows beyond the floor in a target step, how many there are in all steps, the worst of that step)."""
+    if finding.basis != "values" or one.pair.baseline is None or one.pair.target is None:
+        return (), 0, finding.worst
+    ready = examiner.preparer.prepare(one.pair)
+    try:
+        measured = measure(ready)
+    except (WidthError, DataError):
+        return (), 0, finding.worst
+    errors = row_errors(measured)
+    odd = measured.rows.nonfinite_mismatch > 0
+    if finding.row_floor > 0.0:
+        beyond = odd | (errors > finding.row_floor)
+    else:
+        beyond = measured.rows.equal < measured.rows.width
+    if not beyond.any():  # all rows are off by a little: a scale, one channel
+        beyond = errors >= np.median(errors)
+    steps = np.array([whole.records[0].key.step for whole in ready.right])[measured.target_firing]
+    here = np.flatnonzero(beyond & (steps == step))
+    if not len(here):
+        return (), int(beyond.sum()), finding.worst
+    worst = int(here[np.argmax(np.where(odd[here], np.inf, errors[here]))])
+    found = [
+        TokenError(
+            examiner.place(measured, int(row), ready),
+            float(errors[row]),
+            float(errors[row]) / finding.row_floor if finding.row_floor > 0.0 else 0.0,
+        )
+        for row in here[:MAX_TOKENS]
+    ]
+    return tuple(found), int(beyond.sum()), examiner.place(measured, worst, ready)
