@@ -12,7 +12,7 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows
 from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.grids import SideRows, StepRows
-from tapscope.comparator.layout import Layout, is_parameter, slots_of
+from tapscope.comparator.layout import Layout, is_mask, is_parameter, slots_of
 from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap
 from tapscope.comparator.steps import StepPartners
 from tapscope.site import compact_ranges
@@ -96,7 +96,9 @@ class Aligner:
         )
 
     def _plan_whole(self, baseline: Sequence[Whole], target: Sequence[Whole]) -> Plan:
-        if self.rows.known and not is_parameter(baseline[0].records[0].key.site):
+        site = baseline[0].records[0].key.site
+        mask = self.rows.known and is_mask(site)
+        if self.rows.known and not is_parameter(site):
             partners = self.steps.by_rows(is_number=all(math.prod(w.shape) == 1 for w in (*baseline, *target)))
         else:
             partners = self.steps.by_number(*([_place(whole)[0] for whole in side] for side in (baseline, target)))
@@ -105,8 +107,10 @@ class Aligner:
         for i, whole in enumerate(target):
             step, turn = _place(whole)
             index = places.get((partners.of[step], turn)) if step in partners.of else None
-            if index is not None:
+            if index is not None and (not mask or whole.shape == baseline[index].shape):
                 joins.append(Join(index, i))
+        if mask and not joins:
+            return Plan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
         if partners.is_by_rows and not joins:
             return Plan(apart="no token axis, and no two steps of the runs hold the same rows")
         if not joins:

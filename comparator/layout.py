@@ -43,16 +43,36 @@ def layout_of(site: str, wholes: Sequence[Whole], steps: SideRows) -> Layout:
     placed = [(w, rows) for w in wholes if (rows := steps.of(w.records[0])) is not None]
     if not placed or is_parameter(site):
         return Layout()
+    if problem := _outside(placed):
+        return Layout(problem=problem)
     dims = placed[0][0].dims
     if dims is not None:
         return _checked(_one_for_all(_annotated(dims), dims, placed), placed)
-    common = [_inferred(whole, rows) for whole, rows in placed]
+    distinct = {(whole.shape, rows.grid, whole.records[0].rows): (whole, rows) for whole, rows in placed}
+    common = [_inferred(whole, rows) for whole, rows in distinct.values()]
     return next((c for c in common[0] if all(c in other for other in common)), Layout())
 
 
 def is_parameter(site: str) -> bool:
     """Whether the site is a parameter or buffer, or its gradient, which has no token rows whatever its shape."""
     return site.rpartition(":")[2].startswith(("param[", "buffer["))
+
+
+def is_mask(site: str) -> bool:
+    """Whether the site is an attention mask: its key axis goes over the batch as it lies, padding and all."""
+    return "mask" in site.rpartition(":")[2]
+
+
+def _outside(placed: Sequence[tuple[Whole, StepRows]]) -> str:
+    """What is wrong with a record that names rows its step does not have."""
+    for whole, rows in placed:
+        for first, count in whole.records[0].rows or ():
+            if first < 0 or count < 0 or first + count > rows.num_slots:
+                key = whole.records[0].key
+                return (
+                    f"its rows name slots {first} to {first + count - 1} at step {key.step}, which has {rows.num_slots}"
+                )
+    return ""
 
 
 def _annotated(dims: Dims) -> Layout:

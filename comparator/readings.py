@@ -11,7 +11,7 @@ from itertools import combinations
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows, StepRows
-from tapscope.comparator.layout import Layout, is_parameter
+from tapscope.comparator.layout import Layout, is_mask, is_parameter
 
 MAX_AXES = 6
 """Tensors of more axes are not read."""
@@ -32,6 +32,8 @@ def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) 
         return layouts
     if all(unclear) and len({whole.shape for side in wholes for whole in side}) == 1:
         return Layout(), Layout()  # alike as they are, whichever axis holds the tokens
+    if is_mask(wholes[0][0].records[0].key.site):
+        return Layout(), Layout()
     if all(_is_said(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)):
         return layouts
     candidates = [_candidates(*one) for one in zip(layouts, wholes, rows, strict=True)]
@@ -57,8 +59,10 @@ def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:
     """Whether both sides have token rows of one width in every firing."""
     if not all(layout.by_rows for layout in layouts):
         return False
-    widths = {math.prod(_rest(layout, whole)) for layout, side in zip(layouts, wholes, strict=True) for whole in side}
-    return len(widths) == 1
+    shapes = [
+        (layout, shape) for layout, side in zip(layouts, wholes, strict=True) for shape in {w.shape for w in side}
+    ]
+    return len({math.prod(_rest(layout, shape)) for layout, shape in shapes}) == 1
 
 
 def _is_said(layout: Layout, whole: Whole) -> bool:
@@ -101,7 +105,7 @@ def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
 def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:
     """2 where the other axes are the same, 1 where they are flattened on one side, 0 where they do not fit."""
     rests = [
-        {_rest(layout, whole) for whole in side if math.prod(whole.shape)}
+        {_rest(layout, shape) for shape in {whole.shape for whole in side} if math.prod(shape)}
         for layout, side in zip(layouts, wholes, strict=True)
     ]
     if any(len(rest) != 1 for rest in rests):
@@ -112,8 +116,8 @@ def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:
     return int(math.prod(left) == math.prod(right) and min(len(left), len(right)) <= 1)
 
 
-def _rest(layout: Layout, whole: Whole) -> tuple[int, ...]:
-    return tuple(size for axis, size in enumerate(whole.shape) if axis not in layout.axes and size != 1)
+def _rest(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(shape) if axis not in layout.axes and size != 1)
 
 
 def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _Layouts:

@@ -105,6 +105,16 @@ def test_what_depends_on_batches_that_no_step_of_the_other_run_has_is_left_out_a
     assert report.exit_code == 0
 
 
+def test_masks_of_runs_that_batch_otherwise_are_left_out_and_said(tmp_path: Path) -> None:
+    """The key axis has the batch's padded length; decoding, the length so far."""
+    one = with_rows(tmp_path / "b", [[1, 2, 3, 4]], [np.ones((4, 1, 1, 1), np.int64)], ":in[attention_mask]")
+    two = with_rows(tmp_path / "t", [[1, 2], [3, 4]], [np.ones((2, 5), np.int64)] * 2, ":in[attention_mask]")
+    report = diff(one, two)
+    assert [f.site for f in report.findings] == ["norm:out"]
+    assert any("attention_mask]: an attention mask" in warning for warning in report.coverage.warnings)
+    assert report.exit_code == 0
+
+
 def test_parameters_meet_whatever_the_rows_are(tmp_path: Path) -> None:
     weight = [MASKS[0]] * 2
     one = with_rows(tmp_path / "b", [[1, 2], [3, 4]], weight, "norm:param[weight]")

@@ -134,6 +134,12 @@ def test_a_tensor_that_holds_some_rows_says_which(tmp_path: Path, values: np.nda
     assert (found.verdict, found.rows.compared, found.rows.absent) == (Verdict.SAME, 2, 6)
 
 
+def test_rows_that_the_step_does_not_have_are_said(tmp_path: Path, values: np.ndarray) -> None:
+    found = diff(tmp_path, values, values[[4, 7]], "t h", rows=[(4, 1), (99, 1)])
+    assert found.verdict is Verdict.SHAPE
+    assert found.notes[0] == "its rows name slots 99 to 99 at step 0, which has 10"
+
+
 def test_the_padding_is_not_compared(tmp_path: Path, values: np.ndarray) -> None:
     grid = padded(values)
     grid[1, 3:] = np.nan
