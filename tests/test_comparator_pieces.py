@@ -16,6 +16,7 @@ from tapscope.comparator.measure import compare_blocks
 from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned, is_joined, leaves
 from tapscope.comparator.read import read, view
 from tapscope.dims import parse
+from tapscope.kernels.native import backend
 from tapscope.run import Run, open_run
 
 SHAPE = (4, 3, 5)
@@ -127,13 +128,19 @@ def test_statistics_add_up_only_where_every_element_is_there_once(run: Run) -> N
     assert not is_joined(Joined(0, (Summed((one, two)),)))
 
 
+@pytest.mark.skipif(backend()[0] != "c++", reason="numpy converts what it compares")
 @pytest.mark.parametrize("dims", ["t h[tp:partial]", "h t[tp]", "t (a+b)[tp]", "t[cp:zigzag] h"])
 def test_however_large_a_tensor_is_few_rows_of_it_are_copied(monkeypatch: pytest.MonkeyPatch, dims: str) -> None:
     monkeypatch.setattr("tapscope.comparator.measure._CHUNK", 1 << 14)
-    whole, mesh = np.ones((256, 4096), np.float32), {"tp": 2, "cp": 2}
-    runs = [MemoryRun(deal(whole, parse(text), mesh, (256,)), text, mesh, (256,)) for text in (dims, "t h[tp]")]
-    found = [assembled(run) for run in runs]
-    sides = [blocks(w.piece, w.run, (w.dims.index("t"),)) for w in found if w.piece and w.dims]  # type: ignore[arg-type]
+    lengths, mesh, whole = (256,), {"tp": 2, "cp": 2}, np.ones((256, 4096), np.float32)
+    sides = []
+    for text in (dims, "t h[tp]"):
+        run = MemoryRun(
+            deal(whole.T if text.startswith("h t") else whole, parse(text), mesh, lengths), text, mesh, lengths
+        )
+        found = assembled(run)
+        assert found.piece is not None
+        sides.append(blocks(found.piece, run, (parse(text).index("t") or 0,)))
     tracemalloc.start()
     compare_blocks(*sides, Join(0, 0))
     peak = tracemalloc.get_traced_memory()[1]
