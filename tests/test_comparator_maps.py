@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.mapfile import MapFile, read_maps
+from tapscope.comparator.names import FAMILIES
 from tapscope.errors import ConfigError
 from tapscope.observe import RowRun
 from tapscope.run import open_run
@@ -51,6 +52,18 @@ def test_a_map_file_is_read_whole_and_files_add_up(tmp_path: Path) -> None:
     assert rules[1].where.endswith("map1.yaml: rules[0]")
     assert [Path(name).name for name in mapping.files] == ["map0.yaml", "map1.yaml", "map2.yaml"]
     assert read_maps([]) == MapFile()
+
+
+def test_the_map_of_the_documentation_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "comparator.md").read_text()
+    mapping = read(tmp_path, page.partition("```yaml\n")[2].partition("```")[0])
+    assert [len(part) for part in (mapping.rename, mapping.fuse, mapping.dims, mapping.rules)] == [1, 3, 1, 1]
+
+
+def test_the_documentation_names_every_pass() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "comparator.md").read_text()
+    for family in FAMILIES:
+        assert f"`{family.name}`" in page
 
 
 @pytest.mark.parametrize(
