@@ -1,25 +1,19 @@
 """Match: which site of the target is which site of the baseline. Passes go from exact to generous, and each pair
 remembers the pass that made it."""
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tapscope.comparator.fusions import Fusions
 from tapscope.comparator.hints import Hints
+from tapscope.comparator.inputs import only_inputs
 from tapscope.comparator.mapfile import MapFile
+from tapscope.comparator.misnomers import is_other_mask, misnomer
 from tapscope.comparator.names import FAMILIES, common, is_partial, reduced, unique
 from tapscope.comparator.renames import renamed
 from tapscope.comparator.series import Key, Series, key_of, origins
 from tapscope.comparator.sums import sums
 from tapscope.comparator.usermap import UserMap
-
-ARGUMENTS = frozenset({"input_ids", "position_ids", "positions", "attention_mask", "residual", "rotary_pos_emb"})
-"""Names that mean one thing: an input that is called one of these is no input that is called another."""
-_MASK = re.compile(r":in\[(?:attention_)?mask\]$")
-IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
-"""Modules that stand where another configuration has one that works; only their equals are their partners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +66,32 @@ class Matching:
             return how
         return "argument" if any(name == offer for _, offer, _ in self._offered) else "map"
 
-    def are_other_masks(self, name: str) -> bool:
-        """Whether ``name`` is an attention mask of two frameworks of which one, Megatron, marks what is hidden."""
-        frameworks = {hints.framework for hints in self.hints}
-        return len(frameworks) > 1 and "megatron" in frameworks and _MASK.search(name) is not None
+    def set_aside(self) -> None:
+        """Make orphans of what a name would mislead about."""
+        for side, mine in enumerate((self.left, self.right)):
+            for name in list(mine):
+                if note := misnomer(name, self.hints[side].class_of(mine[name].site)):
+                    self._alone(side, mine.pop(name), note)
+
+    def set_masks_aside(self) -> None:
+        """Make orphans of attention masks that mean opposite things."""
+        for side, mine in enumerate((self.left, self.right)):
+            for name in [name for name in mine if is_other_mask(name, self.hints)]:
+                note = "not compared: Megatron's masks mark what is hidden, other frameworks' what is seen"
+                self._alone(side, mine.pop(name), note)
+
+    def _alone(self, side: int, one: Series, note: str) -> None:
+        self.pairs.append(Pair(one, None, note=note) if side == 0 else Pair(None, one, note=note))
 
     def families(self) -> None:
         """Meet by common spelling, from the least generous family to the most."""
         for family in FAMILIES:
             if not (self.left and self.right):
                 return
-            names = unique(self._nameable(0), family)
-            for spelling, site in unique(self._nameable(1), family).items():
+            names = unique(self.left, family)
+            for spelling, site in unique(self.right, family).items():
                 if spelling in names:
                     self.take(names[spelling], site, family.name)
-
-    def _nameable(self, side: int) -> Iterator[str]:
-        """Names whose meaning their spelling tells: an identity copies, a transposed weight is another tensor."""
-        hints = self.hints[side]
-        for name, one in (self.left, self.right)[side].items():
-            kind = hints.class_of(one.site)
-            transposed = kind == "Conv1D" and ":param[weight]" in name
-            if kind not in IDENTITIES and not transposed and not self.are_other_masks(name):
-                yield name
 
     def offer_sums(self) -> None:
         """Put sums in place of their summands, and hidden states in place of numbered arguments."""
@@ -112,13 +109,8 @@ class Matching:
 
     def only_inputs(self) -> None:
         """A module's only unmatched tensor input meets the other side's: argument names are the frameworks' own."""
-        sides = [
-            _single_inputs({name: one for name, one in side.items() if not self.are_other_masks(name)}, everything)
-            for side, everything in zip((self.left, self.right), self.everything, strict=True)
-        ]
-        for path in sides[1]:
-            if path in sides[0] and not {_argument(side[path]) for side in sides} <= ARGUMENTS:
-                self.take(sides[0][path], sides[1][path], "only input")
+        for a, b in only_inputs((self.left, self.right), self.everything):
+            self.take(a, b, "only input")
 
     def partials(self) -> None:
         """Summands that only one side recorded meet the other side's sum, beside that sum's own pair."""
@@ -135,22 +127,10 @@ class Matching:
 
     def orphans(self) -> None:
         """What is left, and where several of the other side would have done, which."""
-        spelled = [_by_spelling(self._nameable(side)) for side in (0, 1)]
+        spelled = [_by_spelling(side) for side in (self.left, self.right)]
         for side, mine in enumerate((self.left, self.right)):
             for name, one in mine.items():
-                note = self._note(name, spelled[side], spelled[1 - side])
-                self.pairs.append(Pair(one, None, note=note) if side == 0 else Pair(None, one, note=note))
-
-    def _note(self, name: str, own: Mapping[str, list[str]], others: Mapping[str, list[str]]) -> str:
-        """Why a name that the other side has as well, or nearly, found no partner."""
-        if self.are_other_masks(name):
-            return "not compared: Megatron's masks mark what is hidden, other frameworks' what is seen"
-        alike = others.get(common(name), []) if name in own.get(common(name), ()) else []
-        if not alike:
-            return ""
-        rivals = ", ".join(other for other in own[common(name)] if other != name)
-        also = f", and so could {rivals}" if rivals else ""
-        return f"could be {' or '.join(alike[:3])}{also}: say which by rename in --map"
+                self._alone(side, one, _rivals(name, spelled[side], spelled[1 - side]))
 
 
 def match(
@@ -179,8 +159,10 @@ def match(
 def _match_group(group: Matching, user: UserMap) -> list[Pair]:
     group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
     group.offer_sums()  # before the names: what one run calls hidden_states may be only a summand in the other
-    for name in [name for name in group.right if name in group.left and not group.are_other_masks(name)]:
+    group.set_masks_aside()
+    for name in [name for name in group.right if name in group.left]:
         group.take(name, name, "exact")
+    group.set_aside()
     group.families()
     group.pairs += [Pair(*given) for given in group.fusions.built_in(group.left, group.right)]
     group.only_inputs()
@@ -202,28 +184,14 @@ def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tu
     yield from split.values()
 
 
-def _single_inputs(series: Mapping[str, Series], everything: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
-    """(common path, whether of gradients) -> name of the only tensor input that a module has, where it has no partner.
-
-    One of several inputs whose others have found theirs is not meant: what is left over may be anything.
-    """
-    inputs = Counter(_input_of(name) for name, one in everything.items() if one.first.dtype is not None)
-    found: dict[tuple[str, bool], list[str]] = {}
-    for name, one in series.items():
-        place = _input_of(name)
-        if place is not None and one.first.dtype is not None and inputs[place] == 1:
-            found.setdefault((common(f"{place[0]}:"), place[1]), []).append(name)
-    return {path: names[0] for path, names in found.items() if len(names) == 1}
-
-
-def _argument(name: str) -> str:
-    return name.rpartition(":in[")[2].removesuffix(".grad").removesuffix("]")
-
-
-def _input_of(name: str) -> tuple[str, bool] | None:
-    """(module path, whether a gradient) of an input's site."""
-    path, _, port = name.rpartition(":")
-    return (path, port.endswith(".grad")) if port.startswith("in[") else None
+def _rivals(name: str, own: Mapping[str, list[str]], others: Mapping[str, list[str]]) -> str:
+    """Why a name that the other side has as well found no partner: which of several was meant cannot be known."""
+    alike = others.get(common(name), [])
+    if not alike:
+        return ""
+    rivals = ", ".join(other for other in own[common(name)] if other != name)
+    also = f", and so could {rivals}" if rivals else ""
+    return f"could be {' or '.join(alike[:3])}{also}: say which by rename in --map"
 
 
 def _by_spelling(names: Iterable[str]) -> dict[str, list[str]]:

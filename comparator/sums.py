@@ -32,7 +32,7 @@ def sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator
             continue
         if len(names) == 1:
             offers.append((target, (names[0],), series[names[0]]))
-        elif len(names) == 2 and _are_alike(series[names[0]], series[names[1]]):
+        elif len(names) == 2 and not path.endswith("attn") and _are_alike(series[names[0]], series[names[1]]):
             made = made_of(target, Sum(), (series[names[0]], series[names[1]]))
             offers.append((target, (names[0], names[1]), made))
     known = {common(name) for name in others} if offers else set()
@@ -64,11 +64,11 @@ def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | N
 
 
 def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:
-    """Layers and norms -> the names of their positional floats."""
+    """Layers, norms and attentions -> the names of their positional floats."""
     found: dict[str, list[str]] = {}
     for name, one in series.items():
         path, _, port = name.rpartition(":")
-        if _POSITIONAL.fullmatch(port) and one.is_float and (_is_layer(path) or path.endswith("norm")):
+        if _POSITIONAL.fullmatch(port) and one.is_float and (_is_layer(path) or path.endswith(("norm", "attn"))):
             found.setdefault(path, []).append(name)
     return found
 
