@@ -154,7 +154,7 @@ def _see(
     pairs = select_pairs(match(*series, options.mapping, hints), options)
     _check_common(baseline, target, pairs, rows)
     check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
-    examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance)
+    examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance, options.detail)
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     sites = {**given[1].sites, **given[0].sites}

@@ -9,6 +9,7 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.channels import MIN_ROWS, QUIET, worst_channel
+from tapscope.comparator.detail import Detail, detail_of
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
@@ -27,6 +28,7 @@ Array = np.ndarray[Any, Any]
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
+_EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_top_k", "num_experts_per_token")
 PERMUTED = "permuted: the same elements in another order"
 
 
@@ -58,6 +60,7 @@ class Examined:
     """Rows that are not equal bit for bit as numbers; where only statistics were kept, firings whose hashes differ."""
     permuted: bool = False
     """Whether somewhere unequal tensors hold the same elements, in another order."""
+    detail: Detail | None = None
     replicas: str = ""
     """What is wrong with the replicas of one side, if anything."""
     notes: tuple[str, ...] = ()
@@ -87,6 +90,8 @@ class Examiner:
 
     preparer: Preparer
     tolerance: tuple[float, float] | None = None
+    detail: bool = False
+    """Whether unequal pairs are measured once more, see :mod:`.detail`."""
     _suggester: Suggester = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,8 +171,14 @@ class Examiner:
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
             num_unequal=len(odd),
             permuted=permuted,
+            detail=self._detail(one, ready) if self.detail and len(odd) else None,
             notes=(PERMUTED, *one.notes) if permuted else one.notes,
         )
+
+    def _detail(self, one: Examined, ready: Prepared) -> Detail:
+        configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
+        k = next((int(config[name]) for config in configs for name in _EXPERTS_A_TOKEN if name in config), None)
+        return detail_of(ready, one.site, k)
 
     def place(self, measured: Measured, row: int, ready: Prepared) -> Place:
         """Where a measured row is."""

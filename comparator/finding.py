@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tapscope.comparator.detail import Detail
 
 
 class Verdict(StrEnum):
@@ -167,6 +171,8 @@ class Finding:
     """``producer``, ``downstream`` or empty."""
     steps: tuple[StepResult, ...] = ()
     notes: tuple[str, ...] = ()
+    detail: "Detail | None" = None
+    """What was measured on demand; None unless the values differ and it was asked for."""
     judged_by: str = ""
     """What decided: ``rounding`` (the model), ``twin``, ``rule REGEX=EXPR``, ``tolerance`` or ``equality``."""
 

@@ -212,6 +212,7 @@ def _finding(one: Examined, order: int, verdict: Verdict, **fields: Any) -> Find
         "numbers": one.numbers,
         "worst": one.worst,
         "steps": one.steps,
+        "detail": one.detail,
     }
     notes = (*fields.pop("notes", ()), *one.notes)
     return Finding(one.site, verdict, notes=notes, **seen, **fields)

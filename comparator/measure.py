@@ -124,7 +124,7 @@ def compare_blocks(
     """(measures, baseline value at each row's worst column, target rank there) of one join."""
     merged: RowMeasures | None = None
     at_worst = ranks = np.empty(0)
-    for offset, one, two in _overlaps(left, right):
+    for offset, one, two in overlaps(left, right):
         rows, values = _compare_columns(one, two, join, tolerance, masks)
         rank = -1 if two.block.rank is None else two.block.rank
         if merged is None:
@@ -152,7 +152,7 @@ def _compare_columns(
     parts, values = [], [np.empty(0)]
     for start in range(0, num, step):
         a, b = (
-            side.rows(_part(some, start, min(start + step, num))) for side, some in zip((one, two), rows, strict=True)
+            side.rows(part_of(some, start, min(start + step, num))) for side, some in zip((one, two), rows, strict=True)
         )
         a, b = (_visible(a), _visible(b)) if masks else (a, b)
         parts.append(compare_rows(a, b, atol=atol, rtol=rtol))
@@ -167,7 +167,7 @@ def _at(baseline: Array, index: Array, found: RowMeasures) -> Array:
     return np.asarray(baseline[index, found.argmax].astype(np.float64))
 
 
-def _part(rows: Rows, start: int, stop: int) -> Rows:
+def part_of(rows: Rows, start: int, stop: int) -> Rows:
     """Some of the rows, counted within them."""
     if not isinstance(rows, slice):
         return rows[start:stop]
@@ -185,7 +185,7 @@ def _picked(one: Array, rows_one: Rows, two: Array, rows_two: Rows) -> tuple[Any
     return (*views, *index)
 
 
-def _overlaps(left: list[Block], right: list[Block]) -> Iterator[tuple[int, Columns, Columns]]:
+def overlaps(left: list[Block], right: list[Block]) -> Iterator[tuple[int, Columns, Columns]]:
     """(offset, baseline columns, target columns) for every column range both sides hold in one block, in order."""
     if len(left) == len(right) == 1:
         yield 0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width)

@@ -44,6 +44,8 @@ class CompareOptions:
     """How many times the twin's distance rounding may reach."""
     rules: tuple[RuleEntry, ...] = ()
     """Conditions that sites must obey instead of the floor; those of the map files come behind these."""
+    detail: bool = False
+    """Measure unequal sites once more: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
     allow_partial: bool = False
     """Let a comparison of partial data pass when everything that could be compared agrees."""
 

@@ -216,6 +216,7 @@ def test_the_flags_of_diff_are_these(capsys: pytest.CaptureFixture[str]) -> None
         "--atol",
         "--floor",
         "--margin",
+        "--detail",
         "--rule",
         "--allow-partial",
         "--top",

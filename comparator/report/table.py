@@ -11,6 +11,7 @@ from rich.text import Text
 from tapscope import dtypes, text
 from tapscope.comparator.finding import Finding, Place, Verdict
 from tapscope.comparator.report.answer import answer, counts, share
+from tapscope.comparator.report.details import details
 from tapscope.comparator.report.fold import STRETCH, Row, fold
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iter
     for line in hidden:
         yield Text(f"   … {line}")
     yield Text()
+    yield from map(Text, details(report.findings, top))
     yield from _coverage(report)
     yield Text(f"verdicts  {counts(report)}")
     yield from map(Text, answer(report))

@@ -55,6 +55,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="judge these sites by a condition such as 'lm_head=rel < 1e-3 and max_abs < 0.1'; the first match "
         "decides; repeatable",
     )
+    judge.add_argument(
+        "--detail",
+        action="store_true",
+        help="of unequal sites also ULPs, percentiles, channels, agreement of logits, flips of routers; slower",
+    )
     judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
 
 
@@ -75,5 +80,6 @@ def options_of(args: argparse.Namespace) -> CompareOptions:
         floor=None if args.floor == "auto" else Path(args.floor),
         margin=args.margin,
         rules=tuple(map(parse_rule, args.rule)),
+        detail=args.detail,
         allow_partial=args.allow_partial,
     )

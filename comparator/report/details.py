@@ -1,0 +1,56 @@
+"""Details: what --detail measured, two lines a finding."""
+
+from collections.abc import Iterator, Sequence
+
+from tapscope import text
+from tapscope.comparator.detail import Detail
+from tapscope.comparator.finding import Finding
+from tapscope.comparator.ranking import Agreement, Choice
+
+
+def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
+    """Of the findings that speak against the target, or of all that are not equal where none does; ``top`` of them."""
+    known = [f for f in findings if f.detail is not None]
+    shown = [f for f in known if f.verdict.is_bad] or known
+    for finding in shown[: top or None]:
+        assert finding.detail is not None
+        yield f"detail    {finding.site}: {_spread(finding.detail)}"
+        for sentence in _more(finding.detail):
+            yield f"          {sentence}"
+    if top and len(shown) > top:
+        yield f"          {len(shown) - top:,} more sites; --all or --json lists them"
+
+
+def _spread(detail: Detail) -> str:
+    shares = ", ".join(f"p{share * 100:.0f} {text.number(value)}" for share, value in detail.percentiles)
+    if detail.ulp_max is None or detail.ulp_p99 is None:
+        return f"|Δ| {shares}"
+    return f"|Δ| {shares}; {detail.ulp_dtype} ULP p99 {_count(detail.ulp_p99)}, max {_count(detail.ulp_max)}"
+
+
+def _more(detail: Detail) -> Iterator[str]:
+    if detail.channels:
+        worst = ", ".join(f"{c.index} ({text.number(c.rel_l2)})" for c in detail.channels)
+        yield f"channels furthest off (relative): {worst}"
+    if detail.logits is not None:
+        yield _agreement(detail.logits)
+    if detail.router is not None:
+        yield _choice(detail.router)
+
+
+def _agreement(logits: Agreement) -> str:
+    kl = f"KL mean {text.number(logits.kl_mean)}, max {text.number(logits.kl_max)} nats"
+    return (
+        f"top-1 equal in {logits.top1:.1%} of {text.plural(logits.rows, 'row')}, top-5 shared {logits.topk:.1%}; {kl}"
+    )
+
+
+def _choice(router: Choice) -> str:
+    flips = f"{router.num_flips:,} of {text.plural(router.rows, 'row')} choose other experts (top {router.k})"
+    exposed = f"{router.num_exposed:,} are within reach of their error"
+    margin = f"smallest margin {text.number(router.margin)}, twice its error {text.number(router.margin_error)}"
+    return f"{flips}; {exposed}; {margin}"
+
+
+def _count(steps: float) -> str:
+    return f"{steps:,.0f}" if steps < 1e6 else f"{steps:.1e}"
