@@ -93,13 +93,26 @@ class Rounding:
         one = self._examined[self._matched[node]]
         if one.is_exact or one.spread is None or one.baseline is None or one.target is None:
             return None
-        inputs, names = self._graph.inputs(node), (one.baseline.dtype or "", one.target.dtype or "")
+        inputs, names = self._graph.inputs(node), self._coarsest(node)
         reduction = _reduction(self._graph.nodes[node].cls, self._params[node]) or self._reduction_inside(node)
-        base = unit(*names, reduction) * math.sqrt(inputs.ops)
+        # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
+        summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self._params[node] else 1
+        base = unit(*names, reduction) * math.sqrt(inputs.ops * summed)
         before = [case.modelled for i in inputs.nodes if (case := self._cases[i])]
         modelled = math.hypot(max(before, default=0.0), base)
         spreads = tuple(self._spread(i) for i in inputs.nodes if self._graph.nodes[i].numeric)
         return _Case(one.spread, spreads, base, modelled, max(map(dtypes.epsilon, names)), names[0] == names[1])
+
+    def _coarsest(self, node: int) -> tuple[str, str]:
+        """The dtypes that a value was computed in: its own, or those of what went in (a head may give out float32)."""
+        found = []
+        for side in ("baseline", "target"):
+            names = [_dtype(self._examined[self._matched[node]], side)]
+            if self._graph.inputs(node).how == "captured":
+                origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].numeric)
+                names += [_dtype(self._examined[self._matched[i]], side) for i in origins]
+            found.append(max(names, key=dtypes.epsilon))
+        return found[0], found[1]
 
     def _reduction_inside(self, node: int) -> int:
         """Length of the sums of what has no parameters: none in a pointwise function, else as long as any here."""
@@ -117,6 +130,10 @@ class Rounding:
             for node, _ in likes:
                 found[node] = learned_condition([value for other, value in likes if other != node])
         return found
+
+
+def _dtype(one: Examined, side: str) -> str:
+    return getattr(one, side).dtype or ""
 
 
 def params_of(one: Examined, sites: Mapping[str, SiteInfo]) -> Params:
