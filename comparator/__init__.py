@@ -1,13 +1,16 @@
 """Two runs in, the culprit out."""
 
-from tapscope.comparator.compare import Header, Report, compare
+from tapscope.comparator.closeup import Closeup
+from tapscope.comparator.compare import Comparison, Header, Report, compare, compare_closely
 from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.finding import Finding, Numbers, Place, RowCounts, Side, StepResult, Verdict
 from tapscope.comparator.localise import Divergence
 from tapscope.comparator.options import CompareOptions
 
 __all__ = [
+    "Closeup",
     "CompareOptions",
+    "Comparison",
     "Coverage",
     "Divergence",
     "Finding",
@@ -20,4 +23,5 @@ __all__ = [
     "StepResult",
     "Verdict",
     "compare",
+    "compare_closely",
 ]

@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tapscope.comparator.closeup import Closeup, closeup
 from tapscope.comparator.coverage import Coverage, cover
 from tapscope.comparator.examine import Examined, Examiner
 from tapscope.comparator.explain.explain import Context, explain
@@ -94,10 +95,36 @@ class Report:
         yield from lines(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A report, and what it takes to look closer while both runs are open."""
+
+    report: Report
+    _seen: "_Seen"
+
+    def closeup(self, finding: Finding) -> Closeup | None:
+        """A finding of the report row by row; None where there are no values to look at.
+
+        Raises DataError when they can no longer be read.
+        """
+        one = self._seen.examined[finding.order]
+        if one.basis != "values":
+            return None
+        examiner = self._seen.examiner
+        return closeup(examiner.preparer.prepare(one.pair), self._seen.rows, examiner.tolerance or (0.0, 0.0))
+
+
 def compare(
     baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
 ) -> Report:
-    """Compare two open runs.
+    """Compare two open runs; raises as :func:`compare_closely`."""
+    return compare_closely(baseline, target, options, progress).report
+
+
+def compare_closely(
+    baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
+) -> Comparison:
+    """Compare two open runs, to look closer afterwards.
 
     Raises RuleError for a selection that matches nothing and NothingInCommonError when not one row or value of the
     runs can be compared.
@@ -107,19 +134,25 @@ def compare(
     rules = compile_rules((*options.rules, *options.mapping.rules))
     seen = _see(baseline, target, options, rules, progress)
     check_models((baseline, target), seen.examined)
-    flips = explain_flips(seen.examined, seen.examiner.preparer)
-    twin = _twin(baseline, target, options)
-    standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=flips)
-    judge = Judge(seen.examined, seen.sites, standards)
-    findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
-    divergences = [_placed(each, seen) for each in divergences]
-    divergences = explain(divergences, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
+    findings, divergences = _judge(seen, rules, _twin(baseline, target, options), options)
     if all(f.basis == "none" for f in findings):
         reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
     coverage = cover((baseline, target), seen.rows, seen.everything, findings, sum(seen.num_objects), seen.notes)
     headers = _header(baseline, seen.num_records[0]), _header(target, seen.num_records[1])
-    return Report(*headers, tuple(findings), tuple(divergences), coverage, options)
+    return Comparison(Report(*headers, tuple(findings), tuple(divergences), coverage, options), seen)
+
+
+def _judge(
+    seen: "_Seen", rules: tuple[Rule, ...], twin: Twin | None, options: CompareOptions
+) -> tuple[list[Finding], list[Divergence]]:
+    flips = explain_flips(seen.examined, seen.examiner.preparer)
+    judge = Judge(
+        seen.examined, seen.sites, Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=flips)
+    )
+    findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
+    placed = [_placed(each, seen) for each in divergences]
+    return findings, explain(placed, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
 
 
 @dataclass(frozen=True, slots=True)
