@@ -7,8 +7,12 @@ from pathlib import Path
 from textual.app import App, SystemCommand
 from textual.screen import Screen
 
-from tapscope.dashboard.keys import effective, parse_overrides
+from tapscope.comparator import CompareOptions
+from tapscope.dashboard.diffing import DiffSource
+from tapscope.dashboard.keys import DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.screens.browse import BrowseScreen
+from tapscope.dashboard.screens.comparing import Open
+from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.sources import RunSource
 from tapscope.dashboard.theme import DARK, LIGHT, NAMES
 from tapscope.errors import TapscopeError
@@ -16,16 +20,24 @@ from tapscope.run import open_run
 
 
 class TapscopeApp(App[TapscopeError]):
-    """Shows one source. Its result is the error that ended it, or None."""
+    """Shows one run, or two side by side. Its result is the error that ended it, or None."""
 
     CSS_PATH = "app.tcss"
     TITLE = "tapscope"
 
-    def __init__(self, open_source: Callable[[], RunSource], *, theme: str = "dark", keys: Iterable[str] = ()) -> None:
-        """``keys`` are ``ID=KEYS`` texts; raises ConfigError for a wrong one."""
+    def __init__(
+        self,
+        open_source: Callable[[], RunSource] | None = None,
+        *,
+        theme: str = "dark",
+        keys: Iterable[str] = (),
+        open_diff: tuple[Open, str] | None = None,
+    ) -> None:
+        """``keys`` are ``ID=KEYS`` texts; raises ConfigError for a wrong one. ``open_diff`` comes with a name."""
         super().__init__()
-        self._open_source, self._theme_name = open_source, NAMES[theme]
-        self._overrides = parse_overrides(keys)
+        self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
+        self._specs = KEYS if open_diff is None else DIFF_KEYS
+        self._overrides = parse_overrides(keys, self._specs)
 
     def on_mount(self) -> None:
         """Dress, and open the screen."""
@@ -33,12 +45,15 @@ class TapscopeApp(App[TapscopeError]):
             self.register_theme(theme)
         self.theme = self._theme_name
         self.set_keymap(self._overrides)
-        self.push_screen(BrowseScreen(self._open_source, effective(self._overrides)))
+        if self._open_diff is not None:
+            self.push_screen(DiffScreen(*self._open_diff, effective(self._overrides, self._specs)))
+        elif self._open_source is not None:
+            self.push_screen(BrowseScreen(self._open_source, effective(self._overrides, self._specs)))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette offers what the keys offer, by name."""
-        for spec in effective(self._overrides):
-            if isinstance(screen, BrowseScreen) and spec.id != "palette":
+        for spec in effective(self._overrides, self._specs):
+            if isinstance(screen, BrowseScreen | DiffScreen) and spec.id != "palette":
                 run = partial(screen.run_action, spec.action)
                 yield SystemCommand(f"{spec.id.replace('_', ' ')} ({spec.shown})", spec.help, run)
 
@@ -49,7 +64,29 @@ def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = ()) -
     Raises the errors of :func:`tapscope.run.open_run`, and ConfigError for a wrong key.
     """
     open_run(path).close()
-    app = TapscopeApp(lambda: RunSource(open_run(path)), theme=theme, keys=keys)
+    return _run(TapscopeApp(lambda: RunSource(open_run(path)), theme=theme, keys=keys))
+
+
+def diff(
+    baseline: Path, target: Path, options: CompareOptions, *, theme: str = "dark", keys: Iterable[str] = ()
+) -> int:
+    """Compare two runs on a screen until the user quits; returns the exit code.
+
+    Raises the errors of :func:`tapscope.run.open_run` and of :func:`tapscope.comparator.compare`, and ConfigError for a
+    wrong key.
+    """
+    for path in (baseline, target):
+        open_run(path).close()
+
+    def open_source(swapped: bool, progress: Callable[[int, int], None]) -> DiffSource:
+        paths = (target, baseline) if swapped else (baseline, target)
+        return DiffSource.open(paths, options, progress)
+
+    name = f"{baseline.name} → {target.name}"
+    return _run(TapscopeApp(theme=theme, keys=keys, open_diff=(open_source, name)))
+
+
+def _run(app: TapscopeApp) -> int:
     error = app.run()
     if error is not None:
         raise error

@@ -1,6 +1,6 @@
 """Keys: the one registry of what can be pressed; the bindings, the key bar, the palette and the help come from it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from textual.binding import Binding, BindingType
@@ -10,6 +10,9 @@ from tapscope.errors import ConfigError
 SITES, RECORDS, TENSOR = "sites", "records", "tensor"
 PANES = (SITES, RECORDS, TENSOR)
 """The panes of the browse screen, in tab order; also their widget ids."""
+LAYERS, FINDINGS, PAIR = "layers", "findings", "pair"
+DIFF_PANES = (LAYERS, FINDINGS, PAIR)
+"""The same of the diff screen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,8 @@ class KeySpec:
     """One line for the help screen."""
     label: str = ""
     """One or two words for the key bar; empty keeps it out of there."""
-    panes: tuple[str, ...] = PANES
-    """Where it means something."""
+    panes: tuple[str, ...] = ()
+    """Where it means something; empty: everywhere."""
 
     @property
     def shown(self) -> str:
@@ -50,8 +53,6 @@ _GLYPHS = {
     "shift+tab": "⇧tab",
     "f1": "F1",
 }
-
-LISTS = (SITES, RECORDS)
 
 KEYS: tuple[KeySpec, ...] = (
     KeySpec("up", ("up", "k"), "move(-1)", "one line up"),
@@ -82,36 +83,65 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("palette", ("ctrl+p",), "app.command_palette", "every action by name"),
     KeySpec("quit", ("q", "ctrl+c"), "quit", "quit", "quit"),
 )
+"""What can be pressed on the browse screen."""
 BY_ID: Mapping[str, KeySpec] = {spec.id: spec for spec in KEYS}
 
 
-def bindings(ids: Iterable[str] = BY_ID) -> list[BindingType]:
+def _shared(id: str, help: str = "") -> KeySpec:
+    """The same key on another screen, with words of its own where it needs them."""
+    spec = BY_ID[id]
+    return replace(spec, help=help or spec.help)
+
+
+DIFF_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
+    KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs part", "first"),
+    KeySpec("next_bad", ("n",), "bad(1)", "next finding that speaks against the target", "next bad"),
+    KeySpec("previous_bad", ("N",), "bad(-1)", "previous finding that speaks against the target"),
+    KeySpec("only_bad", ("d",), "only_bad", "only what differs, or everything", "only bad"),
+    _shared("find", "find sites: a part of either run's name, or a pattern with * and ?"),
+    _shared("previous_step", "previous step of the target; before the first: all steps"),
+    _shared("next_step", "next step of the target"),
+    _shared("sort", "sort findings: in execution order, by error / floor, by max |Δ|"),
+    KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
+    _shared("view", "finding as measures, tokens or values"),
+    _shared("zoom"),
+    KeySpec("swap", ("x",), "swap", "compare again with baseline and target swapped", "swap"),
+    KeySpec("export", ("e",), "export", "write the report as JSON lines into this folder", "export"),
+    _shared("copy"),
+    _shared("reload", "read both runs and compare again (they may have grown)"),
+    *map(_shared, ("back", "help", "palette", "quit")),
+)
+"""What can be pressed on the diff screen."""
+
+
+def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
     """Textual bindings of these actions; the ids let :meth:`textual.app.App.set_keymap` change the keys."""
-    return [
-        Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False)
-        for spec in map(BY_ID.get, ids)
-        if spec
-    ]
+    return [Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False) for spec in specs]
 
 
-def parse_overrides(texts: Iterable[str]) -> dict[str, str]:
-    """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}; raises ConfigError for an unknown id or a key that is taken."""
+def parse_overrides(texts: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
+    """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}.
+
+    Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs``.
+    """
     overrides: dict[str, str] = {}
+    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS))
     for text in texts:
         name, equals, keys = text.partition("=")
         if not equals or not keys.strip():
             raise ConfigError(f"--key {text!r} is no ID=KEYS; write e.g. find=ctrl+f")
-        if name not in BY_ID:
-            raise ConfigError(f"--key {text!r}: there is no action {name!r}; actions are {', '.join(BY_ID)}")
+        if name not in known:
+            raise ConfigError(f"--key {text!r}: there is no action {name!r}; actions are {', '.join(known)}")
         overrides[name] = ",".join(key.strip() for key in keys.split(","))
-    _check_unique(effective(overrides))
+    _check_unique(effective(overrides, specs))
     return overrides
 
 
-def effective(overrides: Mapping[str, str]) -> tuple[KeySpec, ...]:
-    """The registry with the user's keys in it."""
+def effective(overrides: Mapping[str, str], specs: Iterable[KeySpec] = KEYS) -> tuple[KeySpec, ...]:
+    """A screen's registry with the user's keys in it."""
     return tuple(
-        replace(spec, keys=tuple(overrides[spec.id].split(","))) if spec.id in overrides else spec for spec in KEYS
+        replace(spec, keys=tuple(overrides[spec.id].split(","))) if spec.id in overrides else spec for spec in specs
     )
 
 

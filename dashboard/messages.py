@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from textual.message import Message
 
+from tapscope.comparator import Closeup, Finding
+from tapscope.dashboard.diffing import DiffQuery, DiffSource
 from tapscope.dashboard.digest import Digest
 from tapscope.dashboard.sources import Counts, Query, RunSource
 from tapscope.errors import TapscopeError
@@ -54,4 +56,43 @@ class DigestFailed(Message):
     """A tensor cannot be read."""
 
     record: Record
+    error: TapscopeError
+
+
+@dataclass
+class Compared(Message):
+    """Two runs have been compared."""
+
+    source: DiffSource
+
+
+@dataclass
+class Comparing(Message):
+    """So many sites of so many have been measured."""
+
+    done: int
+    total: int
+
+
+@dataclass
+class FindingsReady(Message):
+    """The answer to a query of the diff screen."""
+
+    query: DiffQuery
+    findings: list[Finding]
+
+
+@dataclass
+class CloseupReady(Message):
+    """A finding has been read row by row; the closeup is None where there are no values."""
+
+    finding: Finding
+    closeup: Closeup | None
+
+
+@dataclass
+class CloseupFailed(Message):
+    """A finding cannot be read."""
+
+    finding: Finding
     error: TapscopeError

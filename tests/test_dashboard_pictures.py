@@ -1,12 +1,16 @@
 """What the screen looks like, byte for byte; `pytest --snapshot-update` accepts a changed picture."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import textual
+from comparator_toy import Toy, weights
 from dashboard_runs import toy_run
 
+from tapscope.comparator import CompareOptions
 from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.diffing import DiffSource
 from tapscope.dashboard.sources import RunSource
 from tapscope.run import open_run
 
@@ -76,3 +80,46 @@ def test_a_search_without_a_match(snap_compare, base):
 
 def test_help(snap_compare, base):
     picture(snap_compare, base, "large", "question_mark")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """fp32 against bf16 with one damaged token; bytes are the same on every machine up to the last digits shown."""
+
+    def spoil(values):
+        if len(values) > 5:
+            values[5] *= 1.5
+        return values
+
+    root, tables = tmp_path_factory.mktemp("pairs"), weights()
+    prompts = {"0": list(range(3, 20)), "1": list(range(40, 51))}
+    Toy(tables).write(root / "base", prompts, steps=(11, 14)).close()
+    damage = {"model.layers.2.mlp.down_proj:out": spoil}
+    Toy(tables, dtype="bfloat16", hooks=damage).write(root / "target", prompts, steps=(11, 14)).close()
+    return root
+
+
+def diff_picture(snap_compare, pair, monkeypatch, size, *keys, **options):
+    monkeypatch.chdir(pair)  # the command in the answer then holds no path of this machine
+
+    def open_source(swapped, progress):
+        return DiffSource.open((Path("base"), Path("target")), CompareOptions(), progress)
+
+    app = TapscopeApp(open_diff=(open_source, "base → target"), **options)
+    assert snap_compare(app, terminal_size=DIFF_SIZES[size], run_before=pressing(*keys))
+
+
+DIFF_SIZES = {"tiny": (58, 20), "small": (80, 24), "medium": (120, 40), "large": (160, 40)}
+
+
+@pytest.mark.parametrize("size", DIFF_SIZES)
+def test_diff_at_the_culprit(snap_compare, pair, monkeypatch, size):
+    diff_picture(snap_compare, pair, monkeypatch, size)
+
+
+def test_diff_of_everything_with_tokens(snap_compare, pair, monkeypatch):
+    diff_picture(snap_compare, pair, monkeypatch, "medium", "d", "v")
+
+
+def test_diff_of_one_step_with_values(snap_compare, pair, monkeypatch):
+    diff_picture(snap_compare, pair, monkeypatch, "medium", "right_square_bracket", "v", "v", theme="light")

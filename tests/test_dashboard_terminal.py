@@ -11,6 +11,7 @@ import termios
 import time
 
 import pytest
+from comparator_toy import Toy, weights
 from dashboard_runs import toy_run
 
 TIMEOUT_S = 60
@@ -67,6 +68,25 @@ def test_view_draws_a_site_in_a_terminal_and_q_ends_it_with_0(terminal, tmp_path
     read_until(fd, b"model.embed_tokens:out", process)
     os.write(fd, b"q")
     assert drain_until_exit(fd, process) == 0
+
+
+def test_view_of_two_runs_draws_the_culprit_and_q_ends_it_with_0(terminal, tmp_path):
+    fd, start = terminal
+    tables = weights()
+    Toy(tables).write(tmp_path / "base", {"0": list(range(3, 12))}).close()
+    damage = {"model.layers.1.mlp.up_proj:out": lambda values: values * 1.2}
+    Toy(tables, hooks=damage).write(tmp_path / "target", {"0": list(range(3, 12))}).close()
+    process = start("view", str(tmp_path / "base"), str(tmp_path / "target"), "--skip", "lm_head:*")
+    read_until(fd, b"model.layers.1.mlp.up_proj:out", process)
+    os.write(fd, b"q")
+    assert drain_until_exit(fd, process) == 0
+
+
+def test_flags_of_a_comparison_need_two_runs(terminal, tmp_path):
+    fd, start = terminal
+    process = start("view", str(toy_run(tmp_path / "base")), "--rtol", "1e-3")
+    read_until(fd, b"--rtol is about two runs", process)
+    assert drain_until_exit(fd, process) == 2
 
 
 def test_view_of_no_run_is_a_data_error_before_the_screen_is_taken(terminal, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from textual import events, on
 from textual.widgets import Input
 
-from tapscope.dashboard.keys import PANES, RECORDS, SITES, bindings
+from tapscope.dashboard.keys import KEYS, PANES, RECORDS, SITES, bindings
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.panes import PanesScreen
 from tapscope.dashboard.sources import BIG_TENSOR_BYTES, SORTS
@@ -18,7 +18,7 @@ from tapscope.dashboard.widgets.tensor_pane import TensorPane
 class BrowseScreen(PanesScreen):
     """Browse one run. An action that can do nothing says why."""
 
-    BINDINGS = bindings()
+    BINDINGS = bindings(KEYS)
 
     @property
     def active(self) -> "SiteTree | RecordTable | TensorPane":

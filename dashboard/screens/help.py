@@ -8,20 +8,24 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from tapscope.dashboard.keys import PANES, KeySpec, bindings
+from tapscope.dashboard.keys import BY_ID, KeySpec, bindings
 from tapscope.dashboard.widgets.titles import plain_title
 
-_WORDS = """
+BROWSE_WORDS = """
 Glyphs: % holds nan or inf, ∅ is all zeros, > the cursor (› in a pane without the keys), ▾ ▸ folds.
 Blocks ▁▂▃▄▅▆▇█ are the largest |x| of each row, % a row with a non-finite value, · a row of zeros.
 A tensor's rows read 0:5 for position 5 of request 0."""
+DIFF_WORDS = """
+Glyphs: = same, ~ close (no more than rounding explains), ! differs, # cannot be compared,
+% NaN or infinity on one side, < only in the baseline, > only in the target, · nothing compared, ◂ the culprit.
+error ÷ floor above 1 is more than rounding explains. Rows read 0:5 for position 5 of request 0."""
 
 
-def help_text(specs: Sequence[KeySpec], pane: str) -> Text:
-    """Every action once, with its id for ``--key ID=KEYS``."""
-    here = [spec for spec in specs if pane in spec.panes and spec.panes != PANES]
-    everywhere = [spec for spec in specs if spec.panes == PANES]
-    elsewhere = [spec for spec in specs if pane not in spec.panes]
+def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> Text:
+    """Every action once, with its id for ``--key ID=KEYS``; ``words`` explain what else is on the screen."""
+    here = [spec for spec in specs if pane in spec.panes]
+    everywhere = [spec for spec in specs if not spec.panes]
+    elsewhere = [spec for spec in specs if spec.panes and pane not in spec.panes]
     text = Text()
     for heading, group in ((f"In this pane ({pane})", here), ("Everywhere", everywhere), ("In other panes", elsewhere)):
         if group:
@@ -29,24 +33,26 @@ def help_text(specs: Sequence[KeySpec], pane: str) -> Text:
         for spec in group:
             text.append(f"  {spec.shown:<10}", style="bold").append(f" {spec.help}")
             text.append(f"  ({spec.id})\n", style="dim")
-    return text.append(_WORDS.strip("\n"))
+    return text.append(words.strip("\n"))
 
 
 class HelpScreen(ModalScreen[None]):
-    """Over the browse screen; esc, q or ? closes it."""
+    """Over another screen; esc, q or ? closes it."""
 
-    BINDINGS = bindings(("up", "down", "page_up", "page_down", "first", "last", "back", "help", "quit"))
+    BINDINGS = bindings(
+        BY_ID[i] for i in ("up", "down", "page_up", "page_down", "first", "last", "back", "help", "quit")
+    )
 
-    def __init__(self, specs: Sequence[KeySpec], pane: str) -> None:
+    def __init__(self, specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> None:
         super().__init__()
-        self._specs, self._pane = specs, pane
+        self._specs, self._pane, self._words = specs, pane, words
 
     def compose(self) -> ComposeResult:
         """One scrolling text."""
         with VerticalScroll(id="help") as box:
             box.border_title = plain_title("help · esc closes")
             box.can_focus = False
-            yield Static(help_text(self._specs, self._pane), id="help-text", markup=False)
+            yield Static(help_text(self._specs, self._pane, self._words), id="help-text", markup=False)
 
     def action_move(self, delta: int) -> None:
         """Scroll by lines."""

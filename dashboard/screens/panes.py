@@ -211,7 +211,7 @@ class PanesScreen(LoadingScreen):
             "reload": "OPEN" in source.header.state,
         }
         works |= {"next_step": works["previous_step"], "next_rank": works["previous_rank"]}
-        shown = [s for s in self._specs if s.label and self.pane in s.panes and works.get(s.id, True)]
+        shown = [s for s in self._specs if s.label and (not s.panes or self.pane in s.panes) and works.get(s.id, True)]
         self.bar.set_keys(shown)
         if self._sentence:
             self.say(self._sentence)

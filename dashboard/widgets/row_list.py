@@ -93,7 +93,8 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         top = round(self.scroll_offset.y)
         wanted = min(max(top, self.cursor - visible + 1), self.cursor)
         if wanted != top:
-            self.scroll_to(y=wanted, animate=False, immediate=True)
+            # Forced: rows that have just come have no scrollbar yet, and without one Textual would not scroll.
+            self.scroll_to(y=wanted, animate=False, immediate=True, force=True)
 
     def on_resize(self, event: events.Resize) -> None:
         """Keep the cursor in sight."""

@@ -1,8 +1,10 @@
 """One way to print numbers, bytes, shapes and sites, for every report and screen."""
 
+import json
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 def number(value: float | None) -> str:
@@ -60,3 +62,16 @@ def middle(text: str, width: int) -> str:
         return text[len(text) - width :]
     tail = (width - 1) * 2 // 3
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def json_line(item: dict[str, Any]) -> str:
+    """One object on one line; numbers that are not finite become null, as JSON has none."""
+    return json.dumps(_finite(item), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

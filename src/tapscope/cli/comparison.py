@@ -2,13 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tapscope.comparator import CompareOptions
-from tapscope.comparator.mapfile import read_maps
-from tapscope.comparator.options import MARGIN
-from tapscope.comparator.overrides import parse_dims, parse_mesh
-from tapscope.comparator.rules import parse_rule
 from tapscope.site import parse_ranges
+
+if TYPE_CHECKING:
+    from tapscope.comparator import CompareOptions
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a second run of the baseline (bf16, another batch split): its distance is what rounding explains; "
         "auto (default): a model of rounding",
     )
-    judge.add_argument("--margin", metavar="X", type=float, default=MARGIN, help=f"times --floor (default {MARGIN:g})")
+    judge.add_argument("--margin", metavar="X", type=float, help="times --floor (default 3)")
     judge.add_argument(
         "--rule",
         metavar="REGEX=EXPR",
@@ -63,8 +62,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
 
 
-def options_of(args: argparse.Namespace) -> CompareOptions:
+def options_of(args: argparse.Namespace) -> "CompareOptions":
     """What the flags ask for; raises ConfigError for a tolerance, a map file, dims or a mesh that cannot be meant."""
+    from tapscope.comparator import CompareOptions
+    from tapscope.comparator.mapfile import read_maps
+    from tapscope.comparator.options import MARGIN
+    from tapscope.comparator.overrides import parse_dims, parse_mesh
+    from tapscope.comparator.rules import parse_rule
+
     return CompareOptions(
         sites=tuple(args.site),
         skip=tuple(args.skip),
@@ -78,8 +83,16 @@ def options_of(args: argparse.Namespace) -> CompareOptions:
         dims=tuple(map(parse_dims, args.dims)),
         mesh=tuple(map(parse_mesh, args.mesh)),
         floor=None if args.floor == "auto" else Path(args.floor),
-        margin=args.margin,
+        margin=MARGIN if args.margin is None else args.margin,
         rules=tuple(map(parse_rule, args.rule)),
         detail=args.detail,
         allow_partial=args.allow_partial,
     )
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The flags of :func:`add_flags` that are not at their defaults, as they are written."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    defaults = vars(parser.parse_args([]))
+    return [f"--{name.replace('_', '-')}" for name, value in defaults.items() if getattr(args, name) != value]

@@ -1,9 +1,10 @@
 """The only writer of stdout: stdout is data."""
 
-import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from tapscope.text import json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,7 @@ def write_line(text: str) -> None:
 
 def write_json(item: dict[str, Any]) -> None:
     """One object on one line; non-finite numbers become null."""
-    sys.stdout.write(json.dumps(_plain(item), ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json_line(item) + "\n")
 
 
 def console() -> "Console":
@@ -62,13 +63,3 @@ def flush() -> None:
 def abandon() -> None:
     """The reader went away (`| head`): write the rest nowhere, without a traceback at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

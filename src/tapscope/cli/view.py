@@ -3,14 +3,17 @@
 import argparse
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
+from tapscope.cli import comparison
 from tapscope.errors import UsageError
 
 
 class ViewCommand:
-    """browse a run in the terminal: sites, records, statistics, values
+    """browse a run in the terminal, or two runs side by side
 
-    $ tapscope view base          ? shows the keys, q quits
+    $ tapscope view base          sites, records, statistics, values; ? shows the keys, q quits
+    $ tapscope view base target   layers × steps, findings, both sides; the flags are those of diff
 
     Keys can be changed with --key ID=KEYS, e.g. --key find=ctrl+f; the ids stand in the help (?).
     """
@@ -19,20 +22,27 @@ class ViewCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("path", metavar="RUN", help="a run directory")
+        parser.add_argument("path", metavar="RUN", type=Path, help="a run directory; the baseline of two")
+        parser.add_argument("target", metavar="TARGET", type=Path, nargs="?", help="the run to judge")
         parser.add_argument(
             "--theme", choices=("dark", "light", "ansi"), default="dark", help="colours (default: dark)"
         )
         parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeat)")
+        comparison.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Open the browser; raises UsageError without a terminal or without Textual."""
+        if args.target is None and (flags := comparison.given(args)):
+            raise UsageError(f"{flags[0]} is about two runs; write: tapscope view {args.path} TARGET {flags[0]} ...")
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise UsageError(
-                f"view needs a terminal; elsewhere use: tapscope info {args.path}, or tapscope ls {args.path}"
+            other = (
+                f"diff {args.path} {args.target}" if args.target else f"info {args.path}, or tapscope ls {args.path}"
             )
+            raise UsageError(f"view needs a terminal; elsewhere use: tapscope {other}")
         if find_spec("textual") is None:
             raise UsageError("view needs Textual; install it with: pip install 'tapscope[tui]'")
-        from tapscope.dashboard.app import browse
+        from tapscope.dashboard.app import browse, diff
 
+        if args.target is not None:
+            return diff(args.path, args.target, comparison.options_of(args), theme=args.theme, keys=args.key)
         return browse(args.path, theme=args.theme, keys=args.key)

@@ -1,0 +1,184 @@
+"""DiffScreen: what each key does where two runs are compared."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from textual import events, on
+from textual.widgets import Input
+
+from tapscope.dashboard.diffing import SORTS
+from tapscope.dashboard.keys import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
+from tapscope.dashboard.screens.comparing import ComparingScreen
+from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen
+from tapscope.dashboard.strip import group_of
+from tapscope.dashboard.widgets.finding_table import FindingTable
+from tapscope.dashboard.widgets.layer_strip import LayerStrip
+from tapscope.dashboard.widgets.pair_pane import PairPane
+
+
+class DiffScreen(ComparingScreen):
+    """Compare two runs. An action that can do nothing says why."""
+
+    BINDINGS = bindings(DIFF_KEYS)
+
+    @property
+    def active(self) -> "LayerStrip | FindingTable | PairPane":
+        """The pane that has the keys."""
+        if self.pane == LAYERS:
+            return self.strip
+        return self.table if self.pane == FINDINGS else self.pair
+
+    # --- moving -----------------------------------------------------------------------------------
+
+    def action_move(self, delta: int) -> None:
+        """Lines up or down."""
+        self.active.move(delta)
+
+    def action_page(self, direction: int) -> None:
+        """A page up or down."""
+        self.active.page(direction)
+
+    def action_ends(self, direction: int) -> None:
+        """First or last line."""
+        self.active.ends(direction)
+
+    def action_pane(self, direction: int) -> None:
+        """Give the keys to another pane."""
+        self._activate(DIFF_PANES[(DIFF_PANES.index(self.pane) + direction) % len(DIFF_PANES)])
+
+    def on_click(self, event: events.Click) -> None:
+        """A click gives the keys to a pane, too."""
+        clicked = event.widget.ancestors_with_self if event.widget is not None else ()
+        pane = next((node.id for node in clicked if node.id in DIFF_PANES), None)
+        if pane is not None:
+            self._activate(pane)
+
+    def _activate(self, pane: str) -> None:
+        self.remove_class(f"-at-{self.pane}")
+        self.add_class(f"-at-{pane}")
+        self.pane = pane
+        self.active.focus()
+        self.draw_keys()
+
+    # --- choosing ---------------------------------------------------------------------------------
+
+    def action_culprit(self) -> None:
+        """The first site where the runs part."""
+        culprit = self.source.culprit if self.source else None
+        if culprit is None:
+            self.say("The runs do not part: there is no culprit.")
+            return
+        self.strip.reveal(None)
+        self.strip.set_step(None)
+        self.ask(replace(self.query_now, group=None, step=None, find=""), target=culprit)
+
+    def action_bad(self, direction: int) -> None:
+        """The next bad finding in execution order, of any layer."""
+        source, finding = self.source, self.table.finding
+        found = source.next_bad(finding.order if finding else -1, direction) if source else None
+        if source is None or found is None:
+            self.say("No finding speaks against the target.")
+            return
+        query = self.query_now
+        if query.group is not None and query.group != group_of(found)[0]:
+            self.strip.reveal(group_of(found)[0])
+            query = replace(query, group=group_of(found)[0])
+        self.ask(replace(query, find=""), target=found)
+
+    def action_only_bad(self) -> None:
+        """What differs alone, or everything."""
+        self.ask(replace(self.query_now, only_bad=not self.query_now.only_bad))
+
+    def action_step(self, direction: int) -> None:
+        """One target step alone; before the first come all."""
+        steps = [None, *(self.source.steps if self.source else ())]
+        now = self.query_now.step
+        at = (steps.index(now) if now in steps else 0) + direction
+        if not 0 <= at < len(steps):
+            self.say("All steps are shown already." if at < 0 else f"Step {now} is the last.")
+            return
+        self.strip.set_step(steps[at])
+        self.ask(replace(self.query_now, step=steps[at]))
+
+    def action_sort(self) -> None:
+        """In order, by error, by size of the difference."""
+        self.ask(replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)]))
+
+    def action_measure(self) -> None:
+        """Other columns."""
+        self.say(f"The list shows {self.table.next_measure()} and {self.table.measures[1]}.")
+
+    def action_find(self) -> None:
+        """Open the search line."""
+        line = self.query_one("#find", Input)
+        line.value = ""
+        line.add_class("-open")
+        line.focus()
+
+    @on(Input.Changed, "#find")
+    def _find_changed(self, event: Input.Changed) -> None:
+        if self.query_one("#find").has_class("-open"):
+            self.ask(replace(self.query_now, find=event.value.strip()))
+
+    @on(Input.Submitted, "#find")
+    def _find_submitted(self) -> None:
+        self._close_find()
+
+    def _close_find(self) -> None:
+        self.query_one("#find").remove_class("-open")
+        self._activate(FINDINGS)
+
+    def action_back(self) -> None:
+        """End the search first, then the zoom."""
+        is_open = self.query_one("#find").has_class("-open")
+        if is_open:
+            self._close_find()
+        if self.query_now.find:
+            self.ask(replace(self.query_now, find=""))
+        elif not is_open:
+            self.remove_class("-zoomed")
+            self.draw_keys()
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def action_view(self) -> None:
+        """Measures, tokens, values."""
+        self.pair.next_view()
+
+    def action_zoom(self) -> None:
+        """One pane on the whole screen."""
+        self.toggle_class("-zoomed")
+        self.draw_keys()
+
+    def action_swap(self) -> None:
+        """Baseline and target change places."""
+        self.swapped = not self.swapped
+        self.compare()
+
+    def action_reload(self) -> None:
+        """Read both runs again."""
+        self.compare()
+
+    def action_copy(self) -> None:
+        """The same on the command line, to the clipboard."""
+        if self.source is not None:
+            command = self.source.command(self.table.finding)
+            self.app.copy_to_clipboard(command)
+            self.say(f"copied: {command}")
+
+    def action_export(self) -> None:
+        """The report as JSON lines."""
+        if self.source is None:
+            return
+        try:
+            self.say(f"wrote {self.source.export(Path.cwd())}")
+        except OSError as error:
+            self.say(f"the report cannot be written here: {error}")
+
+    def action_help(self) -> None:
+        """Keys, those of this pane first."""
+        self.app.push_screen(HelpScreen(self._specs, self.pane, DIFF_WORDS))
+
+    async def action_quit(self) -> None:
+        """Leave."""
+        self.app.exit()

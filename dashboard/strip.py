@@ -1,0 +1,80 @@
+"""Strip: layers against steps, one verdict a cell."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tapscope.comparator import Finding, StepResult, Verdict
+from tapscope.site import layer_of
+
+_WORST_FIRST = (
+    Verdict.NONFINITE,
+    Verdict.DIFFERS,
+    Verdict.SHAPE,
+    Verdict.CLOSE,
+    Verdict.SAME,
+    Verdict.ONLY_BASELINE,
+    Verdict.ONLY_TARGET,
+)
+EMPTY = "·"
+"""Nothing was compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A line of the strip: a layer, or a module outside every layer."""
+
+    name: str
+    """The layer's number, or the module's path (empty for the model itself)."""
+    is_layer: bool
+    verdict: Verdict
+    """The worst of its findings."""
+    steps: dict[int, Verdict]
+    """The worst in each target step."""
+
+    @property
+    def label(self) -> str:
+        """``layer 12``, ``lm_head``, ``model``."""
+        return f"layer {self.name}" if self.is_layer else self.name.rpartition(".")[2] or "model"
+
+    def glyph(self, step: int) -> str:
+        """One character for a step."""
+        verdict = self.steps.get(step)
+        return verdict.glyph if verdict else EMPTY
+
+
+def group_of(finding: Finding) -> tuple[str, bool]:
+    """Name of the group a finding belongs to, and whether that is a layer."""
+    path = finding.site.rpartition(":")[0]
+    layer = layer_of(path)
+    return (path, False) if layer is None else (str(layer), True)
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The one that weighs most."""
+    return min(verdicts, key=_WORST_FIRST.index)
+
+
+def groups(findings: Sequence[Finding]) -> list[Group]:
+    """All groups in execution order; layers by number where they follow each other."""
+    members: dict[tuple[str, bool], list[Finding]] = {}
+    for finding in findings:
+        members.setdefault(group_of(finding), []).append(finding)
+    return [Group(*who, worst([f.verdict for f in own]), _by_step(own)) for who, own in members.items()]
+
+
+def _by_step(findings: Sequence[Finding]) -> dict[int, Verdict]:
+    found: dict[int, list[Verdict]] = {}
+    for finding in findings:
+        for result in finding.steps:
+            found.setdefault(result.step, []).append(step_verdict(finding, result))
+    return {step: worst(verdicts) for step, verdicts in found.items()}
+
+
+def step_verdict(finding: Finding, result: StepResult) -> Verdict:
+    """What a finding shows in one step: a site that differs in one of many agrees in the others."""
+    if not finding.verdict.is_bad:
+        return Verdict.SAME if result.max_abs == 0.0 else finding.verdict
+    largest = max(each.error for each in finding.steps)
+    if result.error >= 0.5 * largest or (result.error > finding.floor and result.error >= 0.05 * largest):
+        return finding.verdict
+    return Verdict.SAME if result.max_abs == 0.0 else Verdict.CLOSE

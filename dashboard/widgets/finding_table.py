@@ -1,0 +1,106 @@
+"""FindingTable: the findings of the chosen layer and step."""
+
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from tapscope.comparator import Finding, Numbers
+from tapscope.comparator.report.answer import share
+from tapscope.dashboard.keys import FINDINGS
+from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.text import number
+from tapscope.text import site as shorten
+
+MEASURES: dict[str, Callable[[Numbers], str]] = {
+    "max |Δ|": lambda n: number(n.max_abs),
+    "rel l2": lambda n: number(n.rel_l2),
+    "cosine": lambda n: f"{n.cosine:.6f}",
+    "equal": lambda n: f"{100 * n.equal / n.count:.1f} %" if n.count else "-",
+}
+"""Name of a measure -> how it is shown."""
+_DROPPED_FIRST = ("matched by", "rel l2", "worst at")
+_MIN_SITE = 26
+_WORST = 16
+
+
+class FindingTable(RowList):
+    """Right upper pane of the diff screen."""
+
+    def __init__(self) -> None:
+        super().__init__(FINDINGS)
+        self.findings: Sequence[Finding] = ()
+        self._measure = 0
+
+    @property
+    def finding(self) -> Finding | None:
+        """The finding under the cursor."""
+        return self.findings[self.cursor] if self.findings else None
+
+    @property
+    def measures(self) -> list[str]:
+        """The two measures in the list."""
+        names = list(MEASURES)
+        return [names[(self._measure + i) % len(names)] for i in range(2)]
+
+    def next_measure(self) -> str:
+        """Other measures; returns the first."""
+        self._measure = (self._measure + 1) % len(MEASURES)
+        self.refresh()
+        return self.measures[0]
+
+    def set_findings(self, findings: Sequence[Finding], cursor: int) -> None:
+        """Show these findings."""
+        self.findings = findings
+        self.set_num_rows(len(findings), cursor)
+
+    def columns(self, width: int) -> dict[str, int]:
+        """Name -> width of the columns that fit beside the site."""
+        found = {"÷ floor": 7} | dict.fromkeys(self.measures, 9) | {"worst at": _WORST, "matched by": 16}
+        for dropped in ("matched by", self.measures[1], "worst at"):
+            if width - 2 - sum(n + 2 for n in found.values()) >= _MIN_SITE:
+                break
+            del found[dropped]
+        return found
+
+    def header(self, width: int) -> Text | None:
+        """Names of the columns."""
+        if not self.findings:
+            return None
+        return self._line("", "site", {name: name for name in self.columns(width - 2)}, width - 2)
+
+    def format_row(self, row: int, width: int) -> Text:
+        """One finding; numbers are never shortened."""
+        finding = self.findings[row]
+        numbers, place = finding.numbers, finding.worst
+        cells = {name: show(numbers) if numbers else "-" for name, show in MEASURES.items()}
+        cells["÷ floor"] = _ratio(finding)
+        cells["worst at"] = _place(finding) if place else "-"
+        cells["matched by"] = finding.matched_by or "-"
+        line = self._line(finding.verdict.glyph, finding.site, cells, width)
+        if finding.verdict.is_bad:
+            line.stylize("bold")
+        elif not finding.verdict.is_orphan:
+            line.stylize("dim")
+        return line
+
+    def _line(self, glyph: str, site: str, cells: dict[str, str], width: int) -> Text:
+        names = self.columns(width)
+        room = max(width - 2 - sum(n + 2 for n in names.values()), 1)
+        line = f"{glyph:<1} {shorten(site, room):<{room}}"
+        return Text(
+            line + "".join(f"  {cells[name][:cells_width]:>{cells_width}}" for name, cells_width in names.items())
+        )
+
+
+def _ratio(finding: Finding) -> str:
+    if finding.basis == "none" or finding.verdict.is_orphan:
+        return "-"
+    return share(finding.ratio) if finding.floor > 0.0 else "-" if not finding.error else "exact"
+
+
+def _place(finding: Finding) -> str:
+    place = finding.worst
+    if place is None:
+        return "-"
+    where = f"{place.request}:{place.position}" if place.position is not None else place.text()
+    return f"step {place.step} {where}"

@@ -1,0 +1,81 @@
+"""LayerStrip: layers against steps, a glyph a cell."""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from tapscope.dashboard.keys import LAYERS
+from tapscope.dashboard.strip import Group, worst
+from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.text import middle
+
+_LABEL = 12
+
+
+class LayerStrip(RowList):
+    """Left pane of the diff screen; its first line stands for everything."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYERS)
+        self.groups: Sequence[Group] = ()
+        self._steps: Sequence[int] = ()
+        self._step: int | None = None
+        self._culprit: str | None = None
+
+    @property
+    def group(self) -> str | None:
+        """Name of the group under the cursor; None for everything."""
+        return self.groups[self.cursor - 1].name if self.groups and self.cursor > 0 else None
+
+    def set_groups(self, groups: Sequence[Group], steps: Sequence[int], culprit: str | None) -> None:
+        """Show these groups; ``culprit`` is the name of the one that is marked."""
+        self.groups, self._steps, self._culprit = groups, steps, culprit
+        self.set_num_rows(len(groups) + 1 if groups else 0, 0)
+
+    def set_step(self, step: int | None) -> None:
+        """The column that is chosen."""
+        self._step = step
+        self.refresh()
+
+    def reveal(self, name: str | None) -> None:
+        """Put the cursor on a group, without a word to the screen."""
+        names = [None, *(group.name for group in self.groups)]
+        if name in names:
+            self.set_num_rows(self.num_rows, names.index(name))
+
+    def columns(self, width: int) -> Sequence[int]:
+        """The steps that fit into ``width`` cells, the chosen one among them."""
+        room = max((width - _LABEL - 4) // self._cell, 1)
+        at = self._steps.index(self._step) if self._step in self._steps else 0
+        first = max(min(at - room // 2, len(self._steps) - room), 0)
+        return self._steps[first : first + room]
+
+    @property
+    def _cell(self) -> int:
+        return max([len(str(step)) for step in self._steps], default=1) + 2
+
+    def header(self, width: int) -> Text | None:
+        """The steps."""
+        if not self.groups:
+            return None
+        text = Text(" " * (_LABEL + 2))
+        for step in self.columns(width - 2):
+            shown = f"[{step}]" if step == self._step else f"{step} "
+            text.append(f"{shown:>{self._cell + 1}}"[-self._cell :], style="bold" if step == self._step else "")
+        return text
+
+    def format_row(self, row: int, width: int) -> Text:
+        """A group: its worst verdict, its name, and a glyph for every step."""
+        if row == 0:
+            return Text(f"{worst([g.verdict for g in self.groups]).glyph} {'everything':<{_LABEL}}")
+        group = self.groups[row - 1]
+        line = Text(f"{group.verdict.glyph} {middle(group.label, _LABEL):<{_LABEL}}")
+        for step in self.columns(width):
+            line.append(f"{group.glyph(step)} ".rjust(self._cell))
+        if group.name == self._culprit:
+            line.append(" ◂")
+        if group.verdict.is_bad:
+            line.stylize("bold")
+        elif not group.verdict.is_orphan:
+            line.stylize("dim")
+        return line

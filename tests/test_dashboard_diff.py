@@ -1,0 +1,279 @@
+"""The diff screen: every key, pressed on a real screen over two runs on disk."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from comparator_toy import Toy, weights
+from textual.widgets import Input
+
+from tapscope.comparator import CompareOptions, Verdict
+from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.diffing import DiffSource
+from tapscope.dashboard.keys import DIFF_KEYS
+from tapscope.dashboard.screens import comparing
+from tapscope.dashboard.screens.diff import DiffScreen
+from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
+from tapscope.dashboard.strip import step_verdict
+from tapscope.errors import NothingInCommonError
+
+PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
+SITE = "model.layers.2.mlp.down_proj:out"
+
+
+def spoil(values):
+    values = values.copy()
+    if len(values) > 5:  # the first step
+        values[5] *= 1.5
+    return values
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root, tables = tmp_path_factory.mktemp("diff"), weights()
+    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, hooks={SITE: spoil}).write(root / "damaged", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, tp=2).write(root / "twin", PROMPTS, steps=(11, 14)).close()
+    return root
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch):
+    monkeypatch.setattr(comparing, "REST_S", 0.001)
+
+
+class Driver:
+    def __init__(self, app, pilot):
+        self.app, self.pilot = app, pilot
+
+    @property
+    def screen(self):
+        return self.app.screen_stack[1]
+
+    async def press(self, *keys):
+        for key in keys:
+            self.app.simulate_key(key)
+            await self.settle()
+
+    async def settle(self):
+        await self.pilot.pause()
+        for _ in range(1000):
+            if self.screen.settled:
+                break
+            await asyncio.sleep(0.01)
+        assert self.screen.settled, "the screen still waits for an answer"
+        await self.pilot.pause()
+
+    def text(self, widget):
+        return str(self.screen.query_one(widget).render())
+
+    def lines(self, widget):
+        lines = self.screen.query_one(widget)
+        return ["".join(s.text for s in lines.render_line(y)) for y in range(lines.size.height)]
+
+
+def app_of(root, target="damaged", **options):
+    def open_source(swapped, progress):
+        paths = [root / "base", root / target]
+        return DiffSource.open(tuple(paths[::-1] if swapped else paths), CompareOptions(**options), progress)
+
+    return TapscopeApp(open_diff=(open_source, f"base → {target}"))
+
+
+@asynccontextmanager
+async def running(app, size=(110, 36)):
+    async with app.run_test(size=size) as pilot:
+        driver = Driver(app, pilot)
+        await driver.settle()
+        yield driver
+
+
+def check(test, app, size=(110, 36)):
+    async def run():
+        async with running(app, size) as driver:
+            await test(driver)
+
+    asyncio.run(run())
+
+
+def test_it_opens_at_the_culprit_with_the_answer(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert screen.table.finding.site == SITE
+        assert all(f.verdict.is_bad for f in screen.table.findings)
+        shown = driver.text("#pair-text")
+        for line in screen.source.answer:
+            assert line in shown
+        assert "tokens" in shown
+        assert "DIFFERS" in driver.text("#status")
+        assert any("layer 2" in line and "◂" in line for line in driver.lines("#layers"))
+
+    check(test, app_of(runs))
+
+
+def test_tokens_and_values_show_the_damaged_row(runs):
+    async def test(driver):
+        await driver.press("v")
+        worst = driver.text("#pair-text").splitlines()[2]
+        assert worst.split()[:2] == ["0", "0:5"]
+        await driver.press("v")
+        shown = driver.text("#pair-text").splitlines()
+        assert shown[0].startswith("step 0, row 0:5")
+        base, target, delta = ([float(x) for x in line.split()[1:]] for line in shown[2:5])
+        assert [1.5 * x for x in base] == pytest.approx(target, rel=1e-3, abs=1e-3)
+        assert [t - b for b, t in zip(base, target, strict=True)] == pytest.approx(delta, rel=1e-2, abs=1e-3)
+
+    check(test, app_of(runs))
+
+
+def test_steps_layers_and_search_choose_findings(runs):
+    async def test(driver):
+        screen = driver.screen
+        every = len(screen.source.report.findings)
+        await driver.press("d")
+        assert screen.table.num_rows == every
+        assert screen.table.finding.site == SITE  # the cursor stays
+        await driver.press("right_square_bracket")
+        assert screen.query_now.step == screen.source.steps[0]
+        await driver.press("left_square_bracket", "left_square_bracket")
+        assert screen.query_now.step is None
+        assert "All steps" in screen.bar.said
+        await driver.press("shift+tab", "g", "j")
+        assert 0 < screen.table.num_rows < every
+        await driver.press("f")
+        assert screen.table.num_rows == every
+        await driver.press("slash", *"gate_proj")
+        assert {f.site.split(".")[-1].split(":")[0] for f in screen.table.findings} == {"gate_proj"}
+        screen.query_one("#find", Input).value = "no such site"
+        await driver.settle()
+        assert "No site matches" in screen.table.empty_text
+        await driver.press("enter", "escape")
+        assert screen.table.num_rows == every
+
+    check(test, app_of(runs))
+
+
+def test_bad_findings_are_walked_through_and_around(runs):
+    async def test(driver):
+        screen = driver.screen
+        await driver.press("d")
+        orders = []
+        for _ in range(screen.source.report.num_bad):
+            orders.append(screen.table.finding.order)
+            await driver.press("n")
+        assert orders == sorted(orders)
+        assert screen.table.finding.order == orders[0]
+        await driver.press("N")
+        assert screen.table.finding.order == orders[-1]
+
+    check(test, app_of(runs))
+
+
+def test_sort_measure_zoom_and_copy(runs):
+    async def test(driver):
+        screen = driver.screen
+        await driver.press("s")
+        ratios = [f.ratio for f in screen.table.findings]
+        assert ratios == sorted(ratios, reverse=True)
+        before = screen.table.measures
+        await driver.press("m")
+        assert screen.table.measures != before
+        await driver.press("enter")
+        assert not screen.query_one("#layers").display or screen.has_class("-zoomed")
+        await driver.press("escape")
+        assert not screen.has_class("-zoomed")
+        await driver.press("y")
+        assert driver.app.clipboard.startswith("tapscope diff ")
+
+    check(test, app_of(runs))
+
+
+def test_swap_compares_the_other_way_round(runs):
+    async def test(driver):
+        await driver.press("x")
+        report = driver.screen.source.report
+        assert (report.baseline.name, report.target.name) == ("damaged", "base")
+        assert driver.screen.table.finding.site == SITE
+
+    check(test, app_of(runs))
+
+
+def test_export_writes_the_report_and_never_over_another(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def test(driver):
+        await driver.press("e", "e")
+        first, second = sorted(tmp_path.glob("*.jsonl"), key=lambda p: len(p.name))
+        assert first.read_text() == second.read_text()
+        lines = [json.loads(line) for line in first.read_text().splitlines()]
+        assert [lines[0]["type"], lines[-1]["type"]] == ["header", "summary"]
+        assert str(second) in driver.screen.bar.said or str(first) in driver.screen.bar.said
+
+    check(test, app_of(runs))
+
+
+def test_runs_that_agree_say_so(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert "AGREES" in driver.text("#status")
+        await driver.press("f")
+        assert "no culprit" in screen.bar.said
+        await driver.press("d")
+        assert "Nothing speaks against the target" in screen.table.empty_text
+
+    check(test, app_of(runs, "twin"))
+
+
+def test_a_small_screen_shows_one_pane(runs):
+    async def test(driver):
+        assert driver.screen.table.finding.site == SITE
+        await driver.press("tab", "v", "tab")
+        assert driver.screen.pane == "layers"
+
+    check(test, app_of(runs), size=(58, 20))
+
+
+def test_help_lists_every_key_of_the_screen(runs):
+    async def test(driver):
+        await driver.press("question_mark")
+        assert isinstance(driver.app.screen, HelpScreen)
+
+    check(test, app_of(runs))
+    lines = help_text(DIFF_KEYS, "findings", DIFF_WORDS).plain.splitlines()
+    for spec in DIFF_KEYS:
+        assert sum(line.endswith(f"({spec.id})") and spec.help in line for line in lines) == 1, spec.id
+    keys = [key for spec in DIFF_KEYS for key in spec.keys]
+    assert len(keys) == len(set(keys))
+    for binding in DiffScreen.BINDINGS:
+        name = binding.action.partition("(")[0]
+        assert name == "app.command_palette" or hasattr(DiffScreen, f"action_{name}"), binding
+
+
+def test_an_error_of_the_comparison_ends_the_screen_with_its_sentence(tmp_path):
+    tables = weights()
+    Toy(tables).write(tmp_path / "base", {"0": [1, 2, 3]}).close()
+    Toy(tables, prefix="other.").write(tmp_path / "damaged", {"0": [9, 8, 7]}).close()
+    app = app_of(tmp_path, sites=("model.layers.0.mlp.down_proj:out",))
+
+    async def run():
+        async with app.run_test() as pilot:
+            for _ in range(500):
+                if app._exit:
+                    break
+                await asyncio.sleep(0.01)
+                await pilot.pause()
+
+    asyncio.run(run())
+    assert app.return_value is None or isinstance(app.return_value, NothingInCommonError)
+
+
+def test_a_step_in_which_a_bad_site_agrees_is_shown_so(runs):
+    with_source = DiffSource.open((Path(runs / "base"), Path(runs / "damaged")), CompareOptions())
+    try:
+        finding = with_source.culprit
+        found = {s.step: step_verdict(finding, s) for s in finding.steps}
+        assert found[0] is Verdict.DIFFERS
+    finally:
+        with_source.close()
