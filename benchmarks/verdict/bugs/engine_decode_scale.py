@@ -1,0 +1,23 @@
+"""The engine's decode kernel alone scales its scores by 4/sqrt(d)."""
+
+from unittest import mock
+
+from tapscope.engine import attention
+
+PATCHES = "engine"
+EXPECT = "model.layers.0.self_attn.attn"
+VISIBILITY = "strong"
+WHERE = {"step": 1}
+BASELINE = [{}, {"framework": "transformers", "tp": 1}]
+TARGET = [{}, {"tp": 2, "dtype": "bfloat16"}]
+
+
+def patch(model):
+    if model.tp.rank:
+        return None  # the function is patched once for both ranks
+    attend = attention.attend
+
+    def scaled(query, keys, values, segment):
+        return attend(query * 4.0 if len(query) == 1 else query, keys, values, segment)
+
+    return mock.patch.object(attention, "attend", scaled)

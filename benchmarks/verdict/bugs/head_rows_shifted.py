@@ -1,0 +1,10 @@
+"""The rows of the head are one too low, as after a token was added."""
+
+PATCHES = "checkpoint"
+EXPECT = "lm_head"
+VISIBILITY = "strong"
+TARGET = [{}, {"framework": "engine", "tp": 2}, {"framework": "megatron", "dtype": "bfloat16"}]
+
+
+def patch(weights):
+    weights["lm_head.weight"] = weights["lm_head.weight"].roll(1, 0)

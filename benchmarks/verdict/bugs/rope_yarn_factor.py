@@ -1,0 +1,10 @@
+"""The attention factor of YaRN is applied where no YaRN is configured: tables are 5 percent too large."""
+
+FAMILY = ["llama", "qwen3"]
+EXPECT = "model.rotary_emb"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    model.model.rotary_emb.attention_scaling = 1.05

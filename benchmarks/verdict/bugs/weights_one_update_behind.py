@@ -1,0 +1,13 @@
+"""Weight synchronisation left one tensor behind by an optimiser step: it is off by 0.2 percent."""
+
+import torch
+
+FAMILY = ["llama", "qwen2"]
+EXPECT = "model.layers.2.mlp.up_proj"
+VISIBILITY = "subtle"
+
+
+def patch(model):
+    weight = model.model.layers[2].mlp.up_proj.weight
+    step = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).sign()
+    weight.data += 2e-3 * weight.data.square().mean().sqrt() * step
