@@ -127,7 +127,10 @@ class Examiner:
             warnings=ready.warnings,
         )
         try:
-            return Look(one, ready) if one.problem else Look(one if one.apart else self._compare(one, ready))
+            if one.problem or one.apart:
+                return Look(one, ready if one.problem else None)
+            one = self._compare(one, ready)
+            return Look(one, None if one.problem else ready)
         except WidthError as error:
             return Look(replace(one, problem=str(error)), ready)
         except DataError as error:
@@ -139,6 +142,9 @@ class Examiner:
         one, ready = look
         if ready is None:
             return one
+        if not one.problem:
+            doubt = self._suggester.doubt(one.pair, ready, one.numbers.rel_l2 if one.numbers else 0.0)
+            return replace(one, notes=(doubt, *one.notes)) if doubt else one
         broken = any(w.problem for w in (ready.left[0], ready.right[0]))
         advice = self._suggester.suggest(one.pair, broken=broken)
         return replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)

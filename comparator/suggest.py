@@ -2,23 +2,27 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import islice
 
-from tapscope.axes import STAGES, Dim, Dims, Section, Shard, Size
+from tapscope.axes import STAGES, Dims
 from tapscope.comparator.align import Join, Plan
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.candidates import candidates
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import WidthError, measure
-from tapscope.comparator.places import active, projected
+from tapscope.comparator.pieces import leaves
+from tapscope.comparator.places import active
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.series import Series
-from tapscope.dims import parse
 from tapscope.errors import DataError, DimsError
 
 AGREES = 0.05
 """Relative error up to which values are called those of the other run: dims that are wrong give about 1."""
+WRONG = 0.3
+"""Relative error from which shards may have been joined in a wrong way."""
+_VAIN = 6
 _MOST = 64
 """Candidates that are tried for one side of a site."""
 _SITES = 24
@@ -26,7 +30,6 @@ _SITES = 24
 _ROWS = 128
 """Rows that are read to see whether values agree."""
 _ELEMENTS = 1 << 22
-_NOT_FEATURES = (("1",), ("t",), ("b",), ("s",))
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 
 
@@ -45,6 +48,8 @@ class Suggester:
 
     preparer: Preparer
     _known: dict[str, str] = field(default_factory=dict)
+    _vain: int = 0
+    """Sites that differ and were tried though no dims explain them: faults, most likely."""
 
     def suggest(self, pair: Pair, *, broken: bool) -> str:
         """A sentence that names the dims that would lay the pair's sides over each other; where shards are ``broken``,
@@ -55,6 +60,20 @@ class Suggester:
         if kind not in self._known:
             self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
         return self._known[kind]
+
+    def doubt(self, pair: Pair, ready: Prepared, error: float) -> str:
+        """A sentence where values are so far apart that shards may have been joined in a wrong way, and other dims
+        would give those of the other side."""
+        sides = ready.left[0], ready.right[0]
+        if (
+            error < WRONG
+            or self._vain >= _VAIN
+            or all(w.piece is None or len(list(leaves(w.piece))) < 2 for w in sides)
+        ):
+            return ""
+        said = self.suggest(pair, broken=False)
+        self._vain += not said
+        return f"its shards may be joined in a wrong way: {said}" if said else ""
 
     def _try(self, pair: Pair, broken: bool) -> str:
         said = []
@@ -68,10 +87,10 @@ class Suggester:
 
     def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
         places = [self.preparer.places[side].coords[r.key.rank] for r in series.firings[0].records]
-        axes = [axis for axis in active(projected(places, [])) if axis != "rank" and axis not in STAGES]
+        axes = [axis for axis in active(places) if axis != "rank" and axis not in STAGES]
         found = [
             tried
-            for dims in islice(_candidates(series, other, axes), _MOST)
+            for dims in islice(candidates(series, other, places, axes), _MOST)
             if (tried := self._measured(pair, side, dims)) is not None
         ]
         name = ("baseline", "target")[side]
@@ -106,6 +125,10 @@ class Suggester:
         return None if replicas else _Tried(text, total.rel_l2)
 
 
+def _is_spread(whole: Whole) -> bool:
+    return whole.piece is not None and len(list(leaves(whole.piece))) > 1
+
+
 def _other(name: str) -> str:
     return "target" if name == "baseline" else "baseline"
 
@@ -131,86 +154,3 @@ def _some_rows(ready: Prepared) -> Prepared:
 def _head(rows: slice) -> slice:
     start = rows.start or 0
     return slice(start, start + _ROWS if rows.stop is None else min(rows.stop, start + _ROWS))
-
-
-def _candidates(series: Series, other: Series, axes: Sequence[str]) -> Iterator[Dims]:
-    """Dims that could be meant: the stated ones with the unexplained axes added, then any over all axes."""
-    for base in _named(series, other):
-        stated = {shard.axis for _, shard in base.shards()} | set(base.replicated)
-        missing = [axis for axis in axes if axis not in stated]
-        plain = replace(base, dims=tuple(Dim(dim.names) for dim in base.dims), replicated=())
-        for start, over in ((base, missing), (plain, list(axes))):
-            if over and len(over) <= 2:
-                for choice in product(*(_ways(start, axis) for axis in over)):
-                    yield _with(start, over, choice)
-        yield from _cropped(base, other)
-
-
-_Way = tuple[str, int]
-"""(how, tensor axis) of one mesh axis."""
-
-
-def _ways(dims: Dims, axis: str) -> list[_Way]:
-    ways: list[_Way] = [("", i) for i in reversed(range(dims.ndim)) if dims.dims[i].names != ("1",)]
-    ways += [("replicated", 0), ("partial", dims.ndim - 1)]
-    ways += [("zigzag", i) for i, dim in enumerate(dims.dims) if dim.names in (("s",), ("t",)) and axis.endswith("cp")]
-    ways += [(f"{n} sections", i) for n in (2, 3) for i, dim in enumerate(dims.dims) if _may_be_sections(dim)]
-    return ways
-
-
-def _may_be_sections(dim: Dim) -> bool:
-    return (
-        not dim.shards and not dim.sections and dim.size is None and dim.names not in (("1",), ("t",), ("b",), ("s",))
-    )
-
-
-def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
-    parts, replicated = list(dims.dims), list(dims.replicated)
-    for axis, (how, at) in zip(axes, choice, strict=True):
-        dim = parts[at]
-        if how == "replicated":
-            replicated.append(axis)
-        elif how.endswith("sections") and not dim.sections:
-            names = tuple(f"{dim.names[0]}{i}" for i in range(int(how[0])))
-            parts[at] = Dim(names, (*dim.shards, Shard(axis)), sections=tuple(map(Section, names)))
-        else:
-            shard = Shard(axis, "zigzag" if how == "zigzag" else None, how == "partial")
-            parts[at] = replace(dim, shards=(*dim.shards, shard))
-    return replace(dims, dims=tuple(parts), replicated=tuple(replicated))
-
-
-def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
-    """The stated dims with the other side's size of an axis, where that is whole."""
-    shape = other.first.shape
-    if len(other.firings[0].records) == 1 and len(shape) == base.ndim:
-        for at, dim in enumerate(base.dims):
-            if dim.size is None and not dim.sections and dim.names not in _NOT_FEATURES:
-                parts = (*base.dims[:at], replace(dim, size=Size(shape[at])), *base.dims[at + 1 :])
-                yield replace(base, dims=parts)
-
-
-_USUAL = {
-    1: ("t", "h"),
-    2: ("t h", "o i"),
-    3: ("b s h", "t n d", "s b h"),
-    4: ("b n s d", "b s n d", "s b n d"),
-}
-
-
-def _named(series: Series, other: Series) -> list[Dims]:
-    """The dims that are stated, else the other side's names, else the usual ones for as many axes."""
-    ndim = len(series.first.shape)
-    stated, theirs = (_parsed(one, ndim) for one in (series, other))
-    if stated is not None:
-        return [stated]
-    if theirs is not None:
-        return [Dims(tuple(Dim(dim.names if not dim.sections else (dim.names[0],)) for dim in theirs.dims))]
-    return list(map(parse, _USUAL.get(ndim, (" ".join(f"d{i}" for i in range(ndim)),))))
-
-
-def _parsed(series: Series, ndim: int) -> Dims | None:
-    try:
-        found = parse(series.first.dims) if series.first.dims else None
-    except DimsError:
-        return None
-    return found if found is not None and found.ndim == ndim else None

@@ -207,3 +207,33 @@ def test_what_no_dims_explain_is_said_to_be_so(tmp_path: Path) -> None:
     parts = {rank: values(ROWS, 8, seed=rank + 1) for rank in range(2)}
     found = finding(tmp_path, values(ROWS, 8), parts, None, {"tp": 2})
     assert "no sharding, sum or replication over tp gives the baseline's values" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "stated"),
+    [("t (h0+h1)[tp]", "t h[tp]"), ("t[cp:zigzag] h", "t[cp:natural] h"), ("t h # tp:replicated", "t h[tp:partial]")],
+)
+def test_shards_that_fit_but_were_joined_in_a_wrong_way_are_told_the_right_one(
+    tmp_path: Path, truth: str, stated: str
+) -> None:
+    whole, mesh = values(8, 12)[:ROWS], {"cp": 2} if "cp" in truth else {"tp": 2}
+    found = finding(tmp_path, whole, deal(whole, parse(truth), mesh, (ROWS,)), stated, mesh)
+    assert found.verdict is Verdict.DIFFERS
+    assert any(f"joined in a wrong way: '{truth}' would fit (equal values)" in note for note in found.notes)
+
+
+def test_identical_summands_are_a_warning_of_the_whole_report(tmp_path: Path) -> None:
+    whole = values(ROWS, 8)
+    finding(tmp_path, whole, {0: whole, 1: whole}, "t h[tp:partial]", {"tp": 2})
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        warnings = compare(one, two).coverage.warnings
+    assert any("layers.0.mlp:out: the 2 summands over tp are identical" in warning for warning in warnings)
+
+
+def test_advice_knows_which_axes_tell_the_ranks_apart(tmp_path: Path) -> None:
+    """On SGLang tp = attn_dp x attn_tp: three axes differ, and two are enough."""
+    whole = values(ROWS, 8)
+    mesh = {"attn_dp": 2, "attn_tp": 2}
+    parts = deal(whole, parse("t[attn_dp] h[attn_tp]"), mesh)
+    found = finding(tmp_path, whole, parts, None, mesh)
+    assert "'t[attn_dp] h[attn_tp]' would fit (equal values)" in found.notes[0]

@@ -1,0 +1,113 @@
+"""Candidates: the dims that could be meant for a site, from its axes and from where its ranks stand."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+
+from tapscope.axes import Dim, Dims, Section, Shard, Size
+from tapscope.comparator.places import Coords
+from tapscope.comparator.series import Series
+from tapscope.dims import parse
+from tapscope.errors import DimsError
+
+_NOT_FEATURES = (("1",), ("t",), ("b",), ("s",))
+
+
+def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]) -> Iterator[Dims]:
+    """Dims that could be meant: the stated ones with the unexplained axes added, then any over all axes."""
+    for base in _named(series, other):
+        stated = {shard.axis for _, shard in base.shards()} | set(base.replicated)
+        plain = replace(base, dims=tuple(map(_unsharded, base.dims)), replicated=())
+        for start, known in ((base, stated), (plain, set[str]())):
+            for over in _telling_apart(places, axes, known):
+                for choice in product(*(_ways(start, axis) for axis in over)):
+                    yield _with(start, over, choice)
+        yield from _cropped(base, other)
+
+
+def _unsharded(dim: Dim) -> Dim:
+    return Dim(("+".join(dim.names).replace("+", "_"),) if dim.sections else dim.names)
+
+
+def _telling_apart(places: Sequence[Coords], axes: Sequence[str], known: set[str]) -> list[tuple[str, ...]]:
+    """The smallest sets of one or two further axes that, with those known, give every rank a place of its own."""
+    free = [axis for axis in axes if axis not in known]
+    for num in (1, 2):
+        found = [
+            over
+            for over in combinations(free, num)
+            if len({tuple(place.get(axis) for axis in (*known, *over)) for place in places}) == len(places)
+        ]
+        if found:
+            return found
+    return []
+
+
+_Way = tuple[str, int]
+"""(how, tensor axis) of one mesh axis."""
+
+
+def _ways(dims: Dims, axis: str) -> list[_Way]:
+    ways: list[_Way] = [("", i) for i in reversed(range(dims.ndim)) if dims.dims[i].names != ("1",)]
+    ways += [("replicated", 0), ("partial", dims.ndim - 1)]
+    ways += [("zigzag", i) for i, dim in enumerate(dims.dims) if dim.names in (("s",), ("t",)) and axis.endswith("cp")]
+    ways += [(f"{n} sections", i) for n in (2, 3) for i, dim in enumerate(dims.dims) if _may_be_sections(dim)]
+    return ways
+
+
+def _may_be_sections(dim: Dim) -> bool:
+    return (
+        not dim.shards and not dim.sections and dim.size is None and dim.names not in (("1",), ("t",), ("b",), ("s",))
+    )
+
+
+def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
+    parts, replicated = list(dims.dims), list(dims.replicated)
+    for axis, (how, at) in zip(axes, choice, strict=True):
+        dim = parts[at]
+        if how == "replicated":
+            replicated.append(axis)
+        elif how.endswith("sections") and not dim.sections:
+            names = tuple(f"{dim.names[0]}{i}" for i in range(int(how[0])))
+            parts[at] = Dim(names, (*dim.shards, Shard(axis)), sections=tuple(map(Section, names)))
+        else:
+            shard = Shard(axis, "zigzag" if how == "zigzag" else None, how == "partial")
+            parts[at] = replace(dim, shards=(*dim.shards, shard))
+    return replace(dims, dims=tuple(parts), replicated=tuple(replicated))
+
+
+def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
+    """The stated dims with the other side's size of an axis, where that is whole."""
+    shape = other.first.shape
+    if len(other.firings[0].records) == 1 and len(shape) == base.ndim:
+        for at, dim in enumerate(base.dims):
+            if dim.size is None and not dim.sections and dim.names not in _NOT_FEATURES:
+                parts = (*base.dims[:at], replace(dim, size=Size(shape[at])), *base.dims[at + 1 :])
+                yield replace(base, dims=parts)
+
+
+_USUAL = {
+    1: ("t", "h"),
+    2: ("t h", "o i"),
+    3: ("b s h", "t n d", "s b h"),
+    4: ("b n s d", "b s n d", "s b n d"),
+}
+
+
+def _named(series: Series, other: Series) -> list[Dims]:
+    """The dims that are stated, else the other side's names, else the usual ones for as many axes."""
+    ndim = len(series.first.shape)
+    stated, theirs = (_parsed(one, ndim) for one in (series, other))
+    if stated is not None:
+        return [stated]
+    if theirs is not None:
+        return [Dims(tuple(Dim(dim.names if not dim.sections else (dim.names[0],)) for dim in theirs.dims))]
+    return list(map(parse, _USUAL.get(ndim, (" ".join(f"d{i}" for i in range(ndim)),))))
+
+
+def _parsed(series: Series, ndim: int) -> Dims | None:
+    try:
+        found = parse(series.first.dims) if series.first.dims else None
+    except DimsError:
+        return None
+    return found if found is not None and found.ndim == ndim else None
