@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test soak check lint types contracts snapshots clean
@@ -19,8 +20,8 @@ install: $(VENV)/.installed  ## Make .venv with everything
 demo: $(VENV)/.installed  ## Capture two runs, name the culprit, steer a live engine (2 minutes)
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed  ## Run the tests
-	$(BIN)/pytest
+test: $(VENV)/.installed  ## Run the tests, JOBS files at a time
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off (10 minutes)
 	$(BIN)/python tests/soak.py
