@@ -154,15 +154,17 @@ class Examiner:
         if not joins:
             return replace(one, problem=_no_rows(one.rows))
         replicas = check_replicas(ready.used)
-        one = replace(one, replicas=replicas.problem, notes=(*one.notes, replicas.note) if replicas.note else one.notes)
+        if replicas.problem or replicas.note:
+            said = (*one.notes, replicas.note) if replicas.note else one.notes
+            one = replace(one, replicas=replicas.problem, notes=said)
         if not all(w.has_values for w in ready.used) and not all(map(ready.equal_by_hash, joins)):
             return _examine_stats(one, ready)
         measured = measure(ready, self.tolerance or (0.0, 0.0))
-        one = replace(one, numbers=_numbers(measured))
-        if one.numbers is not None and not one.numbers.count:
-            return replace(one, spread=NOTHING, notes=(*one.notes, "empty on both sides"))
+        numbers = _numbers(measured)
+        if not numbers.count:
+            return replace(one, numbers=numbers, spread=NOTHING, notes=(*one.notes, "empty on both sides"))
         if not len(measured.rows):
-            return replace(one, basis="hash", spread=NOTHING)
+            return replace(one, numbers=numbers, basis="hash", spread=NOTHING)
         errors = row_errors(measured)
         row = int(np.argmax(np.where(measured.rows.nonfinite_mismatch > 0, np.inf, errors)))
         odd = np.flatnonzero(measured.rows.equal < measured.rows.width)
@@ -170,6 +172,7 @@ class Examiner:
         scans = len(odd) and len(errors) >= MIN_ROWS and not one.is_exact
         return replace(
             one,
+            numbers=numbers,
             basis="values",
             spread=spread_of(measured, errors, worst_channel(ready) if scans else QUIET),
             worst=self.place(measured, row, ready),

@@ -85,8 +85,11 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
         pairs = np.full(len(rows), -1, np.int64) if join.pairs is None else join.pairs
         firings = (np.full(len(rows), index, np.int64) for index in (join.baseline, join.target))
         columns.append((at_worst, pairs, *firings, ranks))
-    none = (np.empty(0, np.int64),) * 5
-    at_worst, pairs, baseline_firing, target_firing, ranks = map(np.concatenate, zip(none, *columns, strict=True))
+    if len(columns) == 1:
+        at_worst, pairs, baseline_firing, target_firing, ranks = columns[0]
+    else:
+        none = (np.empty(0, np.int64),) * 5
+        at_worst, pairs, baseline_firing, target_firing, ranks = map(np.concatenate, zip(none, *columns, strict=True))
     return Measured(RowMeasures.concat(parts), at_worst, pairs, baseline_firing, target_firing, ranks, hashed)
 
 

@@ -42,13 +42,13 @@ class Prepared:
         """Whether equal hashes already say that the joined rows are equal."""
         if not join.aligned or self.layouts[0] != self.layouts[1]:
             return False
-        digest = self.left[join.baseline].digest
-        return digest is not None and digest == self.right[join.target].digest
+        one, two = self.left[join.baseline], self.right[join.target]
+        return one.dtype == two.dtype and (digest := one.digest) is not None and digest == two.digest
 
     def equal_by_bag(self, join: Join) -> bool:
         """Whether both tensors hold the same elements in whatever order, as far as their bags tell."""
-        bag = self.left[join.baseline].bag
-        return bag is not None and bag == self.right[join.target].bag
+        one, two = self.left[join.baseline], self.right[join.target]
+        return one.dtype == two.dtype and (bag := one.bag) is not None and bag == two.bag
 
 
 @dataclass(slots=True)

@@ -97,8 +97,8 @@ class RowMeasures:
     @staticmethod
     def concat(parts: "Sequence[RowMeasures]") -> "RowMeasures":
         """The rows of all parts, one below the other; no parts give no rows."""
-        if not parts:
-            return empty(0, 0)
+        if len(parts) < 2:
+            return parts[0] if parts else empty(0, 0)
         return RowMeasures(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(RowMeasures)})
 
     def total(self) -> Measure:
