@@ -77,7 +77,7 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
     for join in ready.plan.joins:
         one, two = baseline[join.baseline], target[join.target]
         if ready.equal_by_hash(join):
-            hashed += math.prod(one.shape)
+            hashed += _num_elements(one, layouts[0], join)
             continue
         _check_width(one, two, layouts)
         rows, at_worst, ranks = compare_blocks(left[join.baseline], right[join.target], join, tolerance, masks=masks)
@@ -91,6 +91,13 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
         none = (np.empty(0, np.int64),) * 5
         at_worst, pairs, baseline_firing, target_firing, ranks = map(np.concatenate, zip(none, *columns, strict=True))
     return Measured(RowMeasures.concat(parts), at_worst, pairs, baseline_firing, target_firing, ranks, hashed)
+
+
+def _num_elements(whole: Whole, layout: Layout, join: Join) -> int:
+    """Elements of the joined rows, padding left out."""
+    if join.pairs is None:
+        return math.prod(whole.shape)
+    return len(join.pairs) * math.prod(n for axis, n in enumerate(whole.shape) if axis not in layout.axes)
 
 
 def are_masks(baseline: str | None, target: str | None) -> bool:

@@ -8,6 +8,7 @@ So each time a name starts again at its beginning is a *round*, and rounds whose
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -118,20 +119,23 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
     where positions go back, or jump while no other rank holds what is between.
     """
     start = 0
-    threads: Counter[str] = Counter()
+    threads: dict[str, int] = {}
     last: dict[str, int] = {}
     for run in grid.rows:
-        tokens = grid.tokens[start : start + run.count]
-        start += run.count
-        name, expected = run.request, last.get(run.request, run.position)
-        last[name] = run.position + run.count
+        name, position, end = run.request, run.position, start + run.count
+        part = index, run, grid.tokens[start:end]
+        start = end
         if not is_automatic(name):
-            bouts.setdefault((name, 0, 0), []).append((index, run, tokens))
+            bouts.setdefault((name, 0, 0), []).append(part)
             continue
-        threads[name] += run.position < expected or (alone and run.position != expected)
-        bouts.setdefault((name, line, threads[name]), []).append((index, run, tokens))
+        thread = threads.get(name, 0)
+        if name in last and (position < last[name] or (alone and position != last[name])):
+            thread = threads[name] = thread + 1
+        last[name] = position + run.count
+        bouts.setdefault((name, line, thread), []).append(part)
 
 
+@lru_cache(maxsize=4096)
 def is_automatic(name: str) -> bool:
     """Whether a request name is a mere number: a batch index or a counter, which says nothing across runs."""
     return name.strip("#").isdecimal()
@@ -139,21 +143,24 @@ def is_automatic(name: str) -> bool:
 
 def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None:
     """One thread computes ``parts`` in the step of ``grid``."""
-    start = min(run.position for _, run, _ in parts)
-    end = max(run.position + run.count for _, run, _ in parts)
+    start, end = parts[0][1].position, parts[0][1].position + parts[0][1].count
+    for _, run, _ in parts[1:]:
+        start, end = min(start, run.position), max(end, run.position + run.count)
     if not rounds or start <= rounds[-1].request.first:
-        rounds.append(_Round(Request(name, 0, grid.step, start, end, end)))
+        rounds.append(_Round(Request(name, 0, grid.step, start, start, end)))
     current = rounds[-1]
-    request = current.request
+    request, known = current.request, current.request.end
     if start == request.prompt_end and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1)):
         request.prompt_end = end
     for index, run, tokens in parts:
-        chunk = _Chunk(index, run)
-        if run.position < request.end and tokens:
+        if run.position < known and tokens:
             _replace(current, run.position, tokens)
-        current.chunks.append(chunk)
-        request.tokens.update(zip(range(run.position, run.position + run.count), tokens, strict=False))
-    request.end = max(request.end, end)
+        current.chunks.append(_Chunk(index, run))
+        if len(tokens) == 1:
+            request.tokens[run.position] = tokens[0]
+        else:
+            request.tokens.update(zip(range(run.position, run.position + run.count), tokens, strict=False))
+    request.end = max(known, end)
 
 
 def _replace(current: _Round, start: int, tokens: Sequence[int]) -> None:

@@ -267,3 +267,64 @@ def test_whatever_was_preempted_every_row_meets_its_own_once(
     else:
         assert found.worst is not None
         assert (found.worst.request, found.worst.position) == flat[slot]
+
+
+CALLS = {"x": [2, 7, 1, 8, 2], "y": [2, 7, 1, 9], "z": [5], "w": [2, 7, 1, 8, 2, 8]}
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[tuple[str, list[tuple[str, int, int]]]]:
+    """(how a step is laid out, (request, first position, rows) of each), the requests in chunks, in any batches."""
+    done, steps = dict.fromkeys(CALLS, 0), []
+    layouts = draw(st.sampled_from([["packed"], ["left", "right"]]))
+    while waiting := [r for r in CALLS if done[r] < len(CALLS[r])]:
+        chosen = draw(st.permutations(waiting))[: draw(st.integers(1, len(waiting)))]
+        step = []
+        for r in chosen:
+            count = draw(st.integers(1, len(CALLS[r]) - done[r]))
+            step.append((r, done[r], count))
+            done[r] += count
+        steps.append((draw(st.sampled_from(layouts)), step))
+    return steps
+
+
+def batched(path: Path, steps: Sequence[tuple[str, list[tuple[str, int, int]]]], *, bad: tuple[str, int] | None) -> Run:
+    """The steps as tensors, rubbish where nothing is computed; ``bad`` is the (request, position) of a wrong row."""
+    with RunFactory(path) as run:
+        for layout, step in steps:
+            longest = max(count for *_, count in step)
+            shape = (len(step), longest) if layout != "packed" else (sum(count for *_, count in step),)
+            values = np.full((int(np.prod(shape)), 8), 99, np.float32)
+            rows, ids, slot = [], [], 0
+            for i, (name, first, count) in enumerate(step):
+                if layout != "packed":
+                    slot = i * longest + (longest - count if layout == "left" else 0)
+                rows.append(RowRun(name, first, count, 0, slot))
+                ids += CALLS[name][first : first + count]
+                for p in range(first, first + count):
+                    text = np.array(CALLS[name][: p + 1])
+                    values[slot] = np.sin(np.outer(text + 1, np.arange(1, 9))).sum(0) + ((name, p) == bad)
+                    slot += 1
+            phase = "prefill" if longest > 1 else "decode"
+            run.step(grid=shape, rows=rows, token_ids=ids, phase=phase)
+            run.put("norm:out", values.reshape(*shape, 8), dims="t h" if layout == "packed" else "b s h")
+    return open_run(path)
+
+
+@given(batches(), batches(), st.sampled_from([(r, p) for r, text in CALLS.items() for p in range(len(text))]))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_the_batches_and_their_padding_one_bad_row_is_found(
+    tmp_path_factory: pytest.TempPathFactory,
+    left: list[tuple[str, list[tuple[str, int, int]]]],
+    right: list[tuple[str, list[tuple[str, int, int]]]],
+    bad: tuple[str, int],
+) -> None:
+    path = tmp_path_factory.mktemp("rows")
+    with batched(path / "b", left, bad=None) as one, batched(path / "t", right, bad=bad) as two:
+        report = compare(one, two)
+    (found,) = report.findings
+    assert (report.coverage.rows_aligned, found.rows.compared) == (16, 16)
+    assert found.worst is not None
+    assert (found.verdict, found.worst.request, found.worst.position) == (Verdict.DIFFERS, *bad)
+    assert found.numbers is not None
+    assert found.numbers.equal == 15 * 8
