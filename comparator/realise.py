@@ -82,5 +82,21 @@ def _cut(piece: Piece, axis: int, sizes: Sequence[int], groups: int, index: int)
     per_group = [size // groups for size in sizes]
     start = [0, *accumulate(per_group)][index]
     period = sum(per_group)
-    cuts = tuple(Cut(axis, g * period + start, g * period + start + per_group[index], piece) for g in range(groups))
-    return cuts[0] if groups == 1 else Joined(axis, cuts)
+    cuts = [_narrowed(piece, axis, g * period + start, g * period + start + per_group[index]) for g in range(groups)]
+    return cuts[0] if groups == 1 else Joined(axis, tuple(cuts))
+
+
+def _narrowed(piece: Piece, axis: int, start: int, stop: int) -> Piece:
+    """``start:stop`` of a piece, taken from the shards that hold it, so that each stays that of its rank."""
+    if (start, stop) == (0, piece.shape[axis]):
+        return piece
+    if not isinstance(piece, Joined) or piece.axis != axis:
+        return Cut(axis, start, stop, piece)
+    found, first = [], 0
+    for part in piece.parts:
+        size = part.shape[axis]
+        low, high = max(start - first, 0), min(stop - first, size)
+        if low < high:
+            found.append(_narrowed(part, axis, low, high))
+        first += size
+    return found[0] if len(found) == 1 else Joined(axis, tuple(found))

@@ -226,6 +226,21 @@ def test_key_heads_that_several_ranks_hold_are_taken_once(tmp_path: Path) -> Non
     assert verdicts(diff(one, two))[f"{HF}.v_proj:out"] == "differs"
 
 
+@pytest.mark.parametrize("how", ["plain", "grouped"])
+def test_the_rank_that_holds_a_bad_part_is_named(tmp_path: Path, how: str) -> None:
+    heads = Heads(8, 4, 4)
+    values = heads.values()
+    shards = plain(values, 2) if how == "plain" else grouped(values, 2, heads)
+    shards[1][-1] += 1
+    one = write(tmp_path / "b", 1, parts(values), model_config=heads.config)
+    name = f"{HF}.qkv_proj:out" if how == "plain" else f"{MEGATRON}:out[0]"
+    report = diff(one, write(tmp_path / "t", 2, {name: shards}))
+    (finding,) = [f for f in report.findings if f.verdict.is_bad]
+    assert finding.site == f"{HF}.v_proj:out"
+    assert finding.worst is not None
+    assert (finding.worst.rank, finding.worst.index) == (1, (15,))
+
+
 @pytest.mark.parametrize("swap", ["q and k", "gate and up"])
 def test_a_wrong_order_is_never_made_right(tmp_path: Path, swap: str) -> None:
     heads = Heads(4, 4, 4)
