@@ -10,6 +10,8 @@ from tapscope.comparator.series import Series
 from tapscope.dims import parse
 from tapscope.errors import DimsError
 
+_HEADS_PER_KEY = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+"""Query heads for each key head, as models have them."""
 _NOT_FEATURES = (("1",), ("t",), ("b",), ("s",))
 
 
@@ -22,6 +24,9 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
             for over in _telling_apart(places, axes, known):
                 for choice in product(*(_ways(start, axis) for axis in over)):
                     yield _with(start, over, choice)
+                if len(over) == 1:
+                    num = len({place.get(over[0]) for place in places})
+                    yield from _query_key_value(start, base, series.first.shape, Shard(over[0]), num)
         yield from _cropped(base, other)
 
 
@@ -41,6 +46,21 @@ def _telling_apart(places: Sequence[Coords], axes: Sequence[str], known: set[str
         if found:
             return found
     return []
+
+
+def _query_key_value(start: Dims, base: Dims, shape: Sequence[int], shard: Shard, num: int) -> Iterator[Dims]:
+    """Three sections, the first so many times as long as the others: queries beside keys and values."""
+    for at, dim in enumerate(start.dims):
+        if not _may_be_sections(dim):
+            continue
+        stated = base.dims[at].names
+        names = stated if len(stated) == 3 else tuple(f"{dim.names[0]}{part}" for part in "qkv")
+        for heads in _HEADS_PER_KEY:
+            if shape[at] * num % (heads + 2) == 0:
+                unit = shape[at] * num // (heads + 2)
+                sections = tuple(Section(n, Size(unit * k)) for n, k in zip(names, (heads, 1, 1), strict=True))
+                parts = (*start.dims[:at], Dim(names, (shard,), sections=sections), *start.dims[at + 1 :])
+                yield replace(start, dims=parts)
 
 
 _Way = tuple[str, int]

@@ -93,15 +93,15 @@ class Suggester:
             for dims in islice(candidates(series, other, places, axes), _MOST)
             if (tried := self._measured(pair, side, dims)) is not None
         ]
-        name = ("baseline", "target")[side]
+        name, every = ("baseline", "target")[side], _LAYER.sub("*", series.site)
         agreeing = [t for t in found if t.error <= AGREES]
         best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
         if best is not None:
             error = "equal values" if best.error == 0 else f"relative error {best.error:.0e}"
-            return f"'{best.dims}' would fit ({error}): --dims '{name}:{series.site}={best.dims}'"
+            return f"'{best.dims}' would fit ({error}): --dims '{name}:{every}={best.dims}'"
         unread = [t.dims for t in found if math.isnan(t.error)]
         if unread:
-            return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{series.site}=...'"
+            return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{every}=...'"
         over = " and ".join(axes)
         return f"no sharding, sum or replication over {over} gives the {_other(name)}'s values" if axes else ""
 

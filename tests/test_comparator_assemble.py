@@ -179,6 +179,7 @@ def test_dims_that_do_not_explain_the_ranks_are_said(tmp_path: Path, dims: str) 
         ("t[sp] h", "t h", {"sp": 2}),
         ("t[cp:zigzag] h", None, {"cp": 2}),
         ("t (h0+h1)[tp]", None, {"tp": 2}),
+        ("t (hq=8+hk=2+hv=2)[tp]", None, {"tp": 2}),
         ("t h # tp:replicated", "t h[tp]", {"tp": 2}),
         ("t h[tp,ep]", "t h[tp]", {"tp": 2, "ep": 2}),
         ("t h[tp] # ep:replicated", "t h[tp]", {"tp": 2, "ep": 2}),
@@ -194,7 +195,7 @@ def test_a_shard_that_no_dims_explain_is_told_which_would(
     found = finding(tmp_path, whole, parts, stated, mesh)
     assert found.verdict is Verdict.SHAPE
     assert f"'{truth}' would fit" in found.notes[0], found.notes[0]
-    assert f"--dims 'target:layers.0.mlp:out={truth}'" in found.notes[0]
+    assert f"--dims 'target:layers.*.mlp:out={truth}'" in found.notes[0]
 
 
 def test_a_size_is_suggested_where_the_other_run_has_no_padding(tmp_path: Path) -> None:
@@ -211,7 +212,12 @@ def test_what_no_dims_explain_is_said_to_be_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("truth", "stated"),
-    [("t (h0+h1)[tp]", "t h[tp]"), ("t[cp:zigzag] h", "t[cp:natural] h"), ("t h # tp:replicated", "t h[tp:partial]")],
+    [
+        ("t (h0+h1)[tp]", "t h[tp]"),
+        ("t[cp:zigzag] h", "t[cp:natural] h"),
+        ("t h # tp:replicated", "t h[tp:partial]"),
+        ("t (q=8+k=2+v=2)[tp]", "t (q+k+v)[tp]"),
+    ],
 )
 def test_shards_that_fit_but_were_joined_in_a_wrong_way_are_told_the_right_one(
     tmp_path: Path, truth: str, stated: str
