@@ -149,31 +149,38 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
     if not rounds or start <= rounds[-1].request.first:
         rounds.append(_Round(Request(name, 0, grid.step, start, start, end)))
     current = rounds[-1]
-    request, known = current.request, current.request.end
+    request, before = current.request, current.request.end
     if start == request.prompt_end and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1)):
         request.prompt_end = end
+    branch = NEVER  # where a tree of drafts branches within the step: nobody says which branch was accepted
     for index, run, tokens in parts:
-        if run.position < known and tokens:
-            _replace(current, run.position, tokens)
-        current.chunks.append(_Chunk(index, run))
+        changed = _replace(current, run.position, tokens) if run.position < request.end and tokens else None
+        chunk, end = _Chunk(index, run), run.position + run.count
+        current.chunks.append(chunk)
+        request.end = max(request.end, end)
+        if changed is not None and changed >= before:
+            branch = min(branch, changed)
+        if end > branch:
+            chunk.stale_from = branch
+            tokens = tokens[: max(branch - run.position, 0)]
         if len(tokens) == 1:
             request.tokens[run.position] = tokens[0]
         else:
             request.tokens.update(zip(range(run.position, run.position + run.count), tokens, strict=False))
-    request.end = max(known, end)
 
 
-def _replace(current: _Round, start: int, tokens: Sequence[int]) -> None:
-    """Set aside what was computed for or behind a token that is another one now."""
+def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
+    """Set aside what was computed for or behind a token that is another one now, and return its position."""
     known = current.request.tokens
     changed = next((p for p, t in enumerate(tokens, start) if known.get(p, t) != t), None)
     if changed is None:
-        return
+        return None
     for chunk in current.chunks:
         if chunk.run.position + chunk.run.count > changed:
             chunk.stale_from = min(chunk.stale_from, changed)
     for position in [p for p in known if p >= changed]:
         del known[position]
+    return changed
 
 
 def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int, _Chunk]], part: int) -> int:

@@ -146,6 +146,15 @@ def test_rejected_drafts_are_set_aside(tmp_path: Path) -> None:
     assert report.coverage.forks == ()
 
 
+def test_a_tree_of_drafts_is_set_aside_where_it_branches(tmp_path: Path) -> None:
+    """Nobody says which branch was accepted; the rows that do not depend on it are compared."""
+    left = [[("a", 0, 0, [1, 2, 3])], [("a", 3, 0, [4])], [("a", 4, 0, [5])], [("a", 5, 0, [6])]]
+    tree = [[("a", 0, 0, [1, 2, 3])], [("a", 3, 0, [4, 9]), ("a", 4, 0, [8, 7]), ("a", 4, 0, [5])], [("a", 5, 0, [6])]]
+    report = diff(tmp_path, left, tree)
+    assert (report.coverage.rows_aligned, report.coverage.rows_superseded, report.coverage.forks) == (5, (0, 4), ())
+    assert not any(f.verdict.is_bad for f in report.findings)
+
+
 def test_a_cached_prefix_leaves_the_other_rows_comparable(tmp_path: Path) -> None:
     text = list(range(20, 40))
     with record(tmp_path / "b", [[("0", 0, 0, text)], [("1", 0, 0, [*text[:12], 1, 2])]]) as one:
