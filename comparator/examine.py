@@ -17,7 +17,7 @@ from tapscope.comparator.measure import Measured, WidthError, are_masks, measure
 from tapscope.comparator.pieces import Joined
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
-from tapscope.comparator.series import Series
+from tapscope.comparator.series import Series, recorded
 from tapscope.comparator.spread import NOTHING, Spread, row_errors, spread_of
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
@@ -259,7 +259,9 @@ def _examine_values(pair: Pair, shift: int) -> Examined:
 
 def _side(series: Series, shape: tuple[int, ...]) -> Side:
     ranks = tuple(sorted({r.key.rank for f in series.firings for r in f.records}))
-    return Side(series.site, series.first.dtype, shape, series.num_records, series.first.dims, ranks)
+    sources = list(recorded(series))
+    count = sum(source.num_records for source in sources)
+    return Side(sources[0].site, series.first.dtype, shape, count, series.first.dims, ranks)
 
 
 def _weaker(layouts: tuple[Layout, Layout]) -> str:

@@ -56,6 +56,7 @@ class Side:
     """One run's part of a finding."""
 
     site: str
+    """As it was recorded: of a fused tensor's part the whole's, of a sum the first summand's."""
     dtype: str | None
     shape: tuple[int, ...]
     """Of the first firing, put together over ranks."""

@@ -168,6 +168,7 @@ def test_the_baselines_fused_tensor_names_its_parts_as_ports(tmp_path: Path) -> 
         for port in (f"in[{n}_proj]", f"out[{n}_proj]", f"param[weight.{n}_proj]")
     }
     assert {f.matched_by for f in report.findings} == {"fused input", "fused qkv (grouped)"}
+    assert {f.baseline.site for f in report.findings if f.baseline} == set(fused)
 
 
 @pytest.mark.parametrize("turned", [False, True])
