@@ -52,7 +52,7 @@ def measure_lines(finding: Finding, width: int) -> list[Text]:
     return lines
 
 
-def note_lines(finding: Finding, width: int) -> list[Text]:
+def note_lines(finding: Finding) -> list[Text]:
     """What else was said of it."""
     return [Text(f"note: {note}") for note in finding.notes]
 

@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-from textual import events, on
-from textual.widgets import Input
-
 from tapscope.dashboard.keys import KEYS, PANES, RECORDS, SITES, bindings
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.panes import PanesScreen
@@ -19,6 +16,8 @@ class BrowseScreen(PanesScreen):
     """Browse one run. An action that can do nothing says why."""
 
     BINDINGS = bindings(KEYS)
+    PANES = PANES
+    LIST = RECORDS
 
     @property
     def active(self) -> "SiteTree | RecordTable | TensorPane":
@@ -27,19 +26,15 @@ class BrowseScreen(PanesScreen):
             return self.sites
         return self.table if self.pane == RECORDS else self.tensor
 
-    # --- moving -----------------------------------------------------------------------------------
+    @property
+    def found(self) -> str:
+        """What is searched for now."""
+        return self.query_now.find if self.query_now else ""
 
-    def action_move(self, delta: int) -> None:
-        """Lines up or down."""
-        self.active.move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """A page up or down."""
-        self.active.page(direction)
-
-    def action_ends(self, direction: int) -> None:
-        """First or last line."""
-        self.active.ends(direction)
+    def search(self, text: str) -> None:
+        """Records of sites that match."""
+        if self.query_now is not None:
+            self.ask(replace(self.query_now, find=text))
 
     def action_fold(self) -> None:
         """Fold a module."""
@@ -50,25 +45,6 @@ class BrowseScreen(PanesScreen):
         """Unfold a module."""
         if self.pane == SITES:
             self.sites.unfold()
-
-    def action_pane(self, direction: int) -> None:
-        """Give the keys to another pane."""
-        self._activate(PANES[(PANES.index(self.pane) + direction) % len(PANES)])
-        self.active.focus()
-
-    def on_click(self, event: events.Click) -> None:
-        """A click gives the keys to a pane, too."""
-        clicked = event.widget.ancestors_with_self if event.widget is not None else ()
-        pane = next((node.id for node in clicked if node.id in PANES), None)
-        if pane is not None:
-            self._activate(pane)
-            self.active.focus()
-
-    def _activate(self, pane: str) -> None:
-        self.remove_class(f"-at-{self.pane}")
-        self.add_class(f"-at-{pane}")
-        self.pane = pane
-        self.draw_keys()
 
     # --- choosing ---------------------------------------------------------------------------------
 
@@ -121,48 +97,11 @@ class BrowseScreen(PanesScreen):
         if self.query_now is not None:
             self.ask(replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)]))
 
-    def action_find(self) -> None:
-        """Open the search line."""
-        line = self.query_one("#find", Input)
-        line.value = ""
-        line.add_class("-open")
-        line.focus()
-
-    @on(Input.Changed, "#find")
-    def _find_changed(self, event: Input.Changed) -> None:
-        if self.query_now is not None and self.query_one("#find").has_class("-open"):
-            self.ask(replace(self.query_now, find=event.value.strip()))
-
-    @on(Input.Submitted, "#find")
-    def _find_submitted(self) -> None:
-        self._close_find()
-
-    def _close_find(self) -> None:
-        self.query_one("#find").remove_class("-open")
-        self._activate(RECORDS)
-        self.table.focus()
-
-    def action_back(self) -> None:
-        """End the search first, then the zoom."""
-        is_open = self.query_one("#find").has_class("-open")
-        if is_open:
-            self._close_find()
-        if self.query_now is not None and self.query_now.find:
-            self.ask(replace(self.query_now, find=""))
-        elif not is_open:
-            self.remove_class("-zoomed")
-            self.draw_keys()
-
     # --- looking ----------------------------------------------------------------------------------
 
     def action_view(self) -> None:
         """Statistics, histogram, values."""
         self.tensor.next_view()
-
-    def action_zoom(self) -> None:
-        """One pane on the whole screen."""
-        self.toggle_class("-zoomed")
-        self.draw_keys()
 
     def action_load(self) -> None:
         """Read a big tensor after all."""
@@ -187,7 +126,3 @@ class BrowseScreen(PanesScreen):
     def action_help(self) -> None:
         """Keys, those of this pane first."""
         self.app.push_screen(HelpScreen(self._specs, self.pane))
-
-    async def action_quit(self) -> None:
-        """Leave."""
-        self.app.exit()

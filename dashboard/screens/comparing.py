@@ -8,7 +8,6 @@ from time import monotonic
 from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input
 
@@ -16,6 +15,7 @@ from tapscope.comparator import Finding
 from tapscope.dashboard import messages
 from tapscope.dashboard.diffing import DiffQuery, DiffSource
 from tapscope.dashboard.keys import FINDINGS, KeySpec
+from tapscope.dashboard.screens.keyed import KeyedScreen
 from tapscope.dashboard.sources import Header
 from tapscope.dashboard.strip import group_of
 from tapscope.dashboard.widgets.finding_table import FindingTable
@@ -35,7 +35,7 @@ Open = Callable[[bool, Progress], DiffSource]
 """Called with whether the sides are swapped, and whom to tell how far it is."""
 
 
-class ComparingScreen(Screen[None]):
+class ComparingScreen(KeyedScreen):
     """State lives here: one query, one finding; panes show it, workers answer it. Keys: DiffScreen."""
 
     AUTO_FOCUS = ""

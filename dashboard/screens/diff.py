@@ -3,9 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from textual import events, on
-from textual.widgets import Input
-
 from tapscope.dashboard.diffing import SORTS
 from tapscope.dashboard.keys import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
 from tapscope.dashboard.screens.comparing import ComparingScreen
@@ -20,6 +17,8 @@ class DiffScreen(ComparingScreen):
     """Compare two runs. An action that can do nothing says why."""
 
     BINDINGS = bindings(DIFF_KEYS)
+    PANES = DIFF_PANES
+    LIST = FINDINGS
 
     @property
     def active(self) -> "LayerStrip | FindingTable | PairPane":
@@ -28,37 +27,14 @@ class DiffScreen(ComparingScreen):
             return self.strip
         return self.table if self.pane == FINDINGS else self.pair
 
-    # --- moving -----------------------------------------------------------------------------------
+    @property
+    def found(self) -> str:
+        """What is searched for now."""
+        return self.query_now.find
 
-    def action_move(self, delta: int) -> None:
-        """Lines up or down."""
-        self.active.move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """A page up or down."""
-        self.active.page(direction)
-
-    def action_ends(self, direction: int) -> None:
-        """First or last line."""
-        self.active.ends(direction)
-
-    def action_pane(self, direction: int) -> None:
-        """Give the keys to another pane."""
-        self._activate(DIFF_PANES[(DIFF_PANES.index(self.pane) + direction) % len(DIFF_PANES)])
-
-    def on_click(self, event: events.Click) -> None:
-        """A click gives the keys to a pane, too."""
-        clicked = event.widget.ancestors_with_self if event.widget is not None else ()
-        pane = next((node.id for node in clicked if node.id in DIFF_PANES), None)
-        if pane is not None:
-            self._activate(pane)
-
-    def _activate(self, pane: str) -> None:
-        self.remove_class(f"-at-{self.pane}")
-        self.add_class(f"-at-{pane}")
-        self.pane = pane
-        self.active.focus()
-        self.draw_keys()
+    def search(self, text: str) -> None:
+        """Findings of sites that match."""
+        self.ask(replace(self.query_now, find=text))
 
     # --- choosing ---------------------------------------------------------------------------------
 
@@ -108,47 +84,11 @@ class DiffScreen(ComparingScreen):
         """Other columns."""
         self.say(f"The list shows {self.table.next_measure()} and {self.table.measures[1]}.")
 
-    def action_find(self) -> None:
-        """Open the search line."""
-        line = self.query_one("#find", Input)
-        line.value = ""
-        line.add_class("-open")
-        line.focus()
-
-    @on(Input.Changed, "#find")
-    def _find_changed(self, event: Input.Changed) -> None:
-        if self.query_one("#find").has_class("-open"):
-            self.ask(replace(self.query_now, find=event.value.strip()))
-
-    @on(Input.Submitted, "#find")
-    def _find_submitted(self) -> None:
-        self._close_find()
-
-    def _close_find(self) -> None:
-        self.query_one("#find").remove_class("-open")
-        self._activate(FINDINGS)
-
-    def action_back(self) -> None:
-        """End the search first, then the zoom."""
-        is_open = self.query_one("#find").has_class("-open")
-        if is_open:
-            self._close_find()
-        if self.query_now.find:
-            self.ask(replace(self.query_now, find=""))
-        elif not is_open:
-            self.remove_class("-zoomed")
-            self.draw_keys()
-
     # --- looking ----------------------------------------------------------------------------------
 
     def action_view(self) -> None:
         """Measures, tokens, values."""
         self.pair.next_view()
-
-    def action_zoom(self) -> None:
-        """One pane on the whole screen."""
-        self.toggle_class("-zoomed")
-        self.draw_keys()
 
     def action_swap(self) -> None:
         """Baseline and target change places."""
@@ -178,7 +118,3 @@ class DiffScreen(ComparingScreen):
     def action_help(self) -> None:
         """Keys, those of this pane first."""
         self.app.push_screen(HelpScreen(self._specs, self.pane, DIFF_WORDS))
-
-    async def action_quit(self) -> None:
-        """Leave."""
-        self.app.exit()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from textual import work
-from textual.screen import Screen
 
 from tapscope.dashboard.messages import (
     CountsReady,
@@ -13,12 +12,13 @@ from tapscope.dashboard.messages import (
     RecordsReady,
     SourceOpened,
 )
+from tapscope.dashboard.screens.keyed import KeyedScreen
 from tapscope.dashboard.sources import Query, RunSource
 from tapscope.errors import TapscopeError
 from tapscope.record import Record
 
 
-class LoadingScreen(Screen[None]):
+class LoadingScreen(KeyedScreen):
     """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
 
     @work(thread=True, exclusive=True, group="open")

@@ -3,37 +3,28 @@
 from collections.abc import Sequence
 
 from rich.text import Text
-from textual import events
-from textual.app import ComposeResult
-from textual.containers import VerticalScroll
-from textual.widgets import Static
 
 from tapscope.dashboard import paint
 from tapscope.dashboard.digest import Digest
 from tapscope.dashboard.keys import TENSOR
 from tapscope.dashboard.rows import RowMap
-from tapscope.dashboard.widgets.titles import plain_title
+from tapscope.dashboard.widgets.text_pane import TextPane
 from tapscope.record import Record
 from tapscope.text import site as shorten
 
-VIEWS = ("stats", "histogram", "values")
 
-
-class TensorPane(VerticalScroll, can_focus=True, inherit_bindings=False):
+class TensorPane(TextPane):
     """Right lower pane of the browse screen."""
 
+    VIEWS = ("stats", "histogram", "values")
+
     def __init__(self) -> None:
-        super().__init__(id=TENSOR, classes="pane")
-        self.view = VIEWS[0]
+        super().__init__(TENSOR)
         self.record: Record | None = None
         self.digest: Digest | None = None
         self._rows: RowMap | None = None
         self._facts: list[str] = []
         self._note = ""
-
-    def compose(self) -> ComposeResult:
-        """One text."""
-        yield Static("", id="tensor-text", markup=False)
 
     def show(self, record: Record | None, rows: RowMap | None, facts: list[str], note: str) -> None:
         """Show another record; its values follow by :meth:`set_digest`. ``note`` says what is with the values."""
@@ -46,47 +37,18 @@ class TensorPane(VerticalScroll, can_focus=True, inherit_bindings=False):
         self.digest, self._note = digest, note
         self.draw()
 
-    def next_view(self) -> None:
-        """Statistics, histogram, values, and around."""
-        self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
-        self.scroll_home(animate=False)
-        self.draw()
+    def title_text(self, width: int) -> str:
+        """Site, step and rank."""
+        if self.record is None:
+            return ""
+        facts = " · ".join(self._facts)
+        return f"{shorten(self.record.key.site, max(width - len(facts) - 9, 16))} · {facts}"
 
-    def move(self, delta: int) -> None:
-        """Scroll by lines."""
-        self.scroll_relative(y=delta, animate=False)
-
-    def page(self, direction: int) -> None:
-        """Scroll by a page."""
-        self.scroll_relative(y=direction * self.size.height, animate=False)
-
-    def ends(self, direction: int) -> None:
-        """Scroll to the top or the bottom."""
-        self.scroll_to(y=0 if direction < 0 else self.max_scroll_y, animate=False)
-
-    def on_resize(self, event: events.Resize) -> None:
-        """What fits has changed."""
-        self.draw()
-
-    def draw(self) -> None:
-        """Write the text anew for the size at hand."""
-        width, height = max(self.size.width - 1, 20), max(self.size.height, 4)
-        self._draw_title()
-        lines = self._lines(width, height) if self.record else [Text("Choose a record to see its tensor.", style="dim")]
-        self.query_one("#tensor-text", Static).update(Text("\n").join(lines))
-
-    def _draw_title(self) -> None:
-        title = ""
-        if self.record is not None:
-            facts = " · ".join(self._facts)
-            site = shorten(self.record.key.site, max(self.outer_size.width - len(facts) - 9, 16))
-            title = f"{site} · {facts}"
-        self.border_title = plain_title(title)
-        self.border_subtitle = plain_title(self.view)
-
-    def _lines(self, width: int, height: int) -> Sequence[Text]:
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        """What the view shows."""
         record, digest = self.record, self.digest
-        assert record is not None
+        if record is None:
+            return [Text("Choose a record to see its tensor.", style="dim")]
         note = [Text(self._note)] if self._note else []
         if self.view == "stats" or digest is None:
             head = paint.what_lines(record, self._rows, width)

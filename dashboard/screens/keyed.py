@@ -1,0 +1,122 @@
+"""KeyedScreen: what the keys do on every screen of panes."""
+
+from typing import ClassVar, Protocol
+
+from textual import events, on
+from textual.screen import Screen
+from textual.widgets import Input
+
+
+class Pane(Protocol):
+    """What can have the keys."""
+
+    def focus(self, scroll_visible: bool = True) -> object:
+        """Take them."""
+
+    def move(self, delta: int) -> None:
+        """Lines up or down."""
+
+    def page(self, direction: int) -> None:
+        """A page up or down."""
+
+    def ends(self, direction: int) -> None:
+        """To the first or last line."""
+
+
+class KeyedScreen(Screen[None]):
+    """A screen of panes, one of which has the keys, with a search line."""
+
+    PANES: ClassVar[tuple[str, ...]]
+    """Widget ids in tab order."""
+    LIST: ClassVar[str]
+    """The pane that shows what a search finds."""
+    pane: str
+
+    @property
+    def active(self) -> Pane:
+        """The pane that has the keys."""
+        raise NotImplementedError
+
+    @property
+    def found(self) -> str:
+        """What is searched for now; empty for nothing."""
+        raise NotImplementedError
+
+    def search(self, text: str) -> None:
+        """Show what matches; everything again for an empty text."""
+        raise NotImplementedError
+
+    def draw_keys(self) -> None:
+        """The keys that would do something now."""
+        raise NotImplementedError
+
+    def activate(self, pane: str) -> None:
+        """Give the keys to a pane."""
+        self.remove_class(f"-at-{self.pane}")
+        self.add_class(f"-at-{pane}")
+        self.pane = pane
+        self.active.focus()
+        self.draw_keys()
+
+    def action_move(self, delta: int) -> None:
+        """Lines up or down."""
+        self.active.move(delta)
+
+    def action_page(self, direction: int) -> None:
+        """A page up or down."""
+        self.active.page(direction)
+
+    def action_ends(self, direction: int) -> None:
+        """First or last line."""
+        self.active.ends(direction)
+
+    def action_pane(self, direction: int) -> None:
+        """Give the keys to another pane."""
+        self.activate(self.PANES[(self.PANES.index(self.pane) + direction) % len(self.PANES)])
+
+    def on_click(self, event: events.Click) -> None:
+        """A click gives the keys to a pane, too."""
+        clicked = event.widget.ancestors_with_self if event.widget is not None else ()
+        pane = next((node.id for node in clicked if node.id in self.PANES), None)
+        if pane is not None:
+            self.activate(pane)
+
+    def action_find(self) -> None:
+        """Open the search line."""
+        line = self.query_one("#find", Input)
+        line.value = ""
+        line.add_class("-open")
+        line.focus()
+
+    @on(Input.Changed, "#find")
+    def _find_changed(self, event: Input.Changed) -> None:
+        if self.query_one("#find").has_class("-open"):
+            self.search(event.value.strip())
+
+    @on(Input.Submitted, "#find")
+    def _find_submitted(self) -> None:
+        self._close_find()
+
+    def _close_find(self) -> None:
+        self.query_one("#find").remove_class("-open")
+        self.activate(self.LIST)
+
+    def action_back(self) -> None:
+        """End the search first, then the zoom."""
+        is_open = self.query_one("#find").has_class("-open")
+        if is_open:
+            self._close_find()
+        if self.found:
+            self.search("")
+        elif not is_open:
+            self.remove_class("-zoomed")
+            self.draw_keys()
+
+    def action_zoom(self) -> None:
+        """One pane on the whole screen."""
+        self.toggle_class("-zoomed")
+        self.draw_keys()
+
+    async def action_quit(self) -> None:
+        """Leave."""
+        self.app.exit()
