@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import make_llama
 from engine_helpers import reference
+from sglang_dumps import serve_llama
 
 from tapscope.comparator import Report, compare
 from tapscope.dumper import Dumper, make_observer
@@ -167,3 +168,14 @@ def test_the_engine_agrees_whether_its_requests_run_together_or_wait(
         while llm.has_work:
             llm.step()
     check(diff(base, tmp_path / "t"))
+
+
+def test_a_dump_of_sglang_meets_by_its_request_ids_and_positions(base: Path, llama: Path, tmp_path: Path) -> None:
+    """Chunks of 3, then single tokens, whose lengths are those of the context."""
+    texts = {name: TEXTS[i] for name, i in zip("xyz", ORDER, strict=True)}
+    serve_llama(reference(llama), tmp_path / "t", texts, tp=2, cuts=(3, 6, 7, 8, 9, 10, 11))
+    report = diff(base, tmp_path / "t")
+    assert "rows of t are read off the recorded arguments of its model" in report.coverage.warnings
+    found = {f.site: f for f in report.findings if f.site in ("model.norm:out", "model.layers.1.mlp:out")}
+    assert [(f.verdict.is_bad, f.rows.compared) for f in found.values()] == [(False, NUM_ROWS)] * 2
+    assert (report.coverage.rows_aligned, report.coverage.forks) == (NUM_ROWS, ())
