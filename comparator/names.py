@@ -38,7 +38,7 @@ class Family:
     def common(self, site: str) -> str:
         """The site in the common spelling."""
         numbers = iter(_NUMBER.findall(site))
-        return _NUMBER.sub(lambda _: next(numbers), _rewritten(_NUMBER.sub(_ANY, site), self))
+        return _NUMBER.sub(lambda found: next(numbers, found[0]), _rewritten(_NUMBER.sub(_ANY, site), self))
 
 
 @lru_cache(maxsize=1 << 16)

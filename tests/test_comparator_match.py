@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import RunFactory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
+from tapscope.comparator.names import FAMILIES, common
 from tapscope.errors import ConfigError, NothingInCommonError, RuleError
 from tapscope.observe import RowRun
 from tapscope.run import open_run
+from tapscope.site import parse
 
 ONES = np.ones((3, 4), np.float32)
 
@@ -98,6 +102,27 @@ def test_equal_names_match_exactly(tmp_path: Path) -> None:
 def test_frameworks_spell_one_module_differently(tmp_path: Path, left: str, right: str, how: str) -> None:
     assert pairs(diff(tmp_path, [left], [right])) == [(left, right, how)]
     assert pairs(diff(tmp_path / "turned", [right], [left])) == [(right, left, how)]
+
+
+WORDS = [
+    *("model", "module", "_orig_mod", "language_model", "transformer", "gpt_neox", "decoder", "layers", "h", "0", "17"),
+    *("self_attn", "attn", "attention", "self_attention", "linear_qkv", "c_attn", "c_proj", "mlp", "linear_fc1", "w1"),
+    *("experts", "local_experts", "embedding", "word_embeddings", "norm", "ln_f", "output", "input_layernorm", "x"),
+]
+PORTS = ["out", "out[0]", "out[0].grad", "in[x]", "in[args.0]", "in[past.3.key]", "param[weight]", "param[weight].grad"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(path=st.lists(st.sampled_from(WORDS), max_size=7), port=st.sampled_from(PORTS))
+def test_a_common_spelling_is_a_site_with_the_same_numbers(path: list[str], port: str) -> None:
+    site = f"{'.'.join(path)}:{port}"
+    for family in FAMILIES:
+        spelling = str(parse(family.common(site)))
+        assert [part for part in spelling.rpartition(":")[0].split(".") if part.isdigit()] == [
+            part for part in path if part.isdigit()
+        ]
+        assert spelling.endswith(".grad") == site.endswith(".grad")
+    assert common(site) == FAMILIES[-1].common(site)
 
 
 def test_a_spelling_that_two_sites_share_matches_neither(tmp_path: Path) -> None:
