@@ -197,7 +197,7 @@ def _picked(one: Array, rows_one: Rows, two: Array, rows_two: Rows) -> tuple[Any
 
 def overlaps(left: list[Block], right: list[Block]) -> Iterator[tuple[int, Columns, Columns]]:
     """(offset, baseline columns, target columns) for every column range both sides hold in one block, in order."""
-    if len(left) == len(right) == 1:
+    if len(left) == len(right) == 1 or not any(block.width for block in left):
         yield 0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width)
         return
     for a in left:

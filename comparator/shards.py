@@ -43,7 +43,7 @@ def dealt_out(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigz
     ((found, used),) = exact.items()
     pieces: list[Piece] = [Cut(axis, start, stop, parts[owner]) for owner, start, stop in found]
     pieces += [Cut(axis, end, p.shape[axis], p) for p, end in zip(parts, used, strict=True) if end < p.shape[axis]]
-    return Joined(axis, tuple(pieces))
+    return Joined(axis, tuple(pieces or parts))
 
 
 def _ceiling(length: int, chunks: int) -> list[int]:

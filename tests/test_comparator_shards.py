@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapscope.axes import Dim, Dims, Section, Shard, Size
+from tapscope.comparator import Verdict, compare
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.pieces import is_joined
 from tapscope.comparator.read import read
 from tapscope.comparator.replicas import check_replicas
 from tapscope.dims import parse
+from tapscope.errors import NothingInCommonError
 
 Case = tuple[Array, Dims, dict[str, int], tuple[int, ...]]
 KINDS = ("plain", "sections", "sized", "groups", "copies", "padded")
@@ -259,3 +261,41 @@ def test_summands_are_added_in_a_wider_type(tmp_path: Path, kind: type, wide: ty
 
 def test_every_rank_of_the_helper_stands_somewhere_else() -> None:
     assert len({tuple(p.items()) for p in places({"tp": 2, "cp": 3})}) == 6
+
+
+_words = st.sampled_from(
+    ["t", "h", "s", "b", "1", "t[tp]", "h[tp]", "h[ep]", "h[tp:partial]", "t[cp:zigzag]", "s[tp:zigzag]", "h=3[tp]",
+     "h=2x2[tp]", "(a+c)[tp]", "(a=2+c=1)[tp]", "(a+c)/2[tp]", "(n*d)[tp]", "(b*s)", "h[tp,ep]", "t[dp]"]
+)  # fmt: skip
+_declared = st.sampled_from(["", "# tp:replicated", "# ep:replicated", "# dp:=tp", "# rows:=out[1]", "# pp:replicated"])
+
+
+@given(
+    st.lists(_words, min_size=1, max_size=3),
+    _declared,
+    st.lists(_words, min_size=1, max_size=3) | st.none(),
+    st.lists(st.sampled_from([0, 1, 2, 4, 6]), min_size=1, max_size=3),
+    st.sampled_from([{"tp": 2}, {"tp": 2, "ep": 2}, {"dp": 2}, {"cp": 2}, {}]),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_dims_say_of_whatever_shapes_there_is_an_answer_or_one_clear_error(
+    tmp_path_factory: pytest.TempPathFactory,
+    words: list[str],
+    declared: str,
+    others: list[str] | None,
+    shape: list[int],
+    mesh: dict[str, int],
+) -> None:
+    path = tmp_path_factory.mktemp("any")
+    rng = np.random.default_rng(0)
+    parts = {rank: rng.standard_normal(shape).astype(np.float32) for rank in range(len(places(mesh)))}
+    sides = [" ".join(words) + f" {declared}", None if others is None else " ".join(others)]
+    with (
+        write(path / "b", parts, sides[0], mesh, lengths=(6,)) as one,
+        write(path / "t", dict.fromkeys(range(1), parts[0]), sides[1], {}, lengths=(6,)) as two,
+    ):
+        try:
+            (found,) = compare(one, two).findings
+        except NothingInCommonError:
+            return
+    assert found.verdict is not Verdict.SHAPE or found.notes[0]
