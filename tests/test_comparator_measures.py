@@ -1,6 +1,10 @@
 """What is measured of a pair of sites, through real runs."""
 
 import json
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compar
 from tapscope.comparator.detail import Detail
 from tapscope.comparator.histogram import Histogram
 from tapscope.comparator.ranking import divergence
+from tapscope.comparator.report.table import render
 from tapscope.comparator.ulps import distances
 from tapscope.observe import RowRun
 from tapscope.run import open_run
@@ -273,3 +278,40 @@ def test_histograms_merge(values: list[float], cut: int) -> None:
     for share in (0.0, 0.5, 0.99, 1.0):
         expected = float(np.quantile(values, share, method="inverted_cdf"))
         assert whole.percentile(share) == pytest.approx(expected, rel=0.04, abs=1e-300)
+
+
+# ---- very many findings
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Report:
+    one = write(tmp_path / "base", {"a:out": normal(ROWS, 8)})
+    two = write(tmp_path / "target", {"a:out": normal(ROWS, 8, seed=1)})
+    found = report(one, two)
+    sites = (f"model.layers.{i}.mlp:out" for i in range(5_000))
+    return replace(found, findings=tuple(replace(found.findings[0], site=site) for site in sites))
+
+
+@pytest.mark.parametrize("top", [12, None])
+def test_a_report_of_very_many_findings_is_written_as_it_is_made(many: Report, top: int | None) -> None:
+    tracemalloc.start()
+    try:
+        lines = sum(1 for _ in render(many, width=100, top=top))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert lines > (len(many.findings) if top is None else 12)
+    assert peak < 1 << 20
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    sites = {f"layers.{i}.mlp:out": normal(ROWS, 8, seed=i) for i in range(120)}
+    one, two = write(tmp_path / "base", sites), write(tmp_path / "target", {s: v * 2 for s, v in sites.items()})
+    command = [sys.executable, "-m", "tapscope", "diff", str(one), str(two), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

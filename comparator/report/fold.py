@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from tapscope import text
 from tapscope.comparator.finding import Finding, Verdict
@@ -29,14 +29,31 @@ class Row:
     """What only one run has: a line without columns."""
 
 
-def fold(report: "Report", top: int | None) -> tuple[list[Row], list[str]]:
+class _EveryRow(Sequence[Row]):
+    """A row for each finding, made when it is looked at: a million of them need not be held."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self._findings = findings
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return _EveryRow(self._findings[index]) if isinstance(index, slice) else _row(self._findings[index])
+
+
+def fold(report: "Report", top: int | None) -> tuple[Sequence[Row], list[str]]:
     """(rows, sentences on what has none). With ``top`` None every finding has its own row.
 
     Else neighbours that pass become one row, and so do all sites of one run alone; of those that do not pass,
     producers come first and downstream ones are cut off after ``top``.
     """
     if top is None:
-        return [_row(f) for f in report.findings], []
+        return _EveryRow(report.findings), []
     shown = _shown(report.findings, top)
     rows: list[Row] = []
     hidden = [f for f in report.findings if f.verdict.is_bad and id(f) not in shown]

@@ -65,21 +65,22 @@ def _header(which: str, header: "Header") -> list[str]:
     return [which, header.name, *facts, *sizes, state]
 
 
-def _table(rows: list[Row], width: int) -> Iterator[Text]:
+def _table(rows: Sequence[Row], width: int) -> Iterator[Text]:
     # Numbers are never shortened: on a narrow screen columns go, then the site gives way, in its middle.
     kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
-    cells = [[line[i] for i in kept] for line in (_HEADS, *(row.cells for row in rows if row.cells))]
-    widths = [max(cell_len(line[i]) for line in cells) for i in range(len(kept))]
+    widths = [cell_len(_HEADS[i]) for i in kept]
+    for row in rows:
+        if row.cells:
+            widths = [max(known, cell_len(row.cells[i])) for known, i in zip(widths, kept, strict=True)]
     rest = sum(widths[1:]) + 2 * len(widths)
     widths[0] = max(min(widths[0], width - rest), min(widths[0], _MIN_SITE))
     numeric = [i in _NUMBERS for i in kept]
-    yield Text(_line("  ", cells[0], widths, numeric), style="bold")
+    yield Text(_line("  ", [_HEADS[i] for i in kept], widths, numeric), style="bold")
     yield Text("─" * min(width, sum(widths) + 2 * len(widths)))
-    shown = iter(cells[1:])
     for row in rows:
         lead = f"{row.verdict.glyph} "
         note = text.middle(row.note, max(width - 2, _MIN_SITE))
-        line = _line(lead, next(shown), widths, numeric) if row.cells else lead + note
+        line = _line(lead, [row.cells[i] for i in kept], widths, numeric) if row.cells else lead + note
         yield Text(line, style=STYLES[row.verdict])
 
 

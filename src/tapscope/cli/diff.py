@@ -58,7 +58,10 @@ def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
 def _print(report: Report, top: int | None) -> None:
     console = output.console()
     for line in render(report, width=console.width, top=top):
-        console.print(line, overflow="ignore", no_wrap=True, crop=False)
+        if console.no_color and not console.is_terminal:  # a million lines to a file need no layout
+            output.write_line(line.plain)
+        else:
+            console.print(line, overflow="ignore", no_wrap=True, crop=False)
 
 
 def _positive(text: str) -> int:
