@@ -277,7 +277,7 @@ _declared = st.sampled_from(["", "# tp:replicated", "# ep:replicated", "# dp:=tp
     st.lists(st.sampled_from([0, 1, 2, 4, 6]), min_size=1, max_size=3),
     st.sampled_from([{"tp": 2}, {"tp": 2, "ep": 2}, {"dp": 2}, {"cp": 2}, {}]),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_dims_say_of_whatever_shapes_there_is_an_answer_or_one_clear_error(
     tmp_path_factory: pytest.TempPathFactory,
     words: list[str],
