@@ -367,3 +367,16 @@ def test_whatever_the_values_are_nothing_is_raised(
         before, after = (v.astype(name) for v in pair)
     report = diff(tmp_path_factory.mktemp("any"), {"layers.0.mlp:out": before}, {"layers.0.mlp:out": after})
     json.dumps(list(report.to_json()), default=str)
+
+
+def test_rows_of_another_width_every_step_are_no_traceback(tmp_path: Path) -> None:
+    """A mask looks at other tokens every step, with a sliding window at fewer: its rows have no one width."""
+    for name, low in (("b", -3e38), ("t", -6e4)):
+        with RunFactory(tmp_path / name) as run:
+            for keys in (13, 6):
+                run.step()
+                mask = np.where(np.tri(2, keys, dtype=bool), 0.0, low).astype(np.float32)[None, None]
+                run.put("layers.0:in[attention_mask]", mask)
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = compare(one, two)
+    assert all(divergence.explanation is None for divergence in found.divergences)

@@ -19,7 +19,7 @@ from tapscope.comparator.explain.norms import norms
 from tapscope.comparator.explain.order import orders
 from tapscope.comparator.explain.relatives import relatives, summands, unsummed
 from tapscope.comparator.explain.rotary import tables, turns
-from tapscope.comparator.explain.sample import Sample, take
+from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.trial import Trial, share_of
 from tapscope.comparator.graph import Inputs
@@ -74,6 +74,8 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
     if not ready.plan.joins or "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
         return None
     try:
+        if not has_one_width(ready):
+            return None
         sample = take(ready, context.preparer.row_map, divergence.place, is_integer=one.is_exact)
         kin = Kin(
             context.preparer, context.examined, [context.matched[i] for i in context.inputs[node].nodes], one, sample

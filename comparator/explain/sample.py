@@ -85,6 +85,15 @@ def take(ready: Prepared, row_map: RowMap, worst: Place | None, *, is_integer: b
     )
 
 
+def has_one_width(ready: Prepared) -> bool:
+    """Whether the rows of all firings have one width; masks and scores grow with the tokens that they look at."""
+    sides = ((ready.left, ready.layouts[0]), (ready.right, ready.layouts[1]))
+    return all(
+        len({_width(wholes[join.target if side else join.baseline], layout) for join in ready.plan.joins}) <= 1
+        for side, (wholes, layout) in enumerate(sides)
+    )
+
+
 def read_like(sample: Sample, ready: Prepared, row_map: RowMap, side: int) -> Array | None:
     """The same rows of another site, [rows, columns]; None where it lacks any or its rows have another width."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
