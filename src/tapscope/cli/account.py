@@ -1,7 +1,8 @@
 """Account: what `tapscope info` says of a run, gathered once for text and JSON alike."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope import dtypes
@@ -72,13 +73,17 @@ class EventLine:
     """An event that is neither a rank's greeting nor its goodbye."""
 
     event: Event
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """Of a ``config`` event: the configuration that it replaced."""
 
     def to_json(self) -> dict[str, Any]:
         """Fields as recorded."""
         return {"kind": self.event.kind, "rank": self.event.rank, "fields": self.event.fields}
 
     def __str__(self) -> str:
-        fields = " ".join(f"{k}={v}" for k, v in self.event.fields.items() if k != "time")
+        # A configuration by what it changed; --json has all of it.
+        new = {k: v for k, v in self.event.fields.items() if k not in self.before or self.before[k] != v}
+        fields = " ".join(f"{k}={v}" for k, v in new.items() if k != "time")
         return f"{self.event.kind}  rank {self.event.rank}  {fields}".rstrip()
 
 
@@ -192,11 +197,25 @@ def account_of(run: Run) -> Account:
         nbytes=(nbytes := sum(entry.nbytes for _, entry in entries)),
         shared_bytes=sum(r.entry.nbytes for r in run.records if r.entry is not None) - nbytes,
         metrics=_metrics(run),
-        events=[EventLine(e) for e in run.events() if e.kind not in ("open", "close")],
+        events=_events(run),
         odd=_odd(run.records),
         complete=ledger.complete,
         missing=ledger.sentences(),
     )
+
+
+def _events(run: Run) -> list[EventLine]:
+    """In order; each configuration beside the rank's one before, the first beside that of the manifest."""
+    begun = run.manifest.get("config")
+    configs: dict[int, dict[str, Any]] = {}
+    found = []
+    for event in run.events():
+        before = configs.setdefault(event.rank, dict(begun) if isinstance(begun, dict) else {})
+        if event.kind not in ("open", "close"):
+            found.append(EventLine(event, dict(before) if event.kind == "config" else {}))
+        if event.kind == "config":
+            before |= event.fields
+    return found
 
 
 def _metrics(run: Run) -> list[MetricSummary]:
