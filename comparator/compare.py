@@ -19,7 +19,7 @@ from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.match import Pair, match
 from tapscope.comparator.models import check_models
 from tapscope.comparator.options import CompareOptions
-from tapscope.comparator.overrides import assume_meshes, override_dims
+from tapscope.comparator.overrides import assume_meshes, of_baseline, override_dims
 from tapscope.comparator.pool import examine_all
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rows import RowMap, map_rows
@@ -211,7 +211,9 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
             if Path(run.path).resolve() == Path(other.path).resolve():
                 raise ConfigError(f"--floor {options.floor} is {what} itself; give a second run of the baseline")
         # The twin has the baseline's own names and numbers.
-        dims = tuple(entry for entry in (*options.dims, *options.mapping.dims) if entry.side != "target")
+        dims = of_baseline((*options.dims, *options.mapping.dims), numbered(baseline))
+        if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:
+            run.assume_mesh(baseline.mesh)
         own = replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
         return twin_of(str(options.floor), _see(baseline, run, own).examined, options.margin)
 

@@ -93,6 +93,15 @@ def override_dims(
     return left, right
 
 
+def of_baseline(entries: Iterable[DimsEntry], numbered: Numbered) -> tuple[DimsEntry, ...]:
+    """The entries that give sites of the baseline their dims; another run of the baseline has them too."""
+    mine = [entry for entry in entries if entry.side != "target"]
+    globs = [Glob(entry.site) for entry in mine]
+    sites = {r.key.site for r in numbered.records if r.dtype is not None}
+    first = {next((i for i, glob in enumerate(globs) if glob.matches(site)), -1) for site in sites}
+    return tuple(entry for i, entry in enumerate(mine) if i in first)
+
+
 def _overridden(numbered: Numbered, entries: Sequence[DimsEntry], side: str, used: set[int]) -> Numbered:
     mine = [(i, Glob(entry.site), entry.dims) for i, entry in enumerate(entries) if entry.side in (side, "both")]
     chosen: dict[str, str | None] = {}

@@ -133,3 +133,14 @@ def test_the_last_axis_of_a_mesh_is_the_fastest(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="says its own mesh"):
             run.assume_mesh({"tp": 6})
     assert parse_mesh("pp=2,tp=3") == MeshEntry("--mesh 'pp=2,tp=3'", (("pp", 2), ("tp", 3)))
+
+
+def test_a_twin_for_the_floor_is_read_with_the_dims_and_the_mesh_of_the_baseline(tmp_path: Path) -> None:
+    halves = dict(enumerate(np.split(WHOLE, 2, axis=1)))
+    write(tmp_path / "b", halves, None, mesh=False)
+    write(tmp_path / "twin", halves, None, mesh=False)
+    write(tmp_path / "t", {0: WHOLE}, "t n")
+    runs = [str(tmp_path / name) for name in ("b", "t")]
+    flags = ["--mesh", "baseline:tp=2", "--dims", "baseline:mlp=t n[tp]", "--dims", "target:mlp=t n"]
+    assert main(["diff", *runs, *flags]) == 0
+    assert main(["diff", *runs, *flags, "--floor", str(tmp_path / "twin")]) == 0
