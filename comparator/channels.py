@@ -26,6 +26,9 @@ _SIGMA = 7.0
 _QUARTILE = 20.0
 """How many times the lower quartile of all channels one may be off: 6 standard deviations of a normal distribution.
 The quartile stays clean when up to three quarters of the channels are damaged (one head of four, of two)."""
+_LASTING = 12.0
+"""How many times the typical lasting error one channel's may be: those of weights are the same in every row, and where
+rows are alike (a bias, a strong mean) they do not average out; over channels they are not normal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,22 @@ def find_channel(baseline: Array, target: Array) -> Channel:
     # Errors are relative, so a row weighs by its square both in the gain and in the variance of the gain (White 1980).
     scatter = np.sqrt((square * (diff - gain * baseline) ** 2).sum(0)) / size
     few = 1.0 + 4.0 / np.maximum(effective, 1.0)
-    noise = np.maximum(_SIGMA * few * scatter, _QUARTILE * float(np.quantile(np.abs(gain), 0.25)))
+    common = max(_QUARTILE * float(np.quantile(np.abs(gain), 0.25)), _LASTING * _lasting(square, baseline * diff))
+    noise = np.maximum(_SIGMA * few * scatter, common)
     noise = np.where(effective < MIN_ROWS, np.inf, np.maximum(noise, np.finfo(np.float32).tiny))
     worst = int(np.argmax(np.abs(gain) / noise))
     return Channel(worst, float(gain[worst]), float(noise[worst])) if np.isfinite(noise[worst]) else QUIET
+
+
+def _lasting(square: Array, products: Array) -> float:
+    """The typical gain of a channel that is the same in two halves of the rows, so that no averaging removes it."""
+    halves = []
+    for half in (slice(0, None, 2), slice(1, None, 2)):
+        energy = square[half].sum(0)
+        size = np.maximum(energy, np.median(energy))
+        halves.append(np.divide(products[half].sum(0), size, out=np.zeros_like(size), where=size > 0))
+    both, apart = (float(np.median(np.abs(halves[0] + sign * halves[1]))) for sign in (1.0, -1.0))
+    return 1.4826 * 0.5 * max(both * both - apart * apart, 0.0) ** 0.5
 
 
 def _sample(ready: Prepared, join: Join, num_joins: int) -> tuple[Array, Array]:

@@ -124,7 +124,7 @@ def local_floor(
     return Floor(
         _rising([errors[0] * few, *errors[1:]]),
         min(2.0 * few * condition * math.hypot(element, 2.0 * base), ROW_LIMIT),
-        min(PEAK * condition * math.hypot(peak, EXTREME * base, widest[-1]), ROW_LIMIT),
+        PEAK * condition * math.hypot(peak, EXTREME * base, widest[-1]),
         _gain_floor(spread, gain, base, eps),
         math.inf if mixes else max(spread.channel_noise, eps, CHANNEL * math.hypot(base, channel)),
     )
@@ -136,7 +136,7 @@ def path_floor(modelled: float, spread: Spread, base: float, eps: float) -> Floo
     return Floor(
         _rising([_few(spread) * grown, *(tail * grown for tail in TAIL[1:])]),
         min(4.0 * _few(spread) * grown, ROW_LIMIT),
-        min(EXTREME * TAIL[2] * grown, ROW_LIMIT),
+        EXTREME * TAIL[-1] * grown,
         _gain_floor(spread, grown, base, eps),
         max(spread.channel_noise, eps, grown),
     )

@@ -11,7 +11,7 @@ from tapscope import dtypes
 from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Block, Columns, Rows, blocks
-from tapscope.comparator.layout import Layout
+from tapscope.comparator.layout import Layout, is_mask
 from tapscope.comparator.prepare import Prepared
 from tapscope.kernels.native import Measure, RowMeasures, compare_rows
 
@@ -69,7 +69,9 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
     Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
     """
     baseline, target, layouts = ready.left, ready.right, ready.layouts
-    masks = are_masks(baseline[0].dtype, target[0].dtype)
+    names = baseline[0].dtype, target[0].dtype
+    # The most negative number that hides a place is the dtype's own.
+    masks = are_masks(*names) or (names[0] != names[1] and is_mask(baseline[0].records[0].key.site))
     left, right = _Opened(baseline, layouts[0].axes), _Opened(target, layouts[1].axes)
     parts: list[RowMeasures] = []
     columns: list[tuple[Array, ...]] = []
