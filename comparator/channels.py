@@ -4,6 +4,7 @@ The rounding of a channel averages out over rows, a scale does not. So a sample 
 column: bounded, whatever the tensor.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,7 @@ def _lasting(square: Array, products: Array) -> float:
         size = np.maximum(energy, np.median(energy))
         halves.append(np.divide(products[half].sum(0), size, out=np.zeros_like(size), where=size > 0))
     both, apart = (float(np.median(np.abs(halves[0] + sign * halves[1]))) for sign in (1.0, -1.0))
-    return 1.4826 * 0.5 * max(both * both - apart * apart, 0.0) ** 0.5
+    return 1.4826 * 0.5 * math.sqrt(max(both * both - apart * apart, 0.0))
 
 
 def _sample(ready: Prepared, join: Join, num_joins: int) -> tuple[Array, Array]:

@@ -55,7 +55,7 @@ def localise(
     off = (Verdict.DIFFERS, Verdict.NONFINITE)
     bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict in off}
     nodes = [n for n in bad if _adds(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
-    nodes = _finest(nodes, graph)
+    nodes = _clear(_finest(nodes, graph), bad, findings, matched)
     if not nodes and bad:
         nodes = [min(bad, key=lambda n: (bad[n], n))]  # all is off from the first site on, or grew by small steps
     roles = {matched[n]: "producer" for n in nodes}
@@ -90,6 +90,12 @@ def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inp
     if any(i in bad and bad[i] <= bad[node] for i in inputs[node].nodes):
         return True
     return any(graph.nodes[i].is_backward and step < bad[node] for i, step in bad.items())
+
+
+def _clear(nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], matched: Sequence[int]) -> list[int]:
+    """The first, and of the others those that add clearly: behind a culprit every site carries some of its error."""
+    first = min(nodes, key=lambda n: (bad[n], n), default=-1)
+    return [n for n in nodes if n == first or findings[matched[n]].growth > CLEAR or not findings[matched[n]].growth]
 
 
 def _finest(nodes: list[int], graph: Graph) -> list[int]:
