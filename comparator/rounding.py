@@ -24,6 +24,7 @@ from tapscope.index import SiteInfo
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 _GUESS = 4096
 """Reduction length where no parameter shape of either run is known."""
+_FLOAT32 = dtypes.epsilon("float32")
 _STATE = 1.5
 """Condition of a parameter: it is copied, perhaps into another dtype, and nothing else."""
 Params = Mapping[str, tuple[int, ...]]
@@ -104,13 +105,14 @@ class Rounding:
         return _Case(one.spread, spreads, base, modelled, max(map(dtypes.epsilon, names)), names[0] == names[1])
 
     def _coarsest(self, node: int) -> tuple[str, str]:
-        """The dtypes that a value was computed in: its own, or those of what went in (a head may give out float32)."""
+        """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""
         found = []
         for side in ("baseline", "target"):
             names = [_dtype(self._examined[self._matched[node]], side)]
             if self._graph.inputs(node).how == "captured":
                 origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].numeric)
-                names += [_dtype(self._examined[self._matched[i]], side) for i in origins]
+                given = [_dtype(self._examined[self._matched[i]], side) for i in origins]
+                names += [name for name in given if dtypes.epsilon(name) > _FLOAT32]
             found.append(max(names, key=dtypes.epsilon))
         return found[0], found[1]
 
