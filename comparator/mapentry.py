@@ -7,6 +7,7 @@ from functools import cached_property
 
 from tapscope.comparator.mapfile import Fuse
 from tapscope.comparator.names import common
+from tapscope.pattern import MAX_SUBJECT
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class MapEntry:
     def find(self, names: Iterable[str]) -> Iterator[Found]:
         """The names that are its fused tensor."""
         for name in names:
-            match = self._regex.fullmatch(name)
+            match = self._regex.fullmatch(name) if len(name) <= MAX_SUBJECT else None
             if match is not None:
                 groups = [g for i, g in enumerate(match.groups(), 1) if i not in self._regex.groupindex.values()]
                 yield Found(

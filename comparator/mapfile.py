@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from tapscope.comparator.yamlfile import read_yaml
 from tapscope.errors import ConfigError
-from tapscope.pattern import safe_pattern
+from tapscope.pattern import MAX_SUBJECT, safe_pattern
 
 SIDES = ("baseline", "target", "both")
 ORDERS = ("plain", "grouped")
@@ -41,8 +41,8 @@ class Rename:
     side: str = "both"
 
     def apply(self, site: str) -> str:
-        """The site with the first place that matches replaced, or as it was."""
-        return self.pattern.sub(self.to, site, count=1)
+        """The site with the first place that matches replaced, or as it was; so is one too long to be searched."""
+        return self.pattern.sub(self.to, site, count=1) if len(site) <= MAX_SUBJECT else site
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,3 +242,15 @@ def test_diff_takes_maps_and_says_what_is_wrong_with_them(tmp_path: Path, capsys
     file.write_text("rename: [{from: '^c:', to: 'b:'}]")
     assert main(["diff", str(one), str(two), "--map", str(file)]) == 2
     assert "changes no site" in capsys.readouterr().err
+
+
+def test_a_site_of_hostile_length_costs_no_time(tmp_path: Path) -> None:
+    text = "rename: [{from: 'a.*b.*c.*d', to: x}]\nsplit: {'enc.*.*.*': {into: [enc.*.*.a, enc.*.*.b]}}".replace(
+        "enc.*.*.a, enc.*.*.b", "'enc.*.*.*.a', 'enc.*.*.*.b'"
+    )
+    long = ".".join(["enc", "abc"] * 40_000)
+    with pytest.raises(ConfigError, match="changes no site"):
+        diff(tmp_path, {"n:out": ROWS, f"{long}:out": ROWS}, {"n:out": ROWS}, text)
+    (tmp_path / "split").mkdir()
+    with pytest.raises(ConfigError, match="matches no site"):
+        diff(tmp_path / "split", {"n:out": ROWS, f"{long}:out": ROWS}, {"n:out": ROWS}, text.partition("\n")[2])

@@ -225,6 +225,19 @@ def test_hidden_state_and_residual_meet_their_sum(tmp_path: Path) -> None:
     assert {f.matched_by for f in both.findings} == {"exact"}
 
 
+def test_runs_of_one_framework_mean_the_same_by_one_name(tmp_path: Path) -> None:
+    h, r = pair_of(0)
+    sites = {"model.layers.1:in[hidden_states]": h, "model.layers.1:in[residual]": r}
+    for name, kept in (("b", list(sites)[:1]), ("t", list(sites))):
+        with RunFactory(tmp_path / name, framework="vllm") as run:
+            run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+            for site in kept:
+                run.put(site, sites[site])
+    with open_run(tmp_path / "b") as left, open_run(tmp_path / "t") as right:
+        found = {f.site: str(f.verdict) for f in compare(left, right).findings}
+    assert found == {"model.layers.1:in[hidden_states]": "same", "model.layers.1:in[residual]": "only-target"}
+
+
 def test_numbered_arguments_are_known_by_what_they_are(tmp_path: Path) -> None:
     (h, r), ids = pair_of(0), np.arange(3)
     serving = {
