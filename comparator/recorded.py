@@ -46,6 +46,20 @@ def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
     return _grids(run, calls)
 
 
+def called_again(run: Run, told: frozenset[int]) -> list[str]:
+    """A sentence on steps whose rows were told, but whose model was called more than once in one micro-batch."""
+    steps = {
+        r.key.step for r in run.records if r.key.occurrence and r.key.pass_ == FORWARD and r.key.site[:4] == ":in["
+    }
+    again = sorted(steps & told)
+    if not again:
+        return []
+    return [
+        f"{run.name} calls its model several times in {text.plural(len(again), 'step')}, e.g. {again[0]}, and tells the "
+        "rows of the first call: those of the others are taken for the same; call each inside dumper.micro(i)"
+    ]
+
+
 def _meaning(record: Record) -> str | None:
     """What a record says of the rows; None for all but the first arguments of the model itself."""
     site, key = record.key.site, record.key

@@ -13,7 +13,7 @@ import numpy as np
 
 from tapscope.comparator.grids import Grid, SideRows, StepRows, Told, grids_of, lineages, selected
 from tapscope.comparator.options import CompareOptions
-from tapscope.comparator.recorded import recorded_grids
+from tapscope.comparator.recorded import called_again, recorded_grids
 from tapscope.comparator.requests import Fork, Partners, find_forks, match_requests
 from tapscope.comparator.trace import NEVER, Trace, trace
 from tapscope.run import Run
@@ -88,7 +88,12 @@ def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) 
     read = recorded_grids(run, frozenset(grid.step for grid in told), steps)
     better = {grid.step for grid in read.grids}
     grids = [grid for grid in told if grid.step not in better] + selected(read.grids, ranks)
-    return replace(read, grids=tuple(sorted(grids, key=lambda grid: (grid.step, grid.micro or 0, grid.ranks))))
+    again = called_again(run, frozenset(grid.step for grid in told) - better)
+    return replace(
+        read,
+        notes=(*read.notes, *again),
+        grids=tuple(sorted(grids, key=lambda grid: (grid.step, grid.micro or 0, grid.ranks))),
+    )
 
 
 class _Side:

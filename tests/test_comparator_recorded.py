@@ -102,6 +102,22 @@ def test_micro_batches_have_rows_of_their_own(tmp_path: Path) -> None:
     assert (norm.verdict, norm.rows.compared) == (Verdict.SAME, 19)
 
 
+def test_a_model_that_is_called_twice_in_a_step_is_said(tmp_path: Path) -> None:
+    for name in ("b", "t"):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(1, 3), rows=[RowRun("0", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+            for ids in ([1, 2, 3], [4, 5, 6]):
+                run.put(":in[input_ids]", np.array([ids]))
+                run.put("norm:out", np.array(ids, np.float32)[None, :, None] * np.ones(4, np.float32))
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert [f.rows.compared for f in report.findings] == [6, 6]
+    assert (
+        "b calls its model several times in 1 step, e.g. 0, and tells the rows of the first"
+        in report.coverage.warnings[0]
+    )
+
+
 def test_arguments_kept_as_statistics_only_tell_nothing_and_it_is_said(tmp_path: Path) -> None:
     for name in ("b", "t"):
         with RunFactory(tmp_path / name) as run:
