@@ -1,6 +1,5 @@
 """Align: which rows of which firing of one side meet which of the other, for one matched site."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -99,7 +98,7 @@ class Aligner:
         site = baseline[0].records[0].key.site
         mask = self.rows.known and is_mask(site)
         if self.rows.known and not is_parameter(site):
-            partners = self.steps.by_rows(is_number=all(math.prod(w.shape) == 1 for w in (*baseline, *target)))
+            partners = self.steps.by_rows(max(sum(n != 1 for n in w.shape) for w in (*baseline, *target)))
         else:
             partners = self.steps.by_number(*([_place(whole)[0] for whole in side] for side in (baseline, target)))
         places = {_place(whole): i for i, whole in enumerate(baseline)}
@@ -109,7 +108,7 @@ class Aligner:
             index = places.get((partners.of[step], turn)) if step in partners.of else None
             if index is not None and (not mask or whole.shape == baseline[index].shape):
                 joins.append(Join(index, i))
-        if mask and not joins:
+        if mask and (not joins or any(_place(whole)[0] not in partners.of for whole in target)):
             return Plan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
         if partners.is_by_rows and not joins:
             return Plan(apart="no token axis, and no two steps of the runs hold the same rows")

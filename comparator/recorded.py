@@ -48,15 +48,14 @@ def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
 
 def called_again(run: Run, told: frozenset[int]) -> list[str]:
     """A sentence on steps whose rows were told, but whose model was called more than once in one micro-batch."""
-    steps = {
-        r.key.step for r in run.records if r.key.occurrence and r.key.pass_ == FORWARD and r.key.site[:4] == ":in["
-    }
-    again = sorted(steps & told)
+    keys = (record.key for record in run.records if record.key.occurrence)
+    again = sorted({key.step for key in keys if key.pass_ == FORWARD and key.site.startswith(":in[")} & told)
     if not again:
         return []
+    steps = text.plural(len(again), "step")
     return [
-        f"{run.name} calls its model several times in {text.plural(len(again), 'step')}, e.g. {again[0]}, and tells the "
-        "rows of the first call: those of the others are taken for the same; call each inside dumper.micro(i)"
+        f"{run.name} calls its model several times in {steps}, e.g. {again[0]}, and tells the rows of the first call: "
+        "those of the others are taken for the same; call each inside dumper.micro(i)"
     ]
 
 

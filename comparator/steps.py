@@ -1,6 +1,6 @@
 """Steps: which step of the target is which of the baseline, for what has no token rows and is compared whole."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ class StepPartners:
     """Pairs the steps of one comparison.
 
     What depends on the rows of its step (a mask, a loss) meets where both runs say what these are and they are the
-    same, in one order; a single number also where they are the same in any order. All else (parameters, runs that do
+    same, at the same places of the same grid; a vector also where the padding is elsewhere, a single number also where
+    the order is another one. All else (parameters, runs that do
     not tell their rows) meets by step number; where no number is in both runs, in order, and that is said.
     """
 
@@ -37,12 +38,14 @@ class StepPartners:
         """``shift``: how much higher the target's step numbers are."""
         self.shift = shift
         self._rows = rows
-        self._ordered = self._by_rows(in_order=True) if rows.known else {}
-        self._unordered = self._by_rows(in_order=False) if rows.known else {}
+        self._found: dict[int, Mapping[int, int]] = {}
 
-    def by_rows(self, *, is_number: bool) -> Partners:
-        """Steps that hold the same rows; only where both runs tell them."""
-        return Partners(self._unordered if is_number else self._ordered, is_by_rows=True)
+    def by_rows(self, num_axes: int) -> Partners:
+        """Steps that hold the same rows, for tensors of so many axes; only where both runs tell their rows."""
+        kind = min(num_axes, 2)
+        if kind not in self._found:
+            self._found[kind] = self._by_rows(_FORMS[kind])
+        return Partners(self._found[kind], is_by_rows=True)
 
     def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> Partners:
         """Steps of equal number, or when there is none, in order."""
@@ -53,21 +56,32 @@ class StepPartners:
         note = f"{IN_ORDER}, {left[0]} with {right[0]} and so on"
         return Partners(dict(zip(right, left, strict=False)), note)
 
-    def _by_rows(self, *, in_order: bool) -> dict[int, int]:
+    def _by_rows(self, form: Callable[[Sequence[StepRows]], bytes]) -> dict[int, int]:
         """Target step -> baseline step that holds exactly the same rows."""
         found: dict[bytes, list[int]] = {}
         for step, grids in self._rows.baseline.by_step().items():
-            valid = _valid(grids, in_order)
+            valid = _valid(grids)
             if len(valid) and valid.min() >= 0:
-                found.setdefault(valid.tobytes(), []).append(step)
+                found.setdefault(form(grids), []).append(step)
         partners = {}
         for step, grids in self._rows.target.by_step().items():
-            same = found.get(_valid(grids, in_order).tobytes())
+            same = found.get(form(grids))
             if same:
                 partners[step] = same[0]
         return partners
 
 
-def _valid(grids: Sequence[StepRows], in_order: bool) -> Array:
-    pairs = np.concatenate([grid.pairs[grid.pairs != PADDING] for grid in grids])
-    return pairs if in_order else np.sort(pairs)
+def _valid(grids: Sequence[StepRows]) -> Array:
+    return np.concatenate([grid.pairs[grid.pairs != PADDING] for grid in grids])
+
+
+def _everything(grids: Sequence[StepRows]) -> bytes:
+    return b"".join(f"{grid.grid}".encode() + grid.pairs.tobytes() for grid in grids)
+
+
+_FORMS: Mapping[int, Callable[[Sequence[StepRows]], bytes]] = {
+    0: lambda grids: np.sort(_valid(grids)).tobytes(),
+    1: lambda grids: _valid(grids).tobytes(),
+    2: _everything,
+}
+"""Number of axes (2 for more) -> what must be equal of two steps."""

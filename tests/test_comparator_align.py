@@ -115,6 +115,21 @@ def test_masks_of_runs_that_batch_otherwise_are_left_out_and_said(tmp_path: Path
     assert report.exit_code == 0
 
 
+def test_a_mask_of_another_padding_side_is_another_mask(tmp_path: Path) -> None:
+    for name, slot in (("b", 0), ("t", 1)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(2, 3), rows=[RowRun("a", 0, 3, 0, 0), RowRun("b", 0, 2, 0, 3 + slot)], token_ids=range(5))
+            mask = np.ones((2, 1, 3, 3), bool)
+            mask[1, :, :, 2 - 2 * slot] = False
+            run.put("model:in[attention_mask]", mask)
+            tensor = np.full((2, 3, 4), slot, np.float32)
+            tensor[0], tensor[1, slot : slot + 2] = 7, 8
+            run.put("norm:out", tensor, dims="b s h")
+    report = diff(open_run(tmp_path / "b"), open_run(tmp_path / "t"))
+    assert [(f.site, f.verdict) for f in report.findings] == [("norm:out", Verdict.SAME)]
+    assert report.exit_code == 0
+
+
 def test_parameters_meet_whatever_the_rows_are(tmp_path: Path) -> None:
     weight = [MASKS[0]] * 2
     one = with_rows(tmp_path / "b", [[1, 2], [3, 4]], weight, "norm:param[weight]")
