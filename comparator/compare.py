@@ -6,8 +6,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tapscope.comparator.closeup import Closeup, closeup
 from tapscope.comparator.coverage import Coverage, cover
+from tapscope.comparator.damage import Damage, look, with_damage
 from tapscope.comparator.examine import Examined, Examiner
 from tapscope.comparator.explain.explain import Context, explain
 from tapscope.comparator.finding import Finding, Verdict
@@ -85,7 +88,10 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1."""
+        """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1; 3 when bytes
+        of either run are damaged (and that is not allowed)."""
+        if self.coverage.damaged and not self.options.allow_partial:
+            return 3
         return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
 
     def to_json(self) -> Iterator[dict[str, Any]]:
@@ -129,16 +135,26 @@ def compare_closely(
     Raises RuleError for a selection that matches nothing and NothingInCommonError when not one row or value of the
     runs can be compared.
     """
-    options = options or CompareOptions()
+    damage = Damage(baseline), Damage(target)
+    return _compare(baseline, target, options or CompareOptions(), damage, progress)
+
+
+@np.errstate(all="ignore")  # values may be anything, bytes of a damaged file too: verdicts say so, not warnings
+def _compare(
+    baseline: Run, target: Run, options: CompareOptions, damage: tuple[Damage, Damage], progress: Progress | None
+) -> Comparison:
     assume_meshes((baseline, target), options.mesh)
     rules = compile_rules((*options.rules, *options.mapping.rules))
-    seen = _see(baseline, target, options, rules, progress)
+    seen = _see(baseline, target, options, damage, rules, progress)
     check_models((baseline, target), seen.examined)
     findings, divergences = _judge(seen, rules, _twin(baseline, target, options), options)
+    if look(damage, divergences, seen.examined):  # once more, without what only looked like a culprit
+        return _compare(baseline, target, options, damage, progress)
     if all(f.basis == "none" for f in findings):
         reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
     coverage = cover((baseline, target), seen.rows, seen.everything, findings, sum(seen.num_objects), seen.notes)
+    coverage = with_damage(coverage, damage)
     headers = _header(baseline, seen.num_records[0]), _header(target, seen.num_records[1])
     return Comparison(Report(*headers, tuple(findings), tuple(divergences), coverage, options), seen)
 
@@ -174,13 +190,18 @@ class _Seen:
 
 
 def _see(
-    baseline: Run, target: Run, options: CompareOptions, rules: Sequence[Rule] = (), progress: Progress | None = None
+    baseline: Run,
+    target: Run,
+    options: CompareOptions,
+    damage: tuple[Damage, Damage],
+    rules: Sequence[Rule] = (),
+    progress: Progress | None = None,
 ) -> _Seen:
     given = numbered(baseline), numbered(target)
     given = override_dims((baseline, target), given, (*options.dims, *options.mapping.dims))
     chosen = select((baseline, target), given, options)
     runs = (baseline, target)
-    kept = [filled(run, [r for r in chosen[i] if not is_object(r)]) for i, run in enumerate(runs)]
+    kept = [filled(run, damage[i].sound([r for r in chosen[i] if not is_object(r)])) for i, run in enumerate(runs)]
     rows = map_rows(baseline, target, options)
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
@@ -215,7 +236,9 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
         if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:
             run.assume_mesh(baseline.mesh)
         own = replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
-        return twin_of(str(options.floor), _see(baseline, run, own).examined, options.margin)
+        return twin_of(
+            str(options.floor), _see(baseline, run, own, (Damage(baseline), Damage(run))).examined, options.margin
+        )
 
 
 def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:

@@ -36,6 +36,8 @@ class Coverage:
     """What is missing, so that agreement of the rest is no verdict on the whole."""
     warnings: tuple[str, ...]
     """What was assumed or left out without making the verdict weaker than it says."""
+    damaged: tuple[str, ...] = ()
+    """Values of a run whose bytes are gone or are not those that were recorded; part of :attr:`partial`."""
 
     @property
     def is_complete(self) -> bool:

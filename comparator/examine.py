@@ -101,6 +101,7 @@ class Examiner:
         """Compare one pair; what cannot be compared says why, only a broken program raises."""
         return self.advised(self.look(pair))
 
+    @np.errstate(all="ignore")  # as in compare(), for this may run in a thread of its own
     def look(self, pair: Pair) -> Look:
         """The greater part of :meth:`examine`, which several threads may do at once."""
         if pair.baseline is None or pair.target is None:

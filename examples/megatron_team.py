@@ -49,7 +49,7 @@ class Job:
 class Team:
     """``tp`` ranks, started once; a context manager."""
 
-    def __init__(self, tp: int = 1, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, tp: int = 1, *, timeout_s: float = 300.0) -> None:
         self.tp, self.timeout_s = tp, timeout_s
         self._ranks: list[tuple[Any, Connection]] = []
 

@@ -194,7 +194,7 @@ def test_a_boolean_mask_meets_an_additive_one(tmp_path: Path) -> None:
     assert verdict(tmp_path / "wrong", mask, added).verdict is Verdict.DIFFERS
 
 
-def test_a_payload_that_cannot_be_read_is_a_finding_not_a_crash(tmp_path: Path) -> None:
+def test_a_payload_that_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
     value = normal(8, 4)
     for name, factor in (("b", 1.0), ("t", 1.1)):
         write(tmp_path / name, value * np.float32(factor), dims="t h", rows=8)
@@ -203,7 +203,6 @@ def test_a_payload_that_cannot_be_read_is_a_finding_not_a_crash(tmp_path: Path) 
         file.truncate(segment.stat().st_size - 64)
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         report = compare(one, two)
-    assert report.findings[0].verdict is Verdict.SAME
-    assert report.findings[1].verdict is Verdict.SHAPE
-    assert "truncated" in report.findings[1].notes[0]
-    assert report.exit_code == 1
+    assert [f.verdict for f in report.findings] == [Verdict.SAME, Verdict.ONLY_BASELINE]
+    assert "t is damaged, 1 record left out" in report.coverage.damaged[0]
+    assert report.exit_code == 3

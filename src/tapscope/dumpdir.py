@@ -106,6 +106,10 @@ class DumpPayloads:
         except (OSError, ValueError, TypeError) as error:
             raise RunCorruptError(f"{path}: cannot be read any more: {error}") from None
 
+    def lacks(self, record: Record) -> str:
+        """Nothing: see :meth:`missing`."""
+        return ""
+
     def missing(self, records: Iterable[Record]) -> list[str]:
         """Nothing: every file was opened when the directory was read."""
         return []

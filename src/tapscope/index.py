@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tapscope import record
+from tapscope import member, record
 from tapscope.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.record import Record
 
@@ -85,7 +85,7 @@ def read_index(folder: Path, rank: int) -> RankIndex:
     for number, line in _lines(path, index):
         try:
             _add(index, _decode(str(line, "utf-8")), rank)
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
     for name, num_records in table_names(index.events).items():
         _add_table(index, folder / name, rank, num_records)
@@ -125,21 +125,23 @@ def _lines(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
     yield from ((n, line) for n, line in enumerate(lines[:-1], 1) if line)
 
 
-def _add(index: RankIndex, line: dict[str, Any], rank: int) -> None:
+def _add(index: RankIndex, line: Any, rank: int) -> None:
+    if type(line) is not dict:
+        raise ValueError(f"{member.short(line)} is no object")
     kind = line["type"]
     if kind == "record":
         index.records.append(record.from_json(line, rank))
     elif kind == "site":
-        params = {name: tuple(shape) for name, shape in line["params"].items()}
-        index.sites[line["site"]] = SiteInfo(line["site"], line["class"], params, line.get("parent"), line.get("dims"))
+        params = {name: member.counts(shape, "params") for name, shape in line["params"].items()}
+        about = (member.text(line, name, None) for name in ("parent", "dims"))
+        site = member.text(line, "site")
+        index.sites[site] = SiteInfo(site, member.text(line, "class"), params, *about)
     elif kind == "step":
-        _add_step(index, int(line["step"]), line)
+        _add_step(index, member.count(line, "step"), line)
     elif kind == "metric":
-        index.metrics.append(
-            Metric(
-                rank, int(line["step"]), line["name"], float("nan") if line["value"] is None else float(line["value"])
-            )
-        )
+        value = member.number(line["value"], "value")
+        step, name = member.count(line, "step"), member.text(line, "name")
+        index.metrics.append(Metric(rank, step, name, float("nan") if value is None else float(value)))
     elif kind == "event":
         _add_event(index, line, rank)
     else:
@@ -147,15 +149,27 @@ def _add(index: RankIndex, line: dict[str, Any], rank: int) -> None:
 
 
 def _add_event(index: RankIndex, line: dict[str, Any], rank: int) -> None:
-    kind = line["kind"]
+    kind = member.text(line, "kind")
     mesh, coords = line.get("mesh") or {}, line.get("coords") or {}
-    if kind in ("open", "mesh") and not (is_mesh(mesh) and isinstance(coords, dict)):
+    silent = line.get("never_fired", [])
+    if type(silent) is not list or not all(type(site) is str for site in silent):
+        raise ValueError(f"never_fired is {member.short(silent)}, no list of sites")
+    if "step" in line and line["step"] is not None:
+        member.count(line, "step")
+    if kind == COMPACTED:
+        member.text(line, "file")
+        member.count(line, "num_records", 0)
+    if kind in ("open", "mesh") and not (is_mesh(mesh) and _is_place(coords)):
         raise ValueError(f"mesh {mesh!r} with coords {coords!r}: both must be objects of axis and number")
     index.events.append(Event(rank, kind, {k: v for k, v in line.items() if k not in ("type", "kind")}))
 
 
+def _is_place(coords: Any) -> bool:
+    return isinstance(coords, dict) and all(map(member.is_count, coords.values()))
+
+
 def _add_step(index: RankIndex, step: int, line: dict[str, Any]) -> None:
-    at = line["at"]
+    at = member.text(line, "at")
     if at == "late":
         index.lates.setdefault(step, []).append(line)
     elif at in ("begin", "end"):

@@ -1,11 +1,13 @@
 """Ledger: what was expected, seen, sent, dropped and failed, so that silence is never mistaken for sameness."""
 
 import json
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tapscope import member
 from tapscope.observe import RowRun, StepInfo
 
 
@@ -115,26 +117,53 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan
 
 def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Iterable[dict[str, Any]] = ()) -> StepLine:
     """Join the lines of a step; raises KeyError, TypeError or ValueError when malformed."""
+    rows = tuple(_row_run(run) for run in begin["rows"])
+    total, ids = sum(run.count for run in rows), begin["token_ids"]
+    if total > member.MAX_ROWS or total != member.count(begin, "num_rows", total):
+        raise ValueError(f"rows hold {total:,} tokens, num_rows says {member.short(begin.get('num_rows'))}")
+    if rows and len(ids) not in (0, total):
+        raise ValueError(f"rows hold {total:,} tokens, and {len(ids):,} have an id")
+    if not all(type(token) is int and abs(token) < member.MAX_COUNT for token in ids):
+        raise ValueError("token_ids are not all whole numbers")
+    grid = member.counts(begin["grid"], "grid")
+    if math.prod(grid) > member.MAX_ROWS:
+        raise ValueError(f"grid is {member.short(list(grid))}, more than {member.MAX_ROWS:,} rows")
     info = StepInfo(
-        step=int(begin["step"]),
-        phase=str(begin["phase"]),
-        grid=tuple(begin["grid"]),
-        rows=tuple(RowRun(*run) for run in begin["rows"]),
-        token_ids=tuple(begin["token_ids"]),
-        row_sets={name: tuple(slots) for name, slots in begin["row_sets"].items()},
-        kind=begin.get("kind"),
+        step=member.count(begin, "step"),
+        phase=member.text(begin, "phase"),
+        grid=grid,
+        rows=rows,
+        token_ids=tuple(ids),
+        row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
+        kind=member.text(begin, "kind", None),
     )
     counts = None
     if end is not None:
         counts = _counts(end)
         for line in late:
             counts.add(_counts(line))
-    return StepLine(info, int(begin["epoch"]), counts, bool(begin.get("skipped", False)))
+    return StepLine(info, member.count(begin, "epoch"), counts, begin.get("skipped") is True)
+
+
+def _row_run(run: list[Any]) -> RowRun:
+    request, *numbers = run
+    if type(request) is not str or len(numbers) != 4 or not all(map(member.is_count, numbers)):
+        raise ValueError(f"rows hold {member.short(run)}, not [request, position, count, visit, slot]")
+    if numbers[3] + numbers[1] > member.MAX_ROWS:
+        raise ValueError(f"rows hold {member.short(run)}: its slots go beyond {member.MAX_ROWS:,}")
+    return RowRun(request, *numbers)
+
+
+def _slots(slots: Any) -> tuple[int, ...]:
+    if type(slots) is not list or not all(type(slot) is int and 0 <= slot < member.MAX_ROWS for slot in slots):
+        raise ValueError(f"row_sets hold {member.short(slots)}, no list of slots")
+    return tuple(slots)
 
 
 def _counts(line: dict[str, Any]) -> StepCounts:
-    aborted, left_out = line.get("aborted"), line.get("left_out", 0)
-    return StepCounts(line["seen"], line["sent"], line["dropped"], line["failed"], aborted, left_out)
+    seen, sent, dropped, failed = (member.count(line, name) for name in ("seen", "sent", "dropped", "failed"))
+    aborted, left_out = member.text(line, "aborted", None), member.count(line, "left_out", 0)
+    return StepCounts(seen, sent, dropped, failed, aborted, left_out)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,10 @@ class Payloads(Protocol):
         """The values of a record that has an entry, read only; raises RunCorruptError when they are not there."""
         ...
 
+    def lacks(self, record: Record) -> str:
+        """Why the bytes of a record that has an entry cannot be there, without reading them; empty when they may be."""
+        ...
+
     def missing(self, records: Iterable[Record]) -> list[str]:
         """Files that are gone or too short for their records, one sentence each."""
         ...
@@ -64,28 +68,53 @@ class SegmentPayloads:
         self._run = run
         self._files = MappedFiles()
         self._paths: dict[tuple[int, str], Path] = {}
+        self._sizes: dict[tuple[int, str], int] = {}
 
     def array(self, record: Record) -> Array:
         """See :class:`Payloads`."""
         entry, path = record.entry, self._path(record)
         assert entry is not None
-        assert record.dtype is not None
-        dtype = dtypes.numpy_dtype(record.dtype)
-        expected = prod(record.shape) * dtype.itemsize
-        if entry.offset < 0:
-            raise RunCorruptError(f"{path}: {record.key.tensor_name} lies at {entry.offset}, before the file")
-        if expected != entry.nbytes:
-            raise RunCorruptError(
-                f"{path}: {record.key.tensor_name} has {entry.nbytes} bytes, its shape needs {expected}"
-            )
-        if expected == 0:
+        if reason := self._misfit(record):
+            raise RunCorruptError(reason)
+        dtype = dtypes.numpy_dtype(record.dtype or "")
+        if entry.nbytes == 0:
             return np.empty(record.shape, dtype)
-        end = entry.offset + expected
+        end = entry.offset + entry.nbytes
         data = self._files.bytes_of(path, end)
         try:
             return data[entry.offset : end].view(dtype).reshape(record.shape)
         except ValueError as error:
             raise RunCorruptError(f"{path}: {record.key.tensor_name} at {entry.offset}: {error}") from None
+
+    def lacks(self, record: Record) -> str:
+        """See :class:`Payloads`."""
+        entry = record.entry
+        assert entry is not None
+        place = record.key.rank, entry.file
+        size = self._sizes.get(place)
+        if size is None:
+            path = self._path(record)
+            size = self._sizes[place] = path.stat().st_size if path.is_file() else -1
+        end = entry.offset + entry.nbytes
+        if size < end:
+            return f"{self._path(record)}: {'missing' if size < 0 else f'{size:,} bytes, a record needs {end:,}'}"
+        return self._misfit(record)
+
+    def _misfit(self, record: Record) -> str:
+        """What is wrong with the entry of a record itself."""
+        entry = record.entry
+        assert entry is not None
+        try:
+            expected = prod(record.shape) * dtypes.itemsize(record.dtype or "")
+        except RunCorruptError as error:
+            return str(error)
+        if entry.offset < 0:
+            return f"{self._path(record)}: {record.key.tensor_name} lies at {entry.offset}, before the file"
+        if expected != entry.nbytes:
+            return (
+                f"{self._path(record)}: {record.key.tensor_name} has {entry.nbytes} bytes, its shape needs {expected}"
+            )
+        return ""
 
     def missing(self, records: Iterable[Record]) -> list[str]:
         """Segments that are gone or shorter than their records say; one look at each file."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from sys import intern
 from typing import Any, NamedTuple
 
+from tapscope import member
 from tapscope.stats import Stats as Stats
 
 FORWARD = "forward"
@@ -124,40 +125,64 @@ def to_json(record: Record) -> dict[str, Any]:
 
 def from_json(line: dict[str, Any], rank: int) -> Record:
     """The inverse of :func:`to_json`; raises KeyError, TypeError or ValueError for a malformed line."""
-    key = Key(
-        intern(line["site"]),
-        int(line["step"]),
-        rank,
-        line.get("occurrence", 0),
-        line.get("micro", 0),
-        line.get("pass", FORWARD),
-        line.get("model", ""),
-    )
-    cap, tags = line.get("cap"), line.get("tags")
-    if not (cap is None or isinstance(cap, int)) or not (tags is None or isinstance(tags, dict)):
-        raise TypeError(f"cap {cap!r} is no number of bytes, or tags {tags!r} are no object")
-    stats, rows, entry, part = line.get("stats"), line.get("rows"), line.get("entry"), line.get("slice")
+    get = line.get
+    site, step, seq, dtype = line["site"], line["step"], line["seq"], get("dtype")
+    occurrence, micro, pass_, model = get("occurrence", 0), get("micro", 0), get("pass", FORWARD), get("model", "")
+    dims, hash_, bag, shape = get("dims"), get("hash"), get("bag"), get("shape", _SCALAR)
+    # Told apart at once from what needs a closer look: there are records by the hundred thousand.
+    if not (
+        type(site) is type(pass_) is type(model) is str
+        and type(step) is type(seq) is type(occurrence) is type(micro) is int
+        and site.isascii()
+        and min(step, seq, occurrence, micro) >= 0
+        and max(step, seq) < member.MAX_COUNT
+        and {type(dims), type(hash_), type(bag)} <= _TEXT
+    ):
+        _check(line)
+    int(hash_ or "0", 16), int(bag or "0", 16)  # a ValueError for what is no hex number
+    stats, rows, entry, part, cap = get("stats"), get("rows"), get("entry"), get("slice"), get("cap")
     return Record(
-        key,
-        int(line["seq"]),
-        line.get("dtype"),
-        tuple(line.get("shape", ())),
-        line.get("dims"),
-        None if rows is None else tuple((int(first), int(count)) for first, count in rows),
+        Key(intern(site), step, rank, occurrence, micro, pass_, model),
+        seq,
+        None if dtype is None else member.dtype(line),
+        member.counts(shape, "shape"),
+        dims,
+        None if rows is None else member.spans(rows, "rows"),
         None if stats is None else Stats.from_json(stats),
-        line.get("hash"),
-        line.get("bag"),
-        None if entry is None else Entry(intern(entry[0]), int(entry[1]), int(entry[2])),
-        line.get("value"),
+        hash_,
+        bag,
+        None if entry is None else _entry_from_json(entry),
+        member.mapping(line, "value"),
         None if part is None else _slice_from_json(part),
-        cap,
-        tags,
+        None if cap is None else member.count(line, "cap"),
+        member.mapping(line, "tags"),
     )
+
+
+_SCALAR: list[int] = []
+_TEXT = {str, type(None)}
+
+
+def _check(line: dict[str, Any]) -> None:
+    """Raise ValueError for the member that is no text or count; nothing when only the site is not ASCII."""
+    for name, default in (("site", ()), ("pass", (FORWARD,)), ("model", ("",))):
+        member.text(line, name, *default)
+    for name in ("dims", "hash", "bag"):
+        member.text(line, name, None)
+    for name in ("step", "seq", "occurrence", "micro"):
+        member.count(line, name, *(() if name in ("step", "seq") else (0,)))
+
+
+def _entry_from_json(entry: list[Any]) -> Entry:
+    file, offset, nbytes = entry
+    if type(file) is not str or type(offset) is not int or not member.is_count(nbytes):
+        raise ValueError(f"entry is {member.short(entry)}, not [file, offset, nbytes]")
+    return Entry(intern(file), offset, nbytes)
 
 
 def _slice_from_json(part: dict[str, Any]) -> Slice:
-    start, stop, step = part["rows"]
-    return Slice((int(start), int(stop), int(step)), tuple(part["shape"]))
+    start, stop, step = member.counts(part["rows"], "rows of the slice")
+    return Slice((start, stop, step), member.counts(part["shape"], "shape of the slice"))
 
 
 def encode(record: Record) -> bytes:

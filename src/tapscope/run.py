@@ -178,6 +178,10 @@ class Run:
             )
         return self._payloads.array(rec)
 
+    def lacks(self, rec: Record) -> str:
+        """Why the bytes of a record with a payload cannot be there, without reading them; empty when they may be."""
+        return self._payloads.lacks(rec)
+
     def tokens(self) -> dict[str, dict[int, int]]:
         """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
         table: dict[str, dict[int, int]] = {}
@@ -232,10 +236,9 @@ def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[i
     for rank, index in sorted(ranks.items()):
         for step, begin in index.begins.items():
             try:
-                steps.setdefault(step, {})[rank] = step_from_lines(
-                    begin, index.ends.get(step), index.lates.get(step, ())
-                )
-            except (KeyError, TypeError, ValueError) as error:
+                line = step_from_lines(begin, index.ends.get(step), index.lates.get(step, ()))
+                steps.setdefault(step, {})[rank] = line
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
     return dict(sorted(steps.items()))
 

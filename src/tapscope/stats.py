@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from tapscope import member
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -84,20 +86,31 @@ class Stats:
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> "Stats":
         """The inverse of :meth:`to_json`; raises KeyError when a member is missing, and ignores unknown ones."""
-        total, squares = line["sum"], line["sumsq"]
-        return cls(
+        count, nan, posinf, neginf, zeros, subnormals = counts = (
             line["count"],
             line["nan"],
             line["posinf"],
             line["neginf"],
             line["zeros"],
             line["subnormals"],
+        )
+        low, high, absmax, total, squares = numbers = (
             line["min"],
             line["max"],
             line["absmax"],
-            math.inf if total is None else total,
-            math.inf if squares is None else squares,
+            line["sum"],
+            line["sumsq"],
         )
+        if {*map(type, counts)} != _INT or min(counts) < 0:
+            raise ValueError(f"stats are {member.short(line)}: counts are whole numbers from 0")
+        if not {*map(type, numbers)} <= _REAL:
+            numbers = tuple(member.number(each, "a number of stats") for each in numbers)
+        total, squares = (math.inf if each is None else each for each in (total, squares))
+        return cls(count, nan, posinf, neginf, zeros, subnormals, low, high, absmax, total, squares)
+
+
+_INT = {int}
+_REAL = {float, type(None)}
 
 
 def _pick(choose: Any, a: float | None, b: float | None) -> float | None:
