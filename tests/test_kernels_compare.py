@@ -316,3 +316,46 @@ def test_the_reference_does_not_depend_on_its_chunk(chunk):
         compare_reference(a, b, picked, picked, pairs=3, chunk=chunk),
         compare_reference(a[picked], b[picked], pairs=3),
     )
+
+
+# ---- the place of the largest difference
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float32", "bfloat16"), ("float64",) * 2,
+                     ("int64",) * 2, ("float8_e4m3fn", "bfloat16"), ("int8", "int8"), ("float16", "bfloat16")]),
+    st.integers(1, 5000),
+    st.data(),
+)  # fmt: skip
+def test_the_first_of_the_largest_differences_is_found_wherever_it_lies(pair, width, data):
+    places = data.draw(st.lists(st.integers(0, width - 1), min_size=1, max_size=4))
+    a = np.ones((2, width), dtypes.numpy_dtype(pair[0]))
+    b = np.ones((2, width), dtypes.numpy_dtype(pair[1]))
+    b[1, places] = np.asarray(5).astype(b.dtype)
+    for kind in ("numpy", backend()[0]):
+        with use_backend(kind):
+            got = compare_rows(a, b)
+        assert got.argmax.tolist() == [0, min(places)]
+        assert got.max_abs.tolist() == [0.0, 4.0]
+        assert got.equal.tolist() == [width, width - len(set(places))]
+
+
+def test_large_float16_values_are_told_from_infinities(kind):
+    a = np.full((3, 300), 65504, np.float16)
+    b = a.copy()
+    b[1, 7] = np.inf
+    b[2, 9] = np.nan
+    got = compare_rows(a, b)
+    assert got.nonfinite_target.tolist() == [0, 1, 1]
+    assert got.finite.tolist() == [300, 299, 299]
+    assert got.equal.tolist() == [300, 299, 299]
+
+
+@pytest.mark.parametrize("limit", [2**52 - 1, 2**52, 2**53, 2**62])
+def test_integers_are_exact_on_both_sides_of_the_fast_way(kind, limit):
+    a = np.full((1, 700), limit, np.int64)
+    b = a.copy()
+    b[0, 650] -= 1
+    got = compare_rows(a, b)
+    assert (got.equal[0], got.argmax[0], got.max_abs[0], got.over[0]) == (699, 650, 1.0, 1)
