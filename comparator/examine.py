@@ -28,7 +28,6 @@ Array = np.ndarray[Any, Any]
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
-_EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_top_k", "num_experts_per_token")
 PERMUTED = "permuted: the same elements in another order"
 
 
@@ -187,8 +186,8 @@ class Examiner:
 
     def _detail(self, one: Examined, ready: Prepared) -> Detail:
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
-        k = next((int(config[name]) for config in configs for name in _EXPERTS_A_TOKEN if name in config), None)
-        return detail_of(ready, one.site, k)
+        known = [int(k) for config in configs if (k := config.get("num_experts_per_tok"))]
+        return detail_of(ready, one.site, known[0] if known else None)
 
     def place(self, measured: Measured, row: int, ready: Prepared) -> Place:
         """Where a measured row is."""
