@@ -48,7 +48,7 @@ def capture(model: nn.Module, path: Path, schedule: str = "batch", seed: int = 0
     """Run the prompts through the model with every tensor kept."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 250, (len(PROMPTS), max(PROMPTS)), generator=generator)
-    with torch.no_grad(), Dumper(model, path, keep="full", force=True) as dumper:
+    with torch.no_grad(), Dumper(model, path, keep="full", force=True, block_timeout_s=60.0) as dumper:
         if schedule == "batch":
             _step(dumper, model, ids, ("0", "1"), 0, None)
         elif schedule == "split":
