@@ -4,7 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
-WHERE = {"step": 0, "request": ["r1", "r2"]}
+WHERE = {"step": 0}
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

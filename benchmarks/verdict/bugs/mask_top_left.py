@@ -8,6 +8,7 @@ EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
 TARGET = {"schedule": "chunks", "attention": "sdpa"}
 BASELINE = [{}, {"schedule": "chunks"}]
+BOTH = {"workload": "one"}
 WHERE = {"step": 1}
 
 
