@@ -108,7 +108,7 @@ class Aligner:
             index = places.get((partners.of[step], turn)) if step in partners.of else None
             if index is not None and (not mask or whole.shape == baseline[index].shape):
                 joins.append(Join(index, i))
-        if mask and (not joins or any(_place(whole)[0] not in partners.of for whole in target)):
+        if mask and not joins:
             return Plan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
         if partners.is_by_rows and not joins:
             return Plan(apart="no token axis, and no two steps of the runs hold the same rows")

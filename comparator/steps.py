@@ -29,9 +29,9 @@ class StepPartners:
     """Pairs the steps of one comparison.
 
     What depends on the rows of its step (a mask, a loss) meets where both runs say what these are and they are the
-    same, at the same places of the same grid; a vector also where the padding is elsewhere, a single number also where
-    the order is another one. All else (parameters, runs that do
-    not tell their rows) meets by step number; where no number is in both runs, in order, and that is said.
+    same, at the same places of the same grid, and were before; a vector also where the padding is elsewhere, a single
+    number also where the order is another one. All else (parameters, runs that do not tell their rows) meets by step
+    number; where no number is in both runs, in order, and that is said.
     """
 
     def __init__(self, rows: RowMap, shift: int = 0) -> None:
@@ -44,7 +44,8 @@ class StepPartners:
         """Steps that hold the same rows, for tensors of so many axes; only where both runs tell their rows."""
         kind = min(num_axes, 2)
         if kind not in self._found:
-            self._found[kind] = self._by_rows(_FORMS[kind])
+            found = self._by_rows(_FORMS[kind])
+            self._found[kind] = self._of_like_past(found) if kind == 2 else found
         return Partners(self._found[kind], is_by_rows=True)
 
     def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> Partners:
@@ -55,6 +56,19 @@ class StepPartners:
             return Partners(equal)
         note = f"{IN_ORDER}, {left[0]} with {right[0]} and so on"
         return Partners(dict(zip(right, left, strict=False)), note)
+
+    def _of_like_past(self, partners: Mapping[int, int]) -> dict[int, int]:
+        """The steps whose requests were batched alike before, too: keys of attention lie as they did then."""
+        kept: dict[int, int] = {}
+        unlike: set[int] = set()
+        for step, grids in self._rows.target.by_step().items():
+            pairs = _valid(grids)
+            requests = set(self._rows.pair_request[pairs[pairs >= 0]].tolist())
+            if step in partners and not requests & unlike:
+                kept[step] = partners[step]
+            else:
+                unlike |= requests
+        return kept
 
     def _by_rows(self, form: Callable[[Sequence[StepRows]], bytes]) -> dict[int, int]:
         """Target step -> baseline step that holds exactly the same rows."""
