@@ -5,10 +5,11 @@ of 4. Expert parallelism does the same to ``local_experts``. A run that numbers 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from tapscope.comparator.passages import passages
 from tapscope.index import SiteInfo
 from tapscope.record import Record
 from tapscope.run import Run
@@ -54,7 +55,17 @@ def numbered(run: Run) -> Numbered:
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
             found = _renumbered(run, kind, found)
+    if run.mesh.get("pp", 1) > 1:
+        stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
+        found = replace(found, records=passages(found.records, stage, _holders(found.records)))
     return found
+
+
+def _holders(records: Iterable[Record]) -> set[str]:
+    """Paths of the modules around the layers, the root among them."""
+    lists = {match[1] for site in {r.key.site for r in records} if (match := KINDS[0].pattern.match(site))}
+    paths = {path.rstrip(".").rpartition(".")[0] for path in lists}
+    return {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 2)}
 
 
 def _renumbered(run: Run, kind: Kind, given: Numbered) -> Numbered:

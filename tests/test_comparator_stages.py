@@ -99,3 +99,28 @@ def test_experts_are_numbered_on_over_the_ranks_of_ep(tmp_path: Path) -> None:
     assert set(verdicts(diff(one, two)).values()) == {"same"}
     swapped = spread(tmp_path / "s", [[0, 2], [1, 3]], "ep", name, model_config={"num_experts": 4})
     assert sorted(verdicts(diff(one, swapped)).values()) == ["differs", "differs", "same", "same"]
+
+
+def test_what_a_stage_passes_on_is_not_what_the_model_gives(tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "t", mesh={"pp": 2}) as run:
+        run.step()
+        run.put(":in[input_ids]", {0: np.arange(3), 1: np.arange(3)})
+        run.put("decoder:in[hidden_states]", {0: VALUES[4], 1: VALUES[0]})
+        for rank in (0, 1):
+            run.put("decoder.layers.0:out[0]", {rank: VALUES[rank]})
+        run.put("decoder:out", {0: VALUES[0], 1: VALUES[2]})
+        run.put(":out", {0: VALUES[0], 1: VALUES[3]})
+    with RunFactory(tmp_path / "b") as run:
+        run.step()
+        run.put(":in[input_ids]", np.arange(3))
+        for i in (0, 1):
+            run.put(f"model.layers.{i}:out", VALUES[i])
+        run.put("model:out[last_hidden_state]", VALUES[2])
+        run.put(":out[logits]", VALUES[3])
+    found = verdicts(diff(tmp_path / "b", tmp_path / "t"))
+    assert {site for site, verdict in found.items() if verdict == "same"} == {
+        *(":in[input_ids]", "model.layers.0:out", "model.layers.1:out", "model:out[last_hidden_state]", ":out[logits]")
+    }
+    assert {site for site, verdict in found.items() if verdict == "only-target"} == {
+        *(":out[stage0]", "decoder:out[stage0]", "decoder:in[hidden_states]", "decoder:in[hidden_states.stage1]")
+    }
