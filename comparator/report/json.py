@@ -19,6 +19,7 @@ from tapscope.ledger import Ledger
 if TYPE_CHECKING:
     from tapscope.comparator.compare import Report
 
+_AS_IT_IS = (str, int, bool)
 SCHEMA = 1
 """Goes up when a field changes its meaning or goes away; new fields may come at any time."""
 
@@ -32,31 +33,43 @@ def lines(report: "Report") -> Iterator[dict[str, Any]]:
 
 
 def _line(kind: str, **content: Any) -> dict[str, Any]:
-    odd: dict[str, str] = {}
-    line = {"type": kind, "schema": SCHEMA, **{name: _plain(value, name, odd) for name, value in content.items()}}
-    return {**line, "nonfinite": odd}
+    odd: list[float] = []
+    line = {"type": kind, "schema": SCHEMA, **{name: _plain(value, odd) for name, value in content.items()}}
+    found: dict[str, str] = {}
+    return {**(_nulled(line, "", found) if odd else line), "nonfinite": found}
 
 
-def _plain(value: Any, path: str, odd: dict[str, str]) -> Any:
-    """``value`` as JSON has it; what is not finite is null and goes to ``odd``."""
+def _plain(value: Any, odd: list[float]) -> Any:
+    """``value`` as JSON has it, but for numbers that are not finite: they are kept, and put into ``odd`` as well."""
     kind = type(value)
-    if value is None or kind in (str, int, bool):
+    if value is None or kind in _AS_IT_IS:
         return value
-    if isinstance(value, np.generic):
-        return _plain(value.item(), path, odd)
     if kind is float:
-        if math.isfinite(value):
-            return value
-        odd[path] = str(value)
-        return None
-    if isinstance(value, tuple | list):
-        return [_plain(item, f"{path}.{i}", odd) for i, item in enumerate(value)]
+        if not math.isfinite(value):
+            odd.append(value)
+        return value
+    if kind in (tuple, list):
+        return [_plain(item, odd) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item(), odd)
     if isinstance(value, frozenset):
         return sorted(value)
-    members = value if isinstance(value, Mapping) else _members(value) if is_dataclass(value) else None
-    if members is None:
+    members = _members(value) if is_dataclass(value) else value
+    if not isinstance(members, Mapping):
         return str(value)
-    return {str(name): _plain(item, f"{path}.{name}", odd) for name, item in members.items()}
+    return {str(name): _plain(item, odd) for name, item in members.items()}
+
+
+def _nulled(value: Any, path: str, found: dict[str, str]) -> Any:
+    """``value`` with null for what is not finite, and in ``found`` what that was, by its path."""
+    if isinstance(value, float) and not math.isfinite(value):
+        found[path] = str(value)
+        return None
+    if isinstance(value, list):
+        return [_nulled(item, f"{path}.{i}".lstrip("."), found) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _nulled(item, f"{path}.{name}".lstrip("."), found) for name, item in value.items()}
+    return value
 
 
 def _members(value: Any) -> dict[str, Any]:
