@@ -138,7 +138,8 @@ def _dump_forward(dump: SglangDump, values: Mapping[str, torch.Tensor], config: 
         dump.hook(f"{layer}.input_layernorm", output=values[f"{layer}.input_layernorm"], **about)
         qkv = [values[f"{layer}.self_attn.{name}_proj"] for name in "qkv"]
         gate_up = [values[f"{layer}.mlp.{name}_proj"] for name in ("gate", "up")]
-        dims = "t (q+k+v)[tp]" if annotate else None
+        sizes = "+".join(f"{name}={part.shape[-1]}" for name, part in zip("qkv", qkv, strict=True))
+        dims = f"t ({sizes})[tp]" if annotate else None
         dump.hook(f"{layer}.self_attn.qkv_proj", output=fused(qkv), **shard, dims=dims)
         dump.hook(f"{layer}.self_attn.o_proj", output=values[f"{layer}.self_attn.o_proj"], **about)
         dump.hook(f"{layer}.post_attention_layernorm", output=values[f"{layer}.post_attention_layernorm"], **about)
