@@ -137,7 +137,7 @@ _Entry = TypeVar("_Entry")
 def _entries(
     path: Path, content: Mapping[str, Any], section: str, build: Callable[[str, dict[str, Any]], _Entry]
 ) -> tuple[_Entry, ...]:
-    given = content.get(section) or []
+    given = [] if content.get(section) is None else content[section]
     if not isinstance(given, list):
         raise ConfigError(f"{path}: {section} must be a list of entries (lines that begin with '-')")
     return tuple(build(f"{path}: {section}[{i}]", _mapping(f"{path}: {section}[{i}]", e)) for i, e in enumerate(given))

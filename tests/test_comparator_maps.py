@@ -72,6 +72,7 @@ def test_the_documentation_names_every_pass() -> None:
         ("renames: []", "'renames' is unknown; known: rename, split, join, dims, rules"),
         ("- rename", "must hold a mapping of sections, not a list"),
         ("rename: {from: a, to: b}", "rename must be a list"),
+        ("rename: 0", "rename must be a list"),
         ("rename: [a]", r"rename\[0\] must be a mapping"),
         ("rename: [{from: '(', to: b}]", r"rename\[0\].from: '\(' is no regular expression"),
         ("rename: [{from: '(a+)+b', to: b}]", "may take too long"),
