@@ -71,7 +71,7 @@ def dealt(draw: st.DrawFn) -> Case:
 
 
 @given(dealt())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_dealt_out_by_any_dims_is_put_together_again(case: Case) -> None:
     whole, dims, mesh, lengths = case
     run = MemoryRun(deal(whole, dims, mesh, lengths), str(dims), mesh, lengths)
