@@ -116,7 +116,7 @@ class Graph:
         that of its output and each consumer as that of its input."""
         groups: dict[object, list[int]] = {}
         for i, node in enumerate(self.nodes):
-            if node.is_backward and node.numeric and None not in node.identities:
+            if node.is_backward and not node.port.startswith("param") and node.numeric and None not in node.identities:
                 groups.setdefault(node.identities, []).append(i)
         return {members[0]: members for members in groups.values()}
 

@@ -128,7 +128,8 @@ def _nearly(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int
 ) -> int | None:
     """The first site in front of a culprit that only just failed to be one, where the culprit only just is."""
-    if findings[matched[node]].growth > CLEAR or findings[matched[node]].test in ("exact", "rule", "tolerance"):
+    finding = findings[matched[node]]
+    if max(finding.growth, finding.ratio) > CLEAR or finding.judged_by not in ("rounding", "twin"):
         return None
     seen, front, found = {node}, [node], None
     for _ in range(HOPS):

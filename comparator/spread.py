@@ -67,7 +67,8 @@ def spread_of(measured: Measured, errors: Array, channel: Channel = QUIET) -> Sp
     if not len(rows) or not rows.sum_sq_diff.any():
         return NOTHING
     rms = np.sqrt(rows.sum_sq_baseline / np.maximum(rows.width, 1))
-    element = _ratio(rows.max_abs, np.maximum(np.abs(measured.at_worst), rms))
+    small = _SMALL_ROW * (median(rms) or float(rms.mean()))  # a row that is all zero has no scale of its own
+    element = _ratio(rows.max_abs, np.maximum(np.abs(measured.at_worst), np.maximum(rms, small)))
     gains = np.divide(rows.dot, rows.sum_sq_baseline, out=np.ones(len(rows)), where=rows.sum_sq_baseline > 0) - 1
     gain = median(gains)
     return Spread(
