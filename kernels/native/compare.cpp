@@ -3,8 +3,24 @@
 // Three ways, chosen per pair of dtypes: float32 sums within a block, checked afterwards and redone in double where
 // float32 cannot be trusted (non-finite values, extreme magnitudes); double throughout; and exact integers.
 
-#include "lanes.h"
+#include "rows.h"
 #include "widen.h"
+
+#ifdef TS_WIDE
+#define TS_VECTOR 64
+#define TS_VECTORS vectors64
+#include "lanes.h"
+#undef TS_VECTOR
+#undef TS_VECTORS
+#define TS_VECTOR 32
+#define TS_VECTORS vectors32
+#include "lanes.h"
+#undef TS_VECTOR
+#undef TS_VECTORS
+#endif
+#define TS_VECTOR 16
+#define TS_VECTORS vectors16
+#include "lanes.h"
 
 namespace ts {
 namespace {
@@ -19,18 +35,18 @@ using FloatBlock = bool (*)(const Sides&, const Tolerance&, Row*);
 #ifdef TS_WIDE
 template <class A, class B, bool kTolerance>
 TS_WIDE bool wide_float_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return float_block<A, B, kTolerance>(sides, t, row);
+    return vectors64::float_block<A, B, kTolerance>(sides, t, row);
 }
 
 template <class A, class B, bool kTolerance>
 TS_AVX2 bool avx2_float_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return float_block<A, B, kTolerance>(sides, t, row);
+    return vectors32::float_block<A, B, kTolerance>(sides, t, row);
 }
 #endif
 
 template <class A, class B, bool kTolerance>
 bool plain_float_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return float_block<A, B, kTolerance>(sides, t, row);
+    return vectors16::float_block<A, B, kTolerance>(sides, t, row);
 }
 
 template <class A, class B, bool kTolerance>

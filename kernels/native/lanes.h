@@ -1,29 +1,27 @@
 // The fast way of comparing a block: sums in float32, checked afterwards, so that whoever calls can redo the block in
 // double where float32 cannot be trusted.
 //
-// Written with vectors of 64 bytes, which the compiler splits where the processor's are shorter.
-#pragma once
-
-#include "rows.h"
+// Included once for each length of the processor's vectors: TS_VECTOR bytes, in the namespace TS_VECTORS.
 
 namespace ts {
+namespace TS_VECTORS {
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(TS_VECTOR)));
+typedef int32_t Ints __attribute__((vector_size(TS_VECTOR)));
+typedef uint32_t Words __attribute__((vector_size(TS_VECTOR)));
+typedef uint16_t Halves __attribute__((vector_size(TS_VECTOR / 2)));
 
-constexpr int64_t kLanes = 16;
+constexpr int64_t kLanes = TS_VECTOR / 4;
 constexpr int64_t kStretch = 128;  // elements after which the place of the largest distance is noted
 
-// A format's values, sixteen at a time, as the bits of float32. A float16 that is not finite comes out as 2^16 or more,
+// A format's values, one a lane, as the bits of float32. A float16 that is not finite comes out as 2^16 or more,
 // which no finite one reaches.
 template <class F>
 TS_INLINE Words widened(const uint8_t* bytes, int64_t index) {
     if constexpr (sizeof(typename F::Bits) == 4) {
         return load<Words>(bytes + index * 4, 0);
     } else if constexpr (std::is_same_v<F, Float16>) {
-        typedef int16_t Signed __attribute__((vector_size(32)));
+        typedef int16_t Signed __attribute__((vector_size(TS_VECTOR / 2)));
         Signed halves;
         std::memcpy(&halves, bytes + index * 2, sizeof(halves));
         const Ints bits = __builtin_convertvector(halves, Ints) << 13 & static_cast<int32_t>(0x8FFFE000);
@@ -36,12 +34,6 @@ TS_INLINE Words widened(const uint8_t* bytes, int64_t index) {
 }
 
 // Half of the lanes; the builtin leaves them in registers.
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define TS_SHUFFLE
-#endif
-#endif
-
 template <class Half, class V>
 TS_INLINE Half half_of(V all, bool upper) {
 #ifdef TS_SHUFFLE
@@ -66,10 +58,14 @@ template <class T, class V, class Both>
 TS_INLINE T folded(V lanes, Both both) {
     typedef T Eight __attribute__((vector_size(32)));
     typedef T Four __attribute__((vector_size(16)));
-    const Eight eight = both(half_of<Eight>(lanes, false), half_of<Eight>(lanes, true));
-    const Four four = both(half_of<Four>(eight, false), half_of<Four>(eight, true));
-    const T one = both(four[0], four[1]), other = both(four[2], four[3]);
-    return both(one, other);
+    if constexpr (sizeof(V) == 64) {
+        return folded<T>(both(half_of<Eight>(lanes, false), half_of<Eight>(lanes, true)), both);
+    } else if constexpr (sizeof(V) == 32) {
+        return folded<T>(both(half_of<Four>(lanes, false), half_of<Four>(lanes, true)), both);
+    } else {
+        const T one = both(lanes[0], lanes[1]), other = both(lanes[2], lanes[3]);
+        return both(one, other);
+    }
 }
 
 struct Plus {
@@ -90,7 +86,7 @@ struct Smaller {
 TS_INLINE float total(Floats lanes) { return folded<float>(lanes, Plus{}); }
 TS_INLINE int32_t total(Ints lanes) { return folded<int32_t>(lanes, Plus{}); }
 
-// What one loop adds up, in sixteen lanes.
+// What one loop adds up, lane by lane.
 struct Lanes {
     Floats sum_abs = Floats{}, diff = Floats{}, base = Floats{}, target = Floats{}, dot = Floats{};
     // Bits of the largest distance, which sort as it does; of this stretch; where the stretch of the largest starts.
@@ -205,14 +201,16 @@ TS_INLINE int64_t count_over(const Sides& s, const Tolerance& t) {
 // The first element of a stretch at the given distance, which some element there has.
 template <class A, class B>
 TS_INLINE int64_t place_of(const Sides& s, int64_t start, int32_t distance) {
-    const Ints kNowhere = Ints{} + static_cast<int32_t>(kBlock), kOrder = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints kNowhere = Ints{} + static_cast<int32_t>(kBlock);
+    Ints order = Ints{};
+    for (int32_t lane = 0; lane < kLanes; ++lane) order[lane] = lane;
     const int64_t end = start + kStretch < s.count ? start + kStretch : s.count;
     Ints first = kNowhere;
     int64_t i = start;
     for (; i + kLanes <= end; i += kLanes) {
         const Words a = widened<A>(s.baseline, i), b = widened<B>(s.target, i);
         const Ints bits = reinterpret_cast<Ints>(reinterpret_cast<Floats>(a) - reinterpret_cast<Floats>(b)) & 0x7FFFFFFF;
-        const Ints place = bits == distance ? kOrder + static_cast<int32_t>(i) : kNowhere;
+        const Ints place = bits == distance ? order + static_cast<int32_t>(i) : kNowhere;
         first = place < first ? place : first;
     }
     const int32_t found = folded<int32_t>(first, Smaller{});
@@ -254,4 +252,5 @@ TS_INLINE bool float_block(const Sides& sides, const Tolerance& tolerance, Row* 
     return true;
 }
 
+}  // namespace TS_VECTORS
 }  // namespace ts

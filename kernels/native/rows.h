@@ -50,3 +50,9 @@ TS_INLINE int64_t find_first(int64_t n, Same same) {
 }
 
 }  // namespace ts
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define TS_SHUFFLE
+#endif
+#endif
