@@ -130,7 +130,7 @@ def test_agreement_says_how_close(runs: Path) -> None:
     assert what.startswith(f"what      agrees: the largest error is {found.closest_call.ratio:.2f} of what rounding")
     assert found.closest_call.site in what
     assert where == f"where     {found.coverage.sites_matched} sites, 10 token rows"
-    assert following == f"next      tapscope view {runs / 'good'}"
+    assert following == f"next      tapscope view {runs / 'base'} {runs / 'good'}"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

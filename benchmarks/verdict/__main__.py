@@ -11,7 +11,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -56,9 +56,13 @@ def _run(args: argparse.Namespace) -> int:
     from benchmarks.verdict.report import exit_code, line, score_lines
 
     torch.set_num_threads(1)
-    logging.getLogger("tapscope").setLevel(logging.ERROR)  # taps that never fired, which is as it should be
     outcomes = []
-    with tempfile.TemporaryDirectory(prefix="verdict-") as folder, closing(Bench(args.keep or Path(folder))) as bench:
+    with ExitStack() as stack:
+        log = logging.getLogger("tapscope")
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)  # taps that never fired, which is as it should be
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verdict-")))
+        bench = stack.enter_context(closing(Bench(folder)))
         for case in cases:
             outcomes.append(bench.run(case))
             print(json.dumps(_to_json(outcomes[-1])) if args.json else line(outcomes[-1]), flush=True)

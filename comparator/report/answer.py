@@ -176,4 +176,4 @@ def _next(report: "Report") -> str:
         return f"tapscope show {shlex.quote(report.target.path)} {shlex.quote(site)} --step {divergence.step}"
     if _odd(report) is not None or report.coverage.partial:
         return f"tapscope info {shlex.quote(report.target.path)}"
-    return f"tapscope view {shlex.quote(report.target.path)}"
+    return f"tapscope view {shlex.quote(report.baseline.path)} {shlex.quote(report.target.path)}"
