@@ -5,6 +5,7 @@
 #include "bytes.h"
 #include "decode.h"
 #include "floats.h"
+#include "stream.h"
 #include "taken.h"
 #include "text.h"
 #include "wide.h"
@@ -124,12 +125,14 @@ Way way_of(int dtype) {
 void summarize_blocks(const uint8_t* bytes, Way way, bool bag, uint8_t* target, Summary* out) {
     const Block block = bag ? way.with_bag : way.block;
     const int64_t most = block_of(way.width);
+    const bool stream = target && out->count * way.width >= kStream;
     for (int64_t done = 0; done < out->count; done += most) {
         const int64_t n = out->count - done < most ? out->count - done : most;
         const int64_t offset = done * way.width, nbytes = n * way.width;
         block(bytes + offset, n, offset, out);
-        if (target) std::memcpy(target + offset, bytes + offset, static_cast<size_t>(nbytes));
+        if (target) copy_block(target + offset, bytes + offset, nbytes, stream);
     }
+    finish_copy(stream);
 }
 
 void write_digest(const Hash& hash, uint8_t* out) {
