@@ -55,7 +55,7 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def groups(findings: Sequence[Finding]) -> list[Group]:
-    """All groups in execution order; layers by number where they follow each other."""
+    """All groups, in the order in which they fire first."""
     members: dict[tuple[str, bool], list[Finding]] = {}
     for finding in findings:
         members.setdefault(group_of(finding), []).append(finding)
