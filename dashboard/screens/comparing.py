@@ -46,6 +46,8 @@ class ComparingScreen(KeyedScreen):
         super().__init__(classes="-at-findings")
         self._open, self._title, self._specs = open_source, title, specs
         self.source: DiffSource | None = None
+        """None while the runs are being compared."""
+        self._old: DiffSource | None = None
         self.query_now = DiffQuery()
         self.pane = FINDINGS
         self.swapped = False
@@ -80,6 +82,7 @@ class ComparingScreen(KeyedScreen):
     def compare(self) -> None:
         """Compare from scratch."""
         self.settled = False
+        self._old, self.source = self.source or self._old, None
         self.query_one(StatusBar).set_header(Header(self._title, (), "COMPARING", ()))
         self.table.empty_text = "Comparing the runs ..."
         self.table.set_findings((), 0)
@@ -119,15 +122,17 @@ class ComparingScreen(KeyedScreen):
 
     @on(messages.Comparing)
     def _take_progress(self, message: messages.Comparing) -> None:
-        if not self.settled and self.source is None:
+        if self.source is None:
             self.table.empty_text = f"Comparing the runs ... {count(message.done)} of {count(message.total)} sites"
             self.table.refresh()
 
     @on(messages.Compared)
     def _take_source(self, message: messages.Compared) -> None:
-        if self.source is not None:
-            self.source.close()
-        self.source = source = message.source
+        for done in (self._old, self.source):
+            if done is not None:
+                done.close()
+        self._old, self.source = None, message.source
+        source = message.source
         culprit = source.culprit
         self.query_one(StatusBar).set_header(source.header)
         self.strip.set_groups(source.groups, source.steps, group_of(culprit)[0] if culprit else None)
