@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from tapscope.engine.config import EngineConfig
     from tapscope.engine.llm import LLM
     from tapscope.engine.request import Generation
+    from tapscope.engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "Generation"]
+__all__ = ["LLM", "EngineConfig", "Generation", "SamplingParams"]
 
-_HOMES = {"LLM": "llm", "EngineConfig": "config", "Generation": "request"}
+_HOMES = {"LLM": "llm", "EngineConfig": "config", "Generation": "request", "SamplingParams": "sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

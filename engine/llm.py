@@ -9,6 +9,7 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.engine import Engine
 from tapscope.engine.model import LlamaForCausalLM
 from tapscope.engine.request import Generation, Request
+from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.errors import UsageError
 from tapscope.observe import ObserverFactory, StepObserver
@@ -35,14 +36,17 @@ class LLM:
     def generate(
         self,
         prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        max_new_tokens: int = 16,
+        max_new_tokens: int | None = None,
         request_ids: Sequence[str] | None = None,
         forced: Sequence[Sequence[int] | None] | None = None,
-        ignore_eos: bool = False,
+        ignore_eos: bool | None = None,
     ) -> list[Generation]:
-        """Complete every prompt, greedily, and return them in the order given.
+        """Complete every prompt, greedily unless ``params`` says otherwise, and return them in the order given.
 
+        ``params`` are for all prompts or one each; ``max_new_tokens`` and ``ignore_eos`` are short for parameters that
+        set only these.
         ``forced[i]`` are tokens that request i takes instead of sampled ones while they last. Raises UsageError,
         before anything is computed, when one of the requests can never run, and RankLostError.
         """
@@ -52,12 +56,12 @@ class LLM:
             raise UsageError("generate cannot run while submitted requests are live; step() until they are done")
         ids_given = _one_each("request_ids", request_ids, len(prompts))
         forced_given = _one_each("forced", forced, len(prompts))
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        each = [_params(one, max_new_tokens, ignore_eos) for one in _one_each("params", each, len(prompts))]
         try:
             order = [
-                self.submit(
-                    prompt, max_new_tokens=max_new_tokens, request_id=name, forced=tokens or (), ignore_eos=ignore_eos
-                )
-                for prompt, name, tokens in zip(prompts, ids_given, forced_given, strict=True)
+                self.submit(prompt, one, request_id=name, forced=tokens or ())
+                for prompt, one, name, tokens in zip(prompts, each, ids_given, forced_given, strict=True)
             ]
             done: dict[str, Generation] = {}
             while self.has_work:
@@ -71,11 +75,12 @@ class LLM:
     def submit(
         self,
         prompt: Prompt,
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = 16,
+        max_new_tokens: int | None = None,
         request_id: str | None = None,
         forced: Sequence[int] = (),
-        ignore_eos: bool = False,
+        ignore_eos: bool | None = None,
     ) -> str:
         """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
 
@@ -85,14 +90,11 @@ class LLM:
         name = self._new_id() if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise UsageError(f"request id {name!r}: it must be a text of at least one character")
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens={max_new_tokens!r}: it must be a whole number above 0")
         request = Request(
             id=name,
             prompt_ids=tuple(self._encode(prompt) if isinstance(prompt, str) else prompt),
-            max_new_tokens=max_new_tokens,
+            params=_params(params, max_new_tokens, ignore_eos),
             forced=tuple(forced),
-            ignore_eos=ignore_eos,
         )
         self.engine.submit(request)
         self._num_named += request_id is None
@@ -160,6 +162,15 @@ class LLM:
             text=None if self.tokenizer is None else self.tokenizer.decode(list(tokens)),
             finish_reason=request.finish_reason or "abort",
         )
+
+
+def _params(params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None) -> SamplingParams:
+    """``params``, or those that the two short forms stand for."""
+    short = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    given = {name: value for name, value in short.items() if value is not None}
+    if params is not None and given:
+        raise UsageError(f"{' and '.join(given)} given beside params; set it there instead")
+    return SamplingParams.build(given) if params is None else params
 
 
 def _one_each(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:

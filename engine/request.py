@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from tapscope.engine.sampling_params import SamplingParams
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -25,10 +27,9 @@ class Request:
 
     id: str
     prompt_ids: tuple[int, ...]
-    max_new_tokens: int
+    params: SamplingParams = field(default_factory=SamplingParams)
     forced: Sequence[int] = ()
     """Tokens to take instead of the sampled ones, while they last (teacher forcing)."""
-    ignore_eos: bool = False
     tokens: list[int] = field(init=False)
     """Prompt and generated tokens: everything known."""
     num_computed: int = 0
@@ -46,6 +47,11 @@ class Request:
         return tuple(self.tokens[len(self.prompt_ids) :])
 
     @property
+    def max_new_tokens(self) -> int:
+        """Tokens to generate at most."""
+        return self.params.max_new_tokens
+
+    @property
     def max_positions(self) -> int:
         """Positions that may be computed: the last generated token never is."""
         return len(self.prompt_ids) + self.max_new_tokens - 1
@@ -55,7 +61,7 @@ class Request:
         index = len(self.tokens) - len(self.prompt_ids)
         token = self.forced[index] if index < len(self.forced) else sampled
         self.tokens.append(token)
-        if token in eos_token_ids and not self.ignore_eos:
+        if token in eos_token_ids and not self.params.ignore_eos:
             self.finish_reason = "stop"
         elif index + 1 == self.max_new_tokens:
             self.finish_reason = "length"

@@ -17,6 +17,7 @@ from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
+from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.scheduler import Scheduler
 from tapscope.wire import decode, encode
 
@@ -65,7 +66,8 @@ class ThreadRanks:
 
     def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[Request]:
         requests = [
-            Request(id=str(i), prompt_ids=tuple(prompt), max_new_tokens=count) for i, prompt in enumerate(prompts)
+            Request(id=str(i), prompt_ids=tuple(prompt), params=SamplingParams(max_new_tokens=count))
+            for i, prompt in enumerate(prompts)
         ]
         for request in requests:
             self.scheduler.check(request)

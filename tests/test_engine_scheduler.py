@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tapscope.engine.cache import PageAllocator
 from tapscope.engine.plan import Share, StepPlan
 from tapscope.engine.request import Request
+from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.scheduler import Scheduler
 from tapscope.errors import UsageError
 from tapscope.wire import decode, encode
@@ -40,7 +41,9 @@ def test_every_position_is_computed_once_in_order_and_no_page_leaks(
     while pending or scheduler.has_work:
         while pending and pending[0][1][0] <= step:
             index, (_, prompt, new, ignore) = pending.pop(0)
-            request = Request(id=str(index), prompt_ids=(2,) * prompt, max_new_tokens=new, ignore_eos=ignore)
+            request = Request(
+                id=str(index), prompt_ids=(2,) * prompt, params=SamplingParams(max_new_tokens=new, ignore_eos=ignore)
+            )
             try:
                 scheduler.check(request)
             except UsageError:
@@ -68,7 +71,7 @@ def test_every_position_is_computed_once_in_order_and_no_page_leaks(
     assert entered == sorted(entered, key=int), "a later request overtook an earlier one"
     for request in finished:
         assert computed[request.id] == len(request.tokens) - 1
-        stopped = sampled == EOS and not request.ignore_eos
+        stopped = sampled == EOS and not request.params.ignore_eos
         assert request.finish_reason == ("stop" if stopped else "length")
         assert len(request.generated) == (1 if stopped else request.max_new_tokens)
 
