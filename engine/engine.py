@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tapscope.engine.config import EngineConfig
-from tapscope.engine.model import check_split
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
@@ -26,7 +25,7 @@ class Engine:
         """Load on every rank. Raises ConfigError, UsageError, CheckpointError, RankLostError."""
         self.config = config
         self.model_config = ModelConfig.read(Path(config.model))
-        check_split(self.model_config, config.tp)
+        self.model_config.check_split(config.tp)
         self._lost: RankLostError | None = None
         self._ranks: Ranks | None = None
         num_threads = torch.get_num_threads()

@@ -7,7 +7,7 @@ from typing import Any
 
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.engine import Engine
-from tapscope.engine.model import LlamaForCausalLM
+from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.request import Generation, Request
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ class LLM:
         return self.engine.config
 
     @property
-    def model(self) -> LlamaForCausalLM:
+    def model(self) -> CausalLM:
         """Rank 0's model: a plain nn.Module to put hooks on."""
         return self.engine.runner.model
 

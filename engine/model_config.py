@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tapscope.errors import CheckpointError
+from tapscope.errors import CheckpointError, UsageError
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 """What this engine can build."""
@@ -57,6 +57,12 @@ class ModelConfig:
             "head_dim": self.head_dim,
             "rms_norm_eps": self.rms_norm_eps,
         }
+
+    def check_split(self, tp: int) -> None:
+        """Raise UsageError when ``tp`` ranks cannot share heads and features evenly; the vocabulary may be uneven."""
+        for name, count in (("key/value heads", self.num_kv_heads), ("intermediate features", self.intermediate_size)):
+            if count % tp:
+                raise UsageError(f"tp={tp} does not divide the model's {count} {name}; use a divisor of {count}")
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":

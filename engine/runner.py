@@ -8,8 +8,8 @@ import torch
 
 from tapscope.engine.cache import KVCache, Segment, StepCache
 from tapscope.engine.config import EngineConfig
-from tapscope.engine.model import TIED, LlamaForCausalLM
 from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.sampler import sample
@@ -28,7 +28,7 @@ class Runner:
     ) -> None:
         self.dtype = dtype_name(config, model_config)
         dtype = _DTYPES[self.dtype]
-        self.model = LlamaForCausalLM(model_config, tp, dtype).eval()
+        self.model = build_model(model_config, tp, dtype).eval()
         load_weights(self.model, Path(config.model), TIED if model_config.tie_word_embeddings else {})
         self.num_pages = num_pages(config, model_config, dtype.itemsize)
         kv_heads = model_config.num_kv_heads // tp.size

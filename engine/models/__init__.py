@@ -1,0 +1,1 @@
+"""Model families by Hugging Face architecture name; `registry` finds them."""

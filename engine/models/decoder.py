@@ -1,0 +1,143 @@
+"""The decoder that the families share, with Hugging Face's module names: the tree is the map of what can be tapped.
+
+Tokens of all requests are packed, so hidden states are [tokens, hidden] where transformers has [batch, sequence,
+hidden]. Differences from transformers' tree: `qkv_proj` and `gate_up_proj` run one GEMM whose views pass through
+probes under the original names; `self_attn.attn` is the attention core; `o_proj.partial` and `down_proj.partial` are
+the summands before the all-reduce; `sampler` shows the sampled tokens.
+
+A family is a subclass of :class:`CausalLM`, named as transformers names it and listed in the registry; where its
+layers differ it names a `layer_class`, which overrides `make_attention`, `make_mlp` or `forward`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.cache import StepCache
+from tapscope.engine.layers import (
+    ANGLE_INPUTS,
+    TOKENS,
+    WHOLE,
+    Probe,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabEmbedding,
+    VocabHead,
+)
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.mlp import GatedMLP
+from tapscope.engine.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What :class:`Decoder` returns."""
+
+    last_hidden_state: Tensor
+    """[tokens, hidden], normalised."""
+
+
+@dataclass(frozen=True, slots=True)
+class CausalLMOutput:
+    """What :class:`CausalLM` returns."""
+
+    logits: Tensor
+    """[logit rows, vocab], whole on every rank."""
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.self_attn = self.make_attention(config, layer, tp, dtype)
+        self.mlp = self.make_mlp(config, layer, tp, dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out": WHOLE} | ANGLE_INPUTS
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``; called with hidden_states, position_embeddings and past_key_values."""
+        return SelfAttention(config, layer, tp, dtype)
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``mlp`` of layer ``layer``: [tokens, hidden] -> [tokens, hidden]."""
+        return GatedMLP(config, config.intermediate_size, tp, dtype)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        past_key_values: StepCache,
+        position_embeddings: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        residual = hidden_states
+        hidden_states, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            past_key_values=past_key_values,
+        )
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(hidden_states))
+        return output
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers, final norm."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp, dtype)
+        self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
+        """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
+        hidden_states = self.embed_tokens(input_ids)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+            )
+        return ModelOutput(self.norm(hidden_states))
+
+
+class CausalLM(nn.Module):
+    """Tokens in, logits out."""
+
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        config.check_split(tp.size)
+        self.config, self.tp = config, tp
+        self.model = Decoder(config, tp, dtype, self.layer_class)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
+        self.sampler = Probe(TOKENS, rows="logits")
+        inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)
+        self.tap_dims = inputs | {"out[logits]": "t v # tp:replicated"}
+        self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None
+    ) -> CausalLMOutput:
+        """Ids and positions [tokens] int64 -> logits of the rows ``logits_to_keep`` (int64), or of all of them."""
+        outputs = self.model(input_ids, position_ids=position_ids, past_key_values=past_key_values)
+        hidden_states = outputs.last_hidden_state
+        if logits_to_keep is not None:
+            hidden_states = hidden_states[logits_to_keep]
+        logits = self.lm_head(hidden_states)
+        return CausalLMOutput(self.tp.all_gather(logits, self.config.vocab_size))
