@@ -37,10 +37,13 @@ class Checkpoint:
         """Path of the file that holds ``name``, for messages."""
         return str(self.folder / self._files[name])
 
-    def read(self, name: str, shape: tuple[int, ...], dim: int, start: int, count: int) -> Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int, start: int, count: int, index: int | None = None
+    ) -> Tensor:
         """Rows [start, start+count) along ``dim`` (0 or 1) of tensor ``name``, whose whole shape must be ``shape``.
 
-        Raises CheckpointError naming the tensor and the file.
+        With ``index`` the tensor is a stack, and its matrix of that number is read. Raises CheckpointError naming the
+        tensor and the file.
         """
         where = f"{name} in {self.file_of(name)}"
         try:
@@ -51,7 +54,8 @@ class Checkpoint:
             if kind not in _FLOATS:
                 raise CheckpointError(f"{where} is {kind}; supported weights are {', '.join(_FLOATS)}")
             cut = slice(start, start + count)
-            piece: Tensor = stored[cut] if dim == 0 else stored[:, cut]
+            axes = (cut,) if dim == 0 else (slice(None), cut)
+            piece: Tensor = stored[axes if index is None else (index, *axes)]
         except SafetensorError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
         return piece

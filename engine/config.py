@@ -8,7 +8,7 @@ from typing import Any
 from tapscope.errors import ConfigError
 
 _CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "logits": ("last", "all")}
-_COUNTS = ("tp", "page_size", "max_running", "kv_bytes")
+_COUNTS = ("tp", "ep", "page_size", "max_running", "kv_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class EngineConfig:
     """Type of weights and activations: ``float32``, ``bfloat16``, or ``auto`` for what config.json says."""
     tp: int = 1
     """Tensor-parallel ranks; divides the key/value heads and the MLP's intermediate size."""
+    ep: int = 1
+    """Expert-parallel groups among the ``tp`` ranks, which it divides: each holds a block of every layer's experts."""
     page_size: int = 16
     """Token positions in one page of the KV cache."""
     num_pages: int | None = None
@@ -41,6 +43,7 @@ class EngineConfig:
             _require(getattr(self, name) in choices, name, getattr(self, name), f"must be one of {', '.join(choices)}")
         for name in _COUNTS:
             _require(_is_count(getattr(self, name)), name, getattr(self, name), "must be a whole number above 0")
+        _require(self.tp % self.ep == 0, "ep", self.ep, f"must divide tp={self.tp}")
         rule = "must be a whole number above 0, or None to size it from kv_bytes"
         _require(self.num_pages is None or _is_count(self.num_pages), "num_pages", self.num_pages, rule)
         _require(type(self.seed) is int and self.seed >= 0, "seed", self.seed, "must be a whole number from 0")

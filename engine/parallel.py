@@ -23,6 +23,8 @@ class TensorParallel:
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank = rank
         self.size = size
+        self.ep = 1
+        """Groups of neighbouring ranks that hold different experts; divides ``size``. Set before the model is built."""
         self._group = group
 
     @classmethod
@@ -44,7 +46,7 @@ class TensorParallel:
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, end) of ``total`` items in equal blocks; the last blocks may be shorter or empty."""
-        return _span(total, self.rank, self.size)
+        return span(total, self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks as a new tensor: hooks may still hold the summand. Raises RankLostError."""
@@ -64,7 +66,7 @@ class TensorParallel:
         """
         if self._group is None:
             return tensor
-        widths = [end - start for start, end in (_span(width, rank, self.size) for rank in range(self.size))]
+        widths = [end - start for start, end in (span(width, rank, self.size) for rank in range(self.size))]
         padded = tensor.new_zeros(tensor.shape[0], widths[0])
         padded[:, : tensor.shape[1]] = tensor
         shards = [torch.empty_like(padded) for _ in widths]
@@ -75,7 +77,8 @@ class TensorParallel:
         return torch.cat([shard[:, :columns] for shard, columns in zip(shards, widths, strict=True)], dim=1)
 
 
-def _span(total: int, rank: int, size: int) -> tuple[int, int]:
+def span(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Block ``rank`` of ``total`` items in ``size`` equal ones, [start, end); the last ones may be shorter or empty."""
     block = -(-total // size)
     return min(rank * block, total), min((rank + 1) * block, total)
 

@@ -28,6 +28,7 @@ class Runner:
     ) -> None:
         self.dtype = dtype_name(config, model_config)
         dtype = _DTYPES[self.dtype]
+        tp.ep = config.ep
         self.model = build_model(model_config, tp, dtype).eval()
         load_weights(self.model, Path(config.model), TIED if model_config.tie_word_embeddings else {})
         self.num_pages = num_pages(config, model_config, dtype.itemsize)

@@ -24,6 +24,8 @@ class Piece:
     """A parameter, or a view of one where several tensors are fused."""
     dim: int = 0
     start: int = 0
+    index: int | None = None
+    """Which matrix of a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
 
 
 class Weighted(nn.Module):
@@ -33,6 +35,10 @@ class Weighted(nn.Module):
         """What fills this module's parameters when it is known as ``path`` in the model."""
         raise NotImplementedError
 
+    def layouts(self, path: str) -> Iterator[list[Piece]]:
+        """The ways a checkpoint may store this module, the usual one first."""
+        yield list(self.pieces(path))
+
 
 def load_weights(model: nn.Module, folder: Path, tied: dict[str, str]) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
@@ -40,16 +46,28 @@ def load_weights(model: nn.Module, folder: Path, tied: dict[str, str]) -> None:
     ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has
     both they must be equal. Raises CheckpointError for missing, unexpected, misshaped or unreadable tensors.
     """
-    pieces = [p for path, module in model.named_modules() if isinstance(module, Weighted) for p in module.pieces(path)]
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
+        pieces = _stored_pieces(model, checkpoint)
         _check_names({piece.name for piece in pieces}, checkpoint, tied)
         for piece in pieces:
             count = piece.into.shape[piece.dim]
-            piece.into.copy_(checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count))
+            piece.into.copy_(checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count, piece.index))
         shapes = {piece.name: piece.shape for piece in pieces}
         for name, source in tied.items():
             if name in checkpoint.names:
                 _check_equal(checkpoint, name, source, shapes[source])
+
+
+def _stored_pieces(model: nn.Module, checkpoint: Checkpoint) -> list[Piece]:
+    """Each module's pieces in the layout that the checkpoint holds most of."""
+    names = set(checkpoint.names)
+    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, Weighted)]
+    chosen = (max(module.layouts(path), key=lambda layout: _num_held(layout, names)) for path, module in modules)
+    return [piece for layout in chosen for piece in layout]
+
+
+def _num_held(layout: list[Piece], names: set[str]) -> int:
+    return sum(piece.name in names for piece in layout)
 
 
 def _check_names(wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str]) -> None:

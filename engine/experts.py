@@ -1,0 +1,164 @@
+"""Experts: the feed-forward networks of a mixture of experts, split over ranks by expert and by feature.
+
+Every rank sees every token (hidden states are whole on all ranks), computes the (token, expert) pairs whose experts it
+holds, and the ranks' summands are added up: expert parallelism needs no exchange of tokens beyond that all-reduce.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tapscope.engine.layers import PARTIAL, WHOLE, Probe
+from tapscope.engine.parallel import TensorParallel, span
+from tapscope.engine.weights import Piece, Weighted
+
+CHOICES = "t k # tp:replicated"
+"""Dims of what a router says of each of a token's ``k`` experts."""
+_ALIGNMENT = 16  # bytes: what grouped_mm asks of the rows of its operands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """How many experts of what size there are, and what a checkpoint calls the parts of one."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    block: str = "mlp"
+    """What a checkpoint calls the module that is ``mlp`` here: Mixtral's say ``block_sparse_moe``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """Which experts, and which of their intermediate features, one rank holds: [start, end) of both."""
+
+    experts: tuple[int, int]
+    features: tuple[int, int]
+
+    @classmethod
+    def of(cls, tp: TensorParallel, shape: ExpertShape) -> "ExpertShare":
+        """Each of ``tp.ep`` groups of neighbouring ranks holds a block of experts and shares their features.
+
+        Neither needs to divide: the last groups hold fewer experts, the last ranks fewer features, or none.
+        """
+        group_size = tp.size // tp.ep
+        group, member = divmod(tp.rank, group_size)
+        return cls(span(shape.num_experts, group, tp.ep), span(shape.intermediate_size, member, group_size))
+
+
+class Experts(Weighted):
+    """down(silu(gate(x)) * up(x)) of each token's chosen experts, weighted and summed; this rank's share of it.
+
+    Parameters are stacked as in transformers: `gate_up_proj` [experts, 2 * features, hidden], gate's rows first, and
+    `down_proj` [experts, hidden, features].
+    """
+
+    def __init__(self, shape: ExpertShape, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.tp = shape, tp
+        self.share = ExpertShare.of(tp, shape)
+        self.first, end = self.share.experts
+        self.num_local = end - self.first
+        features = self.share.features[1] - self.share.features[0]
+        self.gate_up_proj = _parameter(self.num_local, 2 * features, shape.hidden_size, dtype=dtype)
+        self.down_proj = _parameter(self.num_local, shape.hidden_size, features, dtype=dtype)
+        self.act_fn = PairSiLU()
+        self.partial = Probe(PARTIAL)
+        choices = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), CHOICES)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | choices
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden].
+
+        Pairs are sorted by expert, then token, so that one grouped GEMM serves all experts; a token's summands are
+        added in the order of ``top_k_index``. Nothing here waits for the device.
+        """
+        num_tokens, top_k = top_k_index.shape
+        order, ends, is_foreign = self._sort(top_k_index.flatten())
+        gate_up = grouped_linear(hidden_states[order // top_k], self.gate_up_proj, ends)
+        gate, up = gate_up.masked_fill(is_foreign, 0).chunk(2, dim=-1)
+        down = grouped_linear(self.act_fn(gate) * up, self.down_proj, ends).masked_fill(is_foreign, 0)
+        pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
+        summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+        return self.tp.all_reduce(self.partial(summand))
+
+    def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Expert of each pair [n] -> pairs by expert, foreign ones last [n]; end of each expert's run; foreign [n, 1].
+
+        Foreign pairs are those whose expert is on another rank.
+        """
+        local = experts - self.first
+        local = local.masked_fill((local < 0) | (local >= self.num_local), self.num_local)
+        local, order = torch.sort(local, stable=True)
+        numbers = torch.arange(self.num_local, device=experts.device)
+        ends = torch.searchsorted(local, numbers, right=True).int()
+        return order, ends, (local == self.num_local).unsqueeze(-1)
+
+    def layouts(self, path: str) -> Iterator[list[Piece]]:
+        """A matrix for each expert and part, as most checkpoints are, or stacked as the parameters are."""
+        paths = dict.fromkeys((in_block(path, self.shape.block), path))
+        for stored in paths:
+            yield list(self._each_matrix(stored))
+        for stored in paths:
+            yield list(self._stacked(stored))
+
+    def _each_matrix(self, path: str) -> Iterator[Piece]:
+        size, start = self.shape.intermediate_size, self.share.features[0]
+        up_shape, down_shape = (size, self.shape.hidden_size), (self.shape.hidden_size, size)
+        for expert, (gate, up, down) in self._matrices():
+            names = [f"{path}.{expert}.{part}.weight" for part in self.shape.parts]
+            yield Piece(names[0], up_shape, gate, 0, start)
+            yield Piece(names[1], up_shape, up, 0, start)
+            yield Piece(names[2], down_shape, down, 1, start)
+
+    def _stacked(self, path: str) -> Iterator[Piece]:
+        count, hidden, size = self.shape.num_experts, self.shape.hidden_size, self.shape.intermediate_size
+        start = self.share.features[0]
+        for expert, (gate, up, down) in self._matrices():
+            yield Piece(f"{path}.gate_up_proj", (count, 2 * size, hidden), gate, 0, start, index=expert)
+            yield Piece(f"{path}.gate_up_proj", (count, 2 * size, hidden), up, 0, size + start, index=expert)
+            yield Piece(f"{path}.down_proj", (count, hidden, size), down, 1, start, index=expert)
+
+    def _matrices(self) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        """(expert's number, its gate, up and down on this rank), as views of the parameters."""
+        for i in range(self.num_local):
+            gate, up = self.gate_up_proj[i].chunk(2)
+            yield self.first + i, (gate, up, self.down_proj[i])
+
+
+class PairSiLU(nn.SiLU):
+    """x * sigmoid(x) of (token, expert) pairs, by expert."""
+
+    tap_dims: dict[str, str] = {"in[input]": "pair h[tp]", "out": "pair h[tp]"}  # noqa: RUF012  (read-only by contract)
+
+
+def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) by weight[g]; what follows is undefined.
+
+    ``ends`` [groups] int32 stays on the device. Widths that grouped_mm does not take are multiplied group by group.
+    """
+    width, itemsize = weight.shape[1], weight.element_size()
+    if not (len(input) and weight.numel()):
+        return input.new_zeros(len(input), width)
+    if all(size * itemsize % _ALIGNMENT == 0 for size in weight.shape[1:]):
+        return functional.grouped_mm(input, weight.transpose(1, 2), offs=ends)
+    output = input.new_empty(len(input), width)
+    start = 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        output[start:end] = functional.linear(input[start:end], matrix)
+        start = end
+    return output
+
+
+def in_block(path: str, block: str) -> str:
+    """``path`` with its last ``mlp`` called ``block``, as a checkpoint may have it."""
+    head, _, tail = path.rpartition(".mlp.")
+    return f"{head}.{block}.{tail}"
+
+
+def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
