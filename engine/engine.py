@@ -1,6 +1,7 @@
 """Engine: requests in, tokens out, over one rank or several. Knows token ids only; LLM adds text."""
 
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.ranks import Ranks
@@ -28,6 +30,7 @@ class Engine:
         self.model_config.check_split(config.tp)
         self._lost: RankLostError | None = None
         self._ranks: Ranks | None = None
+        self._live: dict[str, Request] = {}
         num_threads = torch.get_num_threads()
         if config.tp == 1:
             self.runner = Runner(config, self.model_config, TensorParallel(), observer)
@@ -62,9 +65,10 @@ class Engine:
             )
         self.scheduler.check(request)
         self.scheduler.add(request)
+        self._live[request.id] = request
 
-    def step(self) -> list[Request]:
-        """Compute one step over all running requests; returns the ones it finished, none when nothing is live.
+    def step(self) -> list[Output]:
+        """Compute one step over all running requests; returns what is new of each, none when nothing is live.
 
         Raises RankLostError, and from then on only that.
         """
@@ -77,11 +81,12 @@ class Engine:
         )
         finished = self.scheduler.commit(self._execute(plan))
         self.runner.finish(plan)
-        return finished
+        return self._outputs([share.request for share in plan.shares], finished)
 
-    def abort(self, request_id: str) -> Request | None:
-        """Drop a live request between two steps; None when no such request is live."""
-        return self.scheduler.abort(request_id)
+    def abort(self, request_id: str) -> Output | None:
+        """Drop a live request between two steps; its last output, or None when no such request is live."""
+        request = self.scheduler.abort(request_id)
+        return None if request is None else self._output(request)
 
     def state(self) -> dict[str, Any]:
         """Settings and load, as plain values for a status page."""
@@ -105,6 +110,26 @@ class Engine:
         """Close the observers and end the other ranks; safe to call twice."""
         self._finalizer()
 
+    def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:
+        """Of the requests that got a token or ended; a prompt that is computed in part has nothing new."""
+        ended = [request for request in finished if request.id not in computed]
+        touched = [self._live[name] for name in computed if name in self._live] + ended
+        return [self._output(request) for request in touched if request.finish_reason or _num_new(request)]
+
+    def _output(self, request: Request) -> Output:
+        """What is new of ``request`` since its last output."""
+        new = request.generated[request.num_emitted :]
+        request.num_emitted += len(new)
+        if request.finish_reason:
+            self._live.pop(request.id, None)
+        return Output(
+            request=request.id,
+            token_ids=new,
+            finish_reason=request.finish_reason,
+            matched=new[-1] if request.finish_reason == "stop" else None,
+            prompt_tokens=len(request.prompt_ids),
+        )
+
     def _check_usable(self) -> None:
         if self._lost is not None:
             raise RankLostError(f"the engine stopped: {self._lost}") from self._lost
@@ -127,6 +152,10 @@ class Engine:
             left = RankLostError(f"rank 0 left step {plan.step} by {error!r}")
             self._lost = error if isinstance(error, RankLostError) else left
             raise
+
+
+def _num_new(request: Request) -> int:
+    return len(request.tokens) - len(request.prompt_ids) - request.num_emitted
 
 
 def _start(config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> tuple[Ranks, Runner]:

@@ -1,6 +1,6 @@
 """LLM: the engine's public face. Offline by `generate`; a server drives `submit`, `step` and `abort` itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.engine import Engine
 from tapscope.engine.models.decoder import CausalLM
+from tapscope.engine.output import Assembly, Output
 from tapscope.engine.request import Generation, Request
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class LLM:
         self.tokenizer = Tokenizer.find(Path(config.model))
         self.engine = Engine(config, observer)
         self._num_named = 0
+        self._assemblies: dict[str, Assembly] = {}
 
     def generate(
         self,
@@ -72,6 +74,27 @@ class LLM:
             raise
         return [done[name] for name in order]
 
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], *, request_ids: Sequence[str] | None = None, **options: Any
+    ) -> Iterator[Output]:
+        """Complete one prompt or several together and yield every :class:`Output` as it arises.
+
+        ``options`` are those of :meth:`submit`, the same for all. Raises as :meth:`generate` does, when first asked
+        for an output; leaving the loop early aborts what is left.
+        """
+        if self.has_work:
+            raise UsageError("stream cannot run while submitted requests are live; step() until they are done")
+        several = _several(prompts)
+        names: list[str] = []
+        try:
+            for prompt, name in zip(several, _one_each("request_ids", request_ids, len(several)), strict=True):
+                names.append(self.submit(prompt, request_id=name, **options))
+            while self.has_work:
+                yield from self.advance()
+        finally:
+            for name in names:
+                self.abort(name)
+
     def submit(
         self,
         prompt: Prompt,
@@ -97,17 +120,30 @@ class LLM:
             forced=tuple(forced),
         )
         self.engine.submit(request)
+        self._assemblies[name] = Assembly(name, request.prompt_ids, self.tokenizer)
         self._num_named += request_id is None
         return name
 
     def step(self) -> list[Generation]:
         """Compute one step over all running requests; returns the ones it finished. Raises RankLostError."""
-        return [self._generation(request) for request in self.engine.step()]
+        return [self._assemblies.pop(o.request).generation() for o in self._advance() if o.finish_reason]
+
+    def advance(self) -> list[Output]:
+        """As :meth:`step`, but returns what is new of each request, text included."""
+        outputs = self._advance()
+        for output in outputs:
+            if output.finish_reason:
+                del self._assemblies[output.request]
+        return outputs
 
     def abort(self, request_id: str) -> Generation | None:
         """Drop a live request between two steps; returns what it had, or None when no such request is live."""
-        request = self.engine.abort(request_id)
-        return None if request is None else self._generation(request)
+        output = self.engine.abort(request_id)
+        if output is None:
+            return None
+        assembly = self._assemblies.pop(request_id)
+        assembly.add(output)
+        return assembly.generation()
 
     @property
     def has_work(self) -> bool:
@@ -148,20 +184,21 @@ class LLM:
             self._num_named += 1
         return str(self._num_named)
 
+    def _advance(self) -> list[Output]:
+        return [self._assemblies[output.request].add(output) for output in self.engine.step()]
+
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise UsageError(f"{self.config.model} has no tokenizer.json; give prompts as token ids")
         return self.tokenizer.encode(text)
 
-    def _generation(self, request: Request) -> Generation:
-        tokens = request.generated
-        return Generation(
-            request=request.id,
-            prompt_ids=request.prompt_ids,
-            token_ids=tokens,
-            text=None if self.tokenizer is None else self.tokenizer.decode(list(tokens)),
-            finish_reason=request.finish_reason or "abort",
-        )
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A prompt (a text, or token ids) as a list of one; a list of prompts as it is."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
 def _params(params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None) -> SamplingParams:

@@ -37,6 +37,8 @@ class Request:
     pages: tuple[int, ...] = ()
     """Cache pages in order of position; set at admission, for the request's whole life."""
     finish_reason: str | None = None
+    num_emitted: int = 0
+    """Generated tokens that outputs have told of; set by Engine."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
