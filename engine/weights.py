@@ -40,6 +40,11 @@ class Weighted(nn.Module):
         yield list(self.pieces(path))
 
 
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An unfilled weight; the engine never trains."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
 def load_weights(model: nn.Module, folder: Path, tied: dict[str, str]) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 

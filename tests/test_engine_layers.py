@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from tapscope.engine.attention import attend
 from tapscope.engine.cache import KVCache, Segment, StepCache
-from tapscope.engine.layers import RMSNorm, RotaryEmbedding
+from tapscope.engine.layers.norm import RMSNorm
+from tapscope.engine.layers.rope import RotaryEmbedding
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.attention import rotate
 from tapscope.engine.plan import Share, StepPlan

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from tapscope.engine.attention import Attention
 from tapscope.engine.cache import StepCache
-from tapscope.engine.layers import ANGLE_INPUTS, SHARD, WHOLE, FusedLinear, Probe, RowParallelLinear
+from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
+from tapscope.engine.layers.probe import ANGLE_INPUTS, SHARD, WHOLE, Probe
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 

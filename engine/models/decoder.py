@@ -16,16 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.cache import StepCache
-from tapscope.engine.layers import (
-    ANGLE_INPUTS,
-    TOKENS,
-    WHOLE,
-    Probe,
-    RMSNorm,
-    RotaryEmbedding,
-    VocabEmbedding,
-    VocabHead,
-)
+from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead
+from tapscope.engine.layers.norm import RMSNorm
+from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
+from tapscope.engine.layers.rope import RotaryEmbedding
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.mlp import GatedMLP

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.layers import SHARD, WHOLE, FusedLinear, Probe, RowParallelLinear
+from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
+from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 

@@ -1,0 +1,59 @@
+"""Token embedding and output head, with the vocabulary split over tensor-parallel ranks."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tapscope.engine.layers.probe import TOKENS, WHOLE
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.weights import Piece, Weighted, parameter
+
+
+class VocabEmbedding(Weighted):
+    """Token embedding with the vocabulary split over ranks; the last rank may hold fewer rows."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.tp = (vocab_size, hidden_size), tp
+        self.start, self.end = tp.span(vocab_size)
+        self.weight = parameter(self.end - self.start, hidden_size, dtype=dtype)
+        self.tap_dims = {"in[input]": TOKENS, "out": WHOLE}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Token ids [tokens] -> [tokens, hidden]; other ranks' tokens are zero rows here, then summed."""
+        if self.tp.size == 1:
+            return functional.embedding(input, self.weight)
+        elsewhere = (input < self.start) | (input >= self.end)
+        if self.start == self.end:  # more ranks than blocks of the vocabulary
+            return self.tp.all_reduce(self.weight.new_zeros(len(input), self.shape[1]))
+        local = functional.embedding((input - self.start).masked_fill(elsewhere, 0), self.weight)
+        return self.tp.all_reduce(local.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """This rank's rows."""
+        yield Piece(f"{path}.weight", self.shape, self.weight, 0, self.start)
+
+
+class VocabHead(Weighted):
+    """Logits over this rank's part of the vocabulary; may share its weight with a :class:`VocabEmbedding`."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype, tied: VocabEmbedding | None
+    ) -> None:
+        super().__init__()
+        self.shape, self.is_tied = (vocab_size, hidden_size), tied is not None
+        self.start, end = tp.span(vocab_size)
+        self.weight = tied.weight if tied is not None else parameter(end - self.start, hidden_size, dtype=dtype)
+        self.tap_dims = {"in[input]": WHOLE, "out": "t v[tp]"}
+        self.tap_rows = {"in[input]": "logits", "out": "logits"}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, this rank's span of the vocabulary]."""
+        return functional.linear(input, self.weight)
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """This rank's rows, unless the embedding fills them."""
+        if not self.is_tied:
+            yield Piece(f"{path}.weight", self.shape, self.weight, 0, self.start)

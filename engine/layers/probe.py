@@ -1,0 +1,29 @@
+"""Probe, the identity that names a value, and the dims annotations that the layers share.
+
+Dims (see :mod:`tapscope.dims`): t packed tokens, h features, v vocabulary, d head dim.
+"""
+
+from torch import Tensor, nn
+
+WHOLE = "t h # tp:replicated"
+SHARD = "t h[tp]"
+PARTIAL = "t h[tp:partial]"
+TOKENS = "t # tp:replicated"
+ANGLES = "t d # tp:replicated"
+ANGLE_INPUTS = {"in[position_embeddings.0]": ANGLES, "in[position_embeddings.1]": ANGLES}
+
+
+class Probe(nn.Module):
+    """An identity that gives a value a place in the module tree, so that ordinary hooks see it."""
+
+    tap_ports = ("out",)
+    """Its input is its output; only the output is worth a tap."""
+
+    def __init__(self, dims: str, rows: str | None = None) -> None:
+        super().__init__()
+        self.tap_dims = dict.fromkeys(("in[output]", "out"), dims)
+        self.tap_rows = {} if rows is None else dict.fromkeys(("in[output]", "out"), rows)
+
+    def forward(self, output: Tensor) -> Tensor:
+        """``output`` itself."""
+        return output
