@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tapscope.engine.layers import PARTIAL, WHOLE, Probe
+from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
 from tapscope.engine.parallel import TensorParallel, span
 from tapscope.engine.weights import Piece, Weighted
 

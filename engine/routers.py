@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tapscope.engine.experts import CHOICES, in_block
-from tapscope.engine.layers import WHOLE
+from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.weights import Piece, Weighted
 
 Routed = tuple[Tensor, Tensor, Tensor]
