@@ -1,47 +1,95 @@
-"""Attention: causal attention of packed rows against a paged KV cache, with torch's SDPA, one request at a time."""
+"""Attention: causal attention of packed rows against a paged KV cache.
+
+:func:`attend` is the one place where it is computed. It is told nothing but tensors on the device and an
+:class:`AttentionSpec`; what is here computes it with torch's SDPA, one request at a time.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tapscope.engine.cache import Segment, StepCache
+from tapscope.engine.cache import StepCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What a layer's attention is, beside its tensors."""
+
+    scale: float
+    """Factor of the scores, 1/sqrt(head dim) as a rule."""
+    window: int | None = None
+    """Positions a row sees, itself included: the last ``window``; None for all before it."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118)."""
 
 
 class Attention(nn.Module):
-    """Writes the step's keys and values into the cache and attends to all of each request's positions."""
+    """Writes the step's keys and values into the cache and attends to what each row may see."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, spec: AttentionSpec) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.spec = layer, spec
         heads = "t num_heads[tp] d"
         self.tap_dims = {"in[query]": heads, "in[key]": heads, "in[value]": heads, "out": "t h[tp]"}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: StepCache) -> Tensor:
         """[tokens, heads, d] with [tokens, kv_heads, d] twice -> [tokens, heads * d], in the query's dtype."""
         past_key_values.write(self.layer, key, value)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for segment in past_key_values.segments:
-            rows = slice(segment.slot, segment.slot + segment.count)
-            keys, values = past_key_values.read(self.layer, segment)
-            output[rows] = attend(query[rows], keys, values, segment)
-        return output.flatten(1)
+        return attend(query, self.layer, past_key_values, self.spec).flatten(1)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment) -> Tensor:
-    """One request: [count, heads, d] against [length, kv_heads, d] twice -> [count, heads, d]; arXiv:1706.03762.
+def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
+    """[tokens, heads, d] against the cache of ``layer`` -> [tokens, heads, value dim]; arXiv:1706.03762.
 
-    A single query folds its group of heads into the row axis, [1, kv_heads, group, d]: on a CPU that is several
-    times faster than `enable_gqa`. Row i of the query stands at position ``segment.position + i``.
+    The step's own keys and values are in the cache already. Head h reads key/value head h // (heads / kv_heads).
+    """
+    outputs = []
+    for segment in cache.segments:
+        rows = slice(segment.slot, segment.slot + segment.count)
+        start = 0 if spec.window is None else max(0, segment.position - spec.window + 1)
+        keys, values = cache.read(layer, segment, start)
+        outputs.append(_attend_one(query[rows], keys, values, segment.position - start, spec))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
+    """One request: [count, heads, d] against [length, kv_heads, d] twice -> [count, heads, value dim].
+
+    Row i stands at key ``diagonal + i``. The heads of a group are folded into the row axis, [kv_heads, group * count,
+    d]: on a CPU that is several times faster than `enable_gqa`.
     """
     count, num_heads, dim = query.shape
+    kv_heads = keys.shape[1]
     k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-    if count == 1:
-        folded = query.view(1, k.shape[1], num_heads // k.shape[1], dim)
-        return scaled_dot_product_attention(folded, k, v).view(1, num_heads, dim)
-    q = query.transpose(0, 1).unsqueeze(0)
-    mask = None
-    if segment.position:  # SDPA's own causal mask starts at the top left; here the diagonal ends bottom right
-        mask = torch.ones(count, segment.length, dtype=torch.bool, device=query.device).tril(segment.position)
-    grouped = num_heads != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return out[0].transpose(0, 1)
+    mask = _mask(count, len(keys), diagonal, spec.window, query.device)
+    if mask is not None and diagonal == 0 and spec.softcap is None and (spec.window is None or spec.window >= count):
+        q = query.transpose(0, 1).unsqueeze(0)
+        grouped = num_heads != kv_heads
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=grouped)
+        return out[0].transpose(0, 1)
+    folded = query.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
+    if mask is not None:
+        mask = mask.repeat(num_heads // kv_heads, 1)
+    if spec.softcap is None:
+        out = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=spec.scale)
+    else:
+        out = _softcapped(folded, k, v, mask, spec.scale, spec.softcap)
+    return out.view(kv_heads, -1, count, v.shape[-1]).permute(2, 0, 1, 3).reshape(count, num_heads, -1)
+
+
+def _mask(count: int, length: int, diagonal: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[count, length] bool: what row i, at key ``diagonal + i``, sees; None when it is everything."""
+    if count == 1 and diagonal == length - 1:
+        return None  # a decoding row; its window was cut out when the cache was read
+    seen = torch.ones(count, length, dtype=torch.bool, device=device).tril(diagonal)
+    return seen if window is None else seen.triu(diagonal - window + 1)
+
+
+def _softcapped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """Attention written out, rounded where transformers' `eager_attention_forward` of Gemma 2 rounds."""
+    scores = (query @ keys.mT * scale / cap).tanh() * cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values

@@ -1,4 +1,4 @@
-"""KV cache: a pool of pages on the device, the allocator that hands them out, and one step's view of the pool."""
+"""KV cache: a pool of pages on the device, and one step's view of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,48 +7,39 @@ import torch
 from torch import Tensor
 
 
-class PageAllocator:
-    """Hands out page numbers; only rank 0 has one. A page belongs to one request at a time."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low numbers first
-
-    @property
-    def num_free(self) -> int:
-        """Pages nobody owns."""
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Pages owned by running requests."""
-        return self.num_pages - len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """``count`` pages, which the caller must have seen to be free."""
-        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Return pages taken before."""
-        self._free.extend(reversed(pages))
-
-
 class KVCache:
-    """Keys and values of every layer on this rank: [layers, pages, page_size, kv_heads, head_dim], twice."""
+    """Keys and values of every layer on this rank, each [layers, pages + 1, page_size, kv_heads, dim].
+
+    The page after the last is the *dummy*: padding rows write there, and gathers that are longer than a request read
+    there. The pool starts as zeros, so nothing read before it was written is NaN.
+    """
 
     def __init__(
-        self, num_layers: int, num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_layers, num_pages, page_size, kv_heads, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype)
-        self.values = torch.empty(shape, dtype=dtype)
+        shape = (num_layers, num_pages + 1, page_size, kv_heads)
+        self.keys = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_dim, dtype=dtype, device=device)
+        self.num_pages = num_pages
         self.page_size = page_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool lies."""
+        return self.keys.device
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request's rows of a step, and where its cache lies."""
+    """One request's rows of a step, and where its cache lies; numbers are the host's, no kernel needs them."""
 
     slot: int
     """First row in the packed batch."""
@@ -57,7 +48,7 @@ class Segment:
     position: int
     """Position of the first row: how many tokens were cached before."""
     pages: Tensor
-    """[pages] int64: the request's pages in order of position."""
+    """[pages] int32 on the device: the request's page table, in order of position."""
 
     @property
     def length(self) -> int:
@@ -66,29 +57,54 @@ class Segment:
 
 
 class StepCache:
-    """What attention needs of one step; passed down the model as `past_key_values`.
+    """What attention needs of one step, built once and read by every layer; the model's `past_key_values`.
 
-    No dataclass and no tuple on purpose: a tap that flattens containers must not find the whole pool in it.
+    Everything a kernel needs is a tensor on the pool's device. No dataclass and no tuple on purpose: a tap that
+    flattens containers must not find the whole pool in it.
     """
 
-    def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
-        self.segments = segments
-        self._cache = cache
-        self._slots = torch.cat([_cache_slots(segment, cache.page_size) for segment in segments])
+    def __init__(
+        self,
+        cache: KVCache,
+        segments: Sequence[Segment],
+        *,
+        slots: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        starts: Tensor,
+    ) -> None:
+        self.cache = cache
+        self.segments = tuple(segments)
+        """Requests of the step in order of rows."""
+        self.slots = slots
+        """[tokens] int64: where each row's key and value go, in the pool with its page axes flattened."""
+        self.page_table = page_table
+        """[requests, most pages] int32: pages in order of position; what lies past a request's last page is no page."""
+        self.lengths = lengths
+        """[requests] int32: positions to attend to, this step's included."""
+        self.starts = starts
+        """[requests + 1] int32: first row of each request, then the number of rows."""
+
+    @property
+    def max_count(self) -> int:
+        """Most rows of one request; 1 in a step that only decodes."""
+        return max(segment.count for segment in self.segments)
+
+    @property
+    def max_length(self) -> int:
+        """Most positions of one request."""
+        return max(segment.length for segment in self.segments)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store [tokens, kv_heads, head_dim] of this step's rows."""
-        self._cache.keys[layer].flatten(0, 1)[self._slots] = key
-        self._cache.values[layer].flatten(0, 1)[self._slots] = value
+        """Store [tokens, kv_heads, dim] of this step's rows."""
+        self.cache.keys[layer].flatten(0, 1).index_copy_(0, self.slots, key)
+        self.cache.values[layer].flatten(0, 1).index_copy_(0, self.slots, value)
 
-    def read(self, layer: int, segment: Segment) -> tuple[Tensor, Tensor]:
-        """Keys and values of every position of a request so far, [length, kv_heads, head_dim] each."""
-        used = segment.pages[: -(-segment.length // self._cache.page_size)]
-        keys, values = self._cache.keys[layer][used], self._cache.values[layer][used]
-        return keys.flatten(0, 1)[: segment.length], values.flatten(0, 1)[: segment.length]
-
-
-def _cache_slots(segment: Segment, page_size: int) -> Tensor:
-    """[count] int64: index of each row's position in the pool with its page axes flattened."""
-    positions = torch.arange(segment.position, segment.length)
-    return segment.pages[positions // page_size] * page_size + positions % page_size
+    def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each."""
+        size = self.cache.page_size
+        first = start // size
+        used = segment.pages[first : -(-segment.length // size)]
+        keep = slice(start - first * size, segment.length - first * size)
+        keys, values = self.cache.keys[layer][used], self.cache.values[layer][used]
+        return keys.flatten(0, 1)[keep], values.flatten(0, 1)[keep]

@@ -7,8 +7,8 @@ from typing import Any
 
 from tapscope.errors import ConfigError
 
-_CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "logits": ("last", "all")}
 _COUNTS = ("tp", "ep", "page_size", "max_running", "kv_bytes")
+_CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "logits": ("last", "all"), "device": ("auto", "cpu", "cuda")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class EngineConfig:
     """Directory of a Hugging Face checkpoint: config.json, *.safetensors, and tokenizer.json for text."""
     dtype: str = "auto"
     """Type of weights and activations: ``float32``, ``bfloat16``, or ``auto`` for what config.json says."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` (rank r on the r-th GPU), or ``auto``: the GPU where there is one."""
     tp: int = 1
     """Tensor-parallel ranks; divides the key/value heads and the MLP's intermediate size."""
     ep: int = 1
@@ -29,6 +31,8 @@ class EngineConfig:
     """Pages of the KV cache; None takes as many as ``max_running`` longest requests need, within ``kv_bytes``."""
     max_running: int = 64
     """Requests computed in one step; the rest wait in order of arrival."""
+    max_tokens_per_step: int | None = None
+    """Rows of one step; longer prompts take several steps. None is 512 on a CPU and 8192 on a GPU."""
     kv_bytes: int = 1 << 30
     """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
     logits: str = "last"
@@ -46,10 +50,16 @@ class EngineConfig:
         _require(self.tp % self.ep == 0, "ep", self.ep, f"must divide tp={self.tp}")
         rule = "must be a whole number above 0, or None to size it from kv_bytes"
         _require(self.num_pages is None or _is_count(self.num_pages), "num_pages", self.num_pages, rule)
+        rule, tokens = "must be a whole number above 0, or None for the device's default", self.max_tokens_per_step
+        _require(tokens is None or _is_count(tokens), "max_tokens_per_step", tokens, rule)
         _require(type(self.seed) is int and self.seed >= 0, "seed", self.seed, "must be a whole number from 0")
         timeout = self.rank_timeout_s
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         _require(is_number and timeout > 0, "rank_timeout_s", timeout, "must be a number of seconds above 0")
+
+    def step_tokens(self, device_type: str) -> int:
+        """``max_tokens_per_step`` on a device of this type."""
+        return self.max_tokens_per_step or (512 if device_type == "cpu" else 8192)
 
     @classmethod
     def build(cls, model: "str | Path | EngineConfig", settings: Mapping[str, Any]) -> "EngineConfig":

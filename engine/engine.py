@@ -37,7 +37,11 @@ class Engine:
         else:
             self._ranks, self.runner = _start(config, self.model_config, observer)
         self.scheduler = Scheduler(
-            self.runner.num_pages, config.page_size, config.max_running, self.model_config.eos_token_ids
+            self.runner.num_pages,
+            config.page_size,
+            config.max_running,
+            self.model_config.eos_token_ids,
+            self.runner.max_tokens,
         )
         # Also runs when the engine is dropped, or the program ends, without close().
         self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, num_threads)

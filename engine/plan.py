@@ -1,8 +1,9 @@
 """StepPlan: what rank 0 decided that every rank computes in one step, and its form on the wire."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any
 
 from tapscope.observe import RowRun, StepInfo
 from tapscope.wire import Message
@@ -13,11 +14,18 @@ class Share:
     """One request's share of a step: neighbouring positions from ``position`` on."""
 
     request: str
+    row: int = 0
+    """Row of the page table on every rank; a request keeps its row while it runs."""
     position: int
     visit: int
     tokens: tuple[int, ...]
+    page_start: int = 0
     pages: tuple[int, ...]
-    """All pages of the request, in order of position."""
+    """Entries of the request's page table from ``page_start`` on; those before are as they were."""
+    num_logits: int = 1
+    """How many rows, the last ones, lm_head sees; 0 while the prompt is not at its end."""
+    samples: bool = True
+    """Whether a token is drawn from the last row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +35,6 @@ class StepPlan:
     step: int
     phase: str
     shares: tuple[Share, ...]
-    all_logits: bool
-    """Whether lm_head sees every row or only each share's last."""
     kv_pages_used: int
     epoch: int | None = None
     """Configuration epoch that rank 0's observer wants, for every rank's observer."""
@@ -46,12 +52,14 @@ class StepPlan:
     @property
     def logit_rows(self) -> tuple[int, ...]:
         """Rows whose logits are computed, ascending."""
-        return tuple(range(self.num_tokens)) if self.all_logits else self.sampled_rows
+        ends = accumulate(len(share.tokens) for share in self.shares)
+        return tuple(row for end, s in zip(ends, self.shares, strict=True) for row in range(end - s.num_logits, end))
 
     @property
-    def sampled_rows(self) -> tuple[int, ...]:
-        """The last row of each share."""
-        return tuple(slot + len(share.tokens) - 1 for slot, share in zip(self.slots, self.shares, strict=True))
+    def sampled_logits(self) -> tuple[int, ...]:
+        """Indices into :attr:`logit_rows` of the rows that are sampled from: the last of each share that samples."""
+        ends = accumulate(share.num_logits for share in self.shares)
+        return tuple(end - 1 for end, share in zip(ends, self.shares, strict=True) if share.samples)
 
     def info(self) -> StepInfo:
         """The step as observers see it."""
@@ -71,19 +79,24 @@ class StepPlan:
 
     def to_message(self) -> Message:
         """For :meth:`from_message` on another rank."""
-        shares = [[s.request, s.position, s.visit, s.tokens, s.pages] for s in self.shares]
-        fields = {name: getattr(self, name) for name in ("step", "phase", "all_logits", "kv_pages_used", "epoch")}
-        return Message("plan", fields | {"shares": shares})
+        shares = [[getattr(share, name) for name in _SHARE] for share in self.shares]
+        return Message("plan", {name: getattr(self, name) for name in _PLAN} | {"shares": shares})
 
     @classmethod
     def from_message(cls, message: Message) -> "StepPlan":
         """The inverse of :meth:`to_message`; raises RecorderError when a field is missing."""
-        shares = tuple(
-            Share(request=request, position=position, visit=visit, tokens=tuple(tokens), pages=tuple(pages))
-            for request, position, visit, tokens, pages in message["shares"]
-        )
-        names = ("step", "phase", "all_logits", "kv_pages_used", "epoch")
-        return cls(shares=shares, **{name: message[name] for name in names})
+        whole = tuple(_share(values) for values in message["shares"])
+        return cls(shares=whole, **{name: message[name] for name in _PLAN})
+
+
+_SHARE = tuple(field.name for field in fields(Share))
+_PLAN = tuple(field.name for field in fields(StepPlan) if field.name != "shares")
+
+
+def _share(values: list[Any]) -> Share:
+    named = zip(_SHARE, values, strict=True)
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
+    return Share(**fields)
 
 
 def phase_of(is_prefill: Iterable[bool]) -> str:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
-from tapscope.engine.cache import KVCache, Segment, StepCache
+from tapscope.engine.buffers import StepBuffers
+from tapscope.engine.cache import KVCache
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.registry import TIED, build_model
+from tapscope.engine.modes import StepMode, StepModes
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.sampler import sample
@@ -29,13 +31,20 @@ class Runner:
         self.dtype = dtype_name(config, model_config)
         dtype = _DTYPES[self.dtype]
         tp.ep = config.ep
-        self.model = build_model(model_config, tp, dtype).eval()
+        self.device = device_of(config.device, tp.rank)
+        with self.device:
+            self.model = build_model(model_config, tp, dtype).eval()
         load_weights(self.model, Path(config.model), TIED if model_config.tie_word_embeddings else {})
         self.num_pages = num_pages(config, model_config, dtype.itemsize)
         kv_heads = model_config.num_kv_heads // tp.size
-        self._cache = KVCache(
-            model_config.num_layers, self.num_pages, config.page_size, kv_heads, model_config.head_dim, dtype
+        dim = model_config.head_dim
+        cache = KVCache(
+            model_config.num_layers, self.num_pages, config.page_size, kv_heads, dim, dim, dtype, self.device
         )
+        max_pages = -(-model_config.max_positions // config.page_size)
+        self.max_tokens = config.step_tokens(self.device.type)
+        self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
+        self._modes = StepModes(self.model)
         self._started = 0.0
         self.observer: StepObserver | None = None
         if observer is not None:
@@ -52,7 +61,7 @@ class Runner:
             self.observer = observer(self.model, info)
 
     def execute(self, plan: StepPlan) -> list[int]:
-        """Tell the observer, run the model, sample: one token per share. Follow with :meth:`finish`."""
+        """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`."""
         if self.observer is not None:
             self.observer.before_step(plan.info())
         self._started = time.perf_counter()
@@ -81,23 +90,36 @@ class Runner:
         if observer is not None:
             observer.close()
 
+    def mode(self) -> StepMode:
+        """How the next step runs; equal on all ranks once the observer has applied the plan's epoch."""
+        return self._modes.choose(self.observer)
+
     @torch.no_grad()
     def _forward(self, plan: StepPlan) -> list[int]:
-        """Sampled token of each share. no_grad rather than inference_mode: taps need tensors' version counters."""
-        input_ids = torch.tensor([token for share in plan.shares for token in share.tokens])
-        segments = [
-            Segment(slot, len(share.tokens), share.position, torch.tensor(share.pages))
-            for slot, share in zip(plan.slots, plan.shares, strict=True)
-        ]
-        positions = torch.cat([torch.arange(s.position, s.length) for s in segments])
+        """Sampled token of each share that samples; the only place where a step's values come to the host.
+
+        no_grad rather than inference_mode: taps need tensors' version counters. Every mode runs the modules as they
+        are: a captured graph would take over here in the modes that allow it (:class:`StepMode`).
+        """
+        inputs = self._buffers.load(plan)
         output = self.model(
-            input_ids,
-            position_ids=positions,
-            past_key_values=StepCache(self._cache, segments),
-            logits_to_keep=None if plan.all_logits else torch.tensor(plan.logit_rows),
+            inputs.input_ids,
+            position_ids=inputs.position_ids,
+            past_key_values=inputs.cache,
+            logits_to_keep=inputs.logits_to_keep,
         )
         tokens: list[int] = self.model.sampler(sample(output.logits)).tolist()
-        return [tokens[row] for row in plan.sampled_rows] if plan.all_logits else tokens
+        return [tokens[row] for row in plan.sampled_logits]
+
+
+def device_of(name: str, rank: int) -> torch.device:
+    """This rank's device; raises ConfigError when there is no such GPU."""
+    num_gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and not num_gpus):
+        return torch.device("cpu")
+    if rank >= num_gpus:
+        raise ConfigError(f"device={name!r}: rank {rank} needs GPU {rank} but there are {num_gpus}; use device='cpu'")
+    return torch.device("cuda", rank)
 
 
 def dtype_name(config: EngineConfig, model_config: ModelConfig) -> str:

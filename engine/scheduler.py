@@ -8,7 +8,7 @@ admitted, in order of arrival, once the cache has pages for all it may ever need
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tapscope.engine.cache import PageAllocator
+from tapscope.engine.pages import PageAllocator
 from tapscope.engine.plan import Share, StepPlan, phase_of
 from tapscope.engine.request import Request
 from tapscope.errors import UsageError
@@ -17,13 +17,17 @@ from tapscope.errors import UsageError
 class Scheduler:
     """Owns every live request and every page."""
 
-    def __init__(self, num_pages: int, page_size: int, max_running: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, max_running: int, eos_token_ids: Sequence[int], max_tokens: int = 512
+    ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.pages = PageAllocator(num_pages)
         self._page_size = page_size
         self._max_running = max_running
         self._eos = frozenset(eos_token_ids)
+        self._max_tokens = max_tokens
+        self._planned: list[tuple[Request, int]] = []
         self._next_step = 0
 
     @property
@@ -72,21 +76,33 @@ class Scheduler:
     def plan(self, *, all_logits: bool, epoch: int | None) -> StepPlan:
         """Admit what fits and give every running request its uncomputed tokens; needs :attr:`has_work`."""
         self._admit()
-        shares = tuple(
-            Share(
-                request=request.id,
-                position=request.num_computed,
-                visit=0,
-                tokens=tuple(request.tokens[request.num_computed :]),
-                pages=request.pages,
+        budget, shares = self._max_tokens, []
+        self._planned = []
+        rows = {request.id: row for row, request in enumerate(self.running)}
+        for request in sorted(self.running, key=lambda r: r.num_computed < len(r.prompt_ids)):  # decoding rows first
+            start = request.num_computed
+            tokens = tuple(request.tokens[start : start + budget])
+            if not tokens:
+                break
+            budget -= len(tokens)
+            ends = start + len(tokens) == len(request.tokens)
+            shares.append(
+                Share(
+                    request=request.id,
+                    row=rows[request.id],
+                    position=start,
+                    visit=0,
+                    tokens=tokens,
+                    pages=request.pages,
+                    num_logits=len(tokens) if all_logits else int(ends),
+                    samples=ends,
+                )
             )
-            for request in self.running
-        )
+            self._planned.append((request, start + len(tokens)))
         plan = StepPlan(
             step=self._next_step,
-            phase=phase_of(request.num_computed < len(request.prompt_ids) for request in self.running),
-            shares=shares,
-            all_logits=all_logits,
+            phase=phase_of(request.num_computed < len(request.prompt_ids) for request, _ in self._planned),
+            shares=tuple(shares),
             kv_pages_used=self.pages.num_used,
             epoch=epoch,
         )
@@ -94,11 +110,13 @@ class Scheduler:
         return plan
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
-        """Append one token to each running request, in batch order; returns the finished ones, pages freed."""
-        for request, token in zip(self.running, sampled, strict=True):
-            request.num_computed = len(request.tokens)
-            request.append(token, self._eos)
-        finished = [request for request in self.running if request.finish_reason]
+        """Append a token to each request that caught up, in the plan's order; returns the finished, pages freed."""
+        tokens = iter(sampled)
+        for request, end in self._planned:
+            request.num_computed = end
+            if end == len(request.tokens):
+                request.append(next(tokens), self._eos)
+        finished = [request for request, _ in self._planned if request.finish_reason]
         for request in finished:
             self._release(request)
         return finished

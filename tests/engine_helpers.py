@@ -58,7 +58,7 @@ class ThreadRanks:
         self.model_config = ModelConfig.read(path)
         self._pool = ThreadPoolExecutor(tp)
         self.runners = list(self._pool.map(lambda rank: self._build(store, rank), range(tp)))
-        self.scheduler = Scheduler(self.runners[0].num_pages, self.config.page_size, 8, ())
+        self.scheduler = Scheduler(self.runners[0].num_pages, self.config.page_size, 8, (), self.runners[0].max_tokens)
 
     def _build(self, store: Path, rank: int) -> Runner:
         tp = TensorParallel() if self.config.tp == 1 else TensorParallel.connect(store, rank, self.config.tp, 20)

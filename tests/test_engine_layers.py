@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tapscope.engine.attention import attend
-from tapscope.engine.cache import KVCache, Segment, StepCache
+from tapscope.engine.attention import AttentionSpec, attend
+from tapscope.engine.buffers import StepBuffers
+from tapscope.engine.cache import KVCache
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.rope import RotaryEmbedding
 from tapscope.engine.model_config import ModelConfig
@@ -54,39 +55,78 @@ def test_rotary_embedding_is_transformers_to_the_last_bit_or_two(
     assert torch.equal(rotate(x, cos, sin), expected[0].transpose(0, 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
-    cuts=st.lists(st.integers(1, 7), min_size=1, max_size=5),
+    cuts=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5), min_size=1, max_size=3),
     group=st.integers(1, 4),
     kv_heads=st.integers(1, 3),
     page_size=st.integers(1, 5),
+    window=st.none() | st.integers(1, 9),
+    softcap=st.none() | st.just(1.5),
     seed=st.integers(0, 1000),
 )
-def test_attention_is_causal_and_the_same_however_a_sequence_is_cut(
-    cuts: list[int], group: int, kv_heads: int, page_size: int, seed: int
+def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
+    cuts: list[list[int]],
+    group: int,
+    kv_heads: int,
+    page_size: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
 ) -> None:
-    length, dim = sum(cuts), 8
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(length, kv_heads * group, dim, generator=generator)
-    k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in range(2))
-    # The definition, written out: softmax over earlier positions, head h reading key/value head h // group.
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) / dim**0.5
-    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
-    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
+    dim, value_dim, generator = 8, 6, torch.Generator().manual_seed(seed)
+    spec = AttentionSpec(scale=0.3, window=window, softcap=softcap)
+    lengths = [sum(counts) for counts in cuts]
+    qkv = [
+        tuple(torch.randn(n, heads, width, generator=generator) for heads, width in _shapes(kv_heads, group, dim))
+        for n in lengths
+    ]
+    expected = [_written_out(q, k, v[..., :value_dim], spec) for q, k, v in qkv]
+    most = -(-max(lengths) // page_size)
+    num_pages = most * len(cuts) + 2
+    cache = KVCache(1, num_pages, page_size, kv_heads, dim, value_dim, torch.float32)
+    cache.keys[:, :-1].fill_(torch.nan)  # whatever is read before it was written shows
+    cache.values[:, :-1].fill_(torch.nan)
+    pages = torch.randperm(num_pages, generator=generator)[: most * len(cuts)].view(len(cuts), most).tolist()
+    buffers = StepBuffers(cache, sum(lengths), len(cuts), most)
+    outputs: list[list[torch.Tensor]] = [[] for _ in cuts]
+    done = [0] * len(cuts)
+    for step in range(max(len(counts) for counts in cuts)):
+        live = [i for i, counts in enumerate(cuts) if step < len(counts)]
+        spans = {i: slice(done[i], done[i] + cuts[i][step]) for i in live}
+        shares = [
+            Share(
+                request=str(i), row=i, position=done[i], visit=0, tokens=(0,) * cuts[i][step],
+                pages=tuple(pages[i]) if step == 0 else (),
+            )
+            for i in live
+        ]  # fmt: skip
+        view = buffers.load(StepPlan(step=step, phase="mixed", shares=tuple(shares), kv_pages_used=0)).cache
+        q, k, v = (torch.cat([qkv[i][part][spans[i]] for i in live]) for part in range(3))
+        view.write(0, k, v[..., :value_dim])
+        parts = attend(q, 0, view, spec).split([cuts[i][step] for i in live])
+        for i, part in zip(live, parts, strict=True):
+            outputs[i].append(part)
+            done[i] = spans[i].stop
+    for parts, whole in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-5)
 
-    num_pages = -(-length // page_size)
-    cache = KVCache(1, num_pages + 2, page_size, kv_heads, dim, torch.float32)
-    cache.keys.fill_(torch.nan)  # whatever is read before it was written shows
-    cache.values.fill_(torch.nan)
-    pages = torch.randperm(num_pages + 2, generator=generator)[:num_pages]
-    outputs, position = [], 0
-    for count in cuts:
-        segment = Segment(0, count, position, pages)
-        view, rows = StepCache(cache, [segment]), slice(position, position + count)
-        view.write(0, k[rows], v[rows])
-        outputs.append(attend(q[rows], *view.read(0, segment), segment))
-        position += count
-    torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-4, atol=1e-5)
+
+def _shapes(kv_heads: int, group: int, dim: int) -> list[tuple[int, int]]:
+    return [(kv_heads * group, dim), (kv_heads, dim), (kv_heads, dim)]
+
+
+def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """The definition: softmax over the positions a row sees, head h reading key/value head h // group."""
+    group, length = q.shape[1] // k.shape[1], len(q)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    for i in range(length):
+        for j in range(length):
+            if j > i or (spec.window is not None and i - j >= spec.window):
+                scores[:, i, j] = -torch.inf
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
 
 def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(tmp_path: Path) -> None:
@@ -95,8 +135,15 @@ def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(tmp_path: Path)
     ranks = ThreadRanks(path, tmp_path / "store", 1, page_size=4)
     (runner,) = ranks.runners
     for step, (start, end) in enumerate([(0, 7), (7, 8), (8, 20)]):
-        share = Share(request="a", position=start, visit=0, tokens=tokens[start:end], pages=(9, 3, 5, 4, 0))
-        plan = StepPlan(step=step, phase="prefill", shares=(share,), all_logits=True, kv_pages_used=5)
+        share = Share(
+            request="a",
+            position=start,
+            visit=0,
+            tokens=tokens[start:end],
+            pages=(9, 3, 5, 4, 0),
+            num_logits=end - start,
+        )
+        plan = StepPlan(step=step, phase="prefill", shares=(share,), kv_pages_used=5)
         runner.execute(plan)
         runner.finish(plan)
     assert (runner.observer.logits_of("a") - reference_logits(path, tokens)).abs().max() <= 1e-4

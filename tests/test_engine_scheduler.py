@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.engine.cache import PageAllocator
+from tapscope.engine.pages import PageAllocator
 from tapscope.engine.plan import Share, StepPlan
 from tapscope.engine.request import Request
 from tapscope.engine.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ def test_every_position_is_computed_once_in_order_and_no_page_leaks(
                 assert computed[share.request] <= len(share.pages) * PAGE_SIZE
                 if share.position == 0:
                     entered.append(share.request)
-            finished += scheduler.commit([sampled] * len(plan.shares))
+            finished += scheduler.commit([sampled] * len(plan.sampled_logits))
             _check_pages(scheduler)
         step += 1
         assert step < 500, "requests starve"
@@ -76,20 +76,28 @@ def test_every_position_is_computed_once_in_order_and_no_page_leaks(
         assert len(request.generated) == (1 if stopped else request.max_new_tokens)
 
 
-shares = st.builds(
-    Share,
-    request=st.text(min_size=1, max_size=8),
-    position=st.integers(0, 2**40),
-    visit=st.integers(0, 5),
-    tokens=st.lists(st.integers(0, 2**31), min_size=1, max_size=6).map(tuple),
-    pages=st.lists(st.integers(0, 2**31), max_size=6).map(tuple),
-)
+@st.composite
+def _shares(draw: st.DrawFn) -> Share:
+    tokens = tuple(draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=6)))
+    samples = draw(st.booleans())
+    return Share(
+        request=draw(st.text(min_size=1, max_size=8)),
+        row=draw(st.integers(0, 100)),
+        position=draw(st.integers(0, 2**40)),
+        visit=draw(st.integers(0, 5)),
+        tokens=tokens,
+        page_start=draw(st.integers(0, 100)),
+        pages=tuple(draw(st.lists(st.integers(0, 2**31), max_size=6))),
+        num_logits=draw(st.integers(int(samples), len(tokens))),
+        samples=samples,
+    )
+
+
 plans = st.builds(
     StepPlan,
     step=st.integers(0, 2**40),
     phase=st.sampled_from(["prefill", "decode", "mixed"]),
-    shares=st.lists(shares, min_size=1, max_size=5).map(tuple),
-    all_logits=st.booleans(),
+    shares=st.lists(_shares(), min_size=1, max_size=5).map(tuple),
     kv_pages_used=st.integers(0, 100),
     epoch=st.none() | st.integers(0, 10),
 )
@@ -107,10 +115,11 @@ def test_a_plans_rows_tile_the_grid_and_logit_rows_end_each_share(plan: StepPlan
     assert slots == list(range(plan.num_tokens))
     assert info.grid == (plan.num_tokens,)
     assert len(info.token_ids) == info.num_rows == plan.num_tokens
-    ends = {run.slot + run.count - 1 for run in info.rows}
-    wanted = set(slots) if plan.all_logits else ends
-    assert set(info.row_sets["logits"]) == wanted
-    assert set(plan.sampled_rows) == ends
+    ends = [run.slot + run.count for run in info.rows]
+    wanted = [row for end, share in zip(ends, plan.shares, strict=True) for row in range(end - share.num_logits, end)]
+    assert list(info.row_sets["logits"]) == wanted
+    sampled = [end - 1 for end, share in zip(ends, plan.shares, strict=True) if share.samples]
+    assert [wanted[index] for index in plan.sampled_logits] == sampled
 
 
 @given(counts=st.lists(st.integers(1, 5), max_size=8))

@@ -88,7 +88,7 @@ def _observe(observer: Callable[[Any, RankInfo], StepObserver], config: EngineCo
 
 
 def _drive(config: EngineConfig, setup: Setup, runners: list[Runner], each: Any) -> None:
-    scheduler = Scheduler(runners[0].num_pages, config.page_size, config.max_running, ())
+    scheduler = Scheduler(runners[0].num_pages, config.page_size, config.max_running, (), runners[0].max_tokens)
     for r in requests(setup.workload, setup.seed, setup.order):
         scheduler.add(Request(id=r.name, prompt_ids=r.prompt, max_new_tokens=len(r.forced) + 1, forced=r.forced))
     while scheduler.has_work:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.attention import Attention
+from tapscope.engine.attention import Attention, AttentionSpec
 from tapscope.engine.cache import StepCache
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.probe import ANGLE_INPUTS, SHARD, WHOLE, Probe
@@ -21,7 +21,7 @@ class SelfAttention(nn.Module):
         parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, config.attention_bias, tp, dtype)
         self.q_proj, self.k_proj, self.v_proj = Probe(SHARD), Probe(SHARD), Probe(SHARD)
-        self.attn = Attention(layer)
+        self.attn = Attention(layer, AttentionSpec(scale=config.head_dim**-0.5))
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.attention_bias, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 

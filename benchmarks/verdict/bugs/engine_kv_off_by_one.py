@@ -15,7 +15,7 @@ WHERE = {"step": 1}
 def patch(model):
     read = StepCache.read
 
-    def short(self, layer, segment):
-        return read(self, layer, replace(segment, count=segment.count - (segment.count == 1)))
+    def short(self, layer, segment, start=0):
+        return read(self, layer, replace(segment, count=segment.count - (segment.count == 1)), start)
 
     return mock.patch.object(StepCache, "read", short)

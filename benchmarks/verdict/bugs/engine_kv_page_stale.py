@@ -15,11 +15,11 @@ TARGET = [{}, {"tp": 2}]
 def patch(model):
     read = StepCache.read
 
-    def stale(self, layer, segment):
-        keys, values = read(self, layer, segment)
+    def stale(self, layer, segment, start=0):
+        keys, values = read(self, layer, segment, start)
         if layer == 1 and segment.position > 8:
             values = values.clone()
-            values[4:8] = self._cache.values[layer][self.segments[-1].pages[0]]
+            values[4:8] = self.cache.values[layer][self.segments[-1].pages[0]]
         return keys, values
 
     return mock.patch.object(StepCache, "read", stale)
