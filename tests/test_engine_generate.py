@@ -194,7 +194,7 @@ def test_two_engines_in_one_process_do_not_meet(path: Path, tmp_path: Path) -> N
         ({"logits": "some"}, "must be one of last, all"),
         ({"seed": -1}, "seed=-1"),
         ({"rank_timeout_s": 0}, "rank_timeout_s=0"),
-        ({"pages": 4}, "no setting 'pages'; settings are dtype, device, tp, page_size"),
+        ({"pages": 4}, "no setting 'pages'; settings are dtype, device, tp"),
         ({"kv_bytes": 1}, "must hold at least one page"),
     ],
 )
