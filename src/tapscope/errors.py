@@ -9,6 +9,7 @@
     │   ├── DimsError            a dims annotation that does not parse or fit
     │   ├── RunExistsError       the run directory is taken and --force was not given
     │   ├── ListenError          an address that cannot be listened on
+    │   ├── RequestError         a field of a served request; knows the field and a word for programs
     │   └── StepError            step() nested, or closed twice
     ├── EvaluationError          a condition that could not be decided for these values; counted, never shown to a model
     ├── DataError                exit 3: what lies on disk cannot be used
@@ -64,6 +65,16 @@ class RunExistsError(UsageError):
 
 class ListenError(UsageError):
     """An address cannot be listened on."""
+
+
+class RequestError(UsageError):
+    """A field of a served request is wrong or asks for what is not supported."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """``param`` is the field's name; ``code`` is a word that programs may rely on, as in OpenAI's errors."""
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class StepError(UsageError):

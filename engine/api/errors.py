@@ -1,0 +1,42 @@
+"""Bodies of errors in the dialect of the path that was asked: OpenAI's, Anthropic's, or the engine's own."""
+
+from typing import Any
+
+from tapscope.errors import LiveError, RequestError, UsageError
+
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_NOT_FOUND = "model_not_found"
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, RequestError) and error.code == _NOT_FOUND:
+        return 404
+    return 400 if isinstance(error, UsageError) else 503 if isinstance(error, LiveError) else 500
+
+
+def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> Any:
+    """The body of an answer to ``path`` that is no success."""
+    if path.startswith("/v1/messages"):
+        kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    if path.startswith("/v1/"):
+        kind = _OPENAI.get(status, "invalid_request_error" if status < 500 else "server_error")
+        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message}}
+
+
+def error_answer(path: str, error: Exception) -> tuple[int, Any]:
+    """(status, body) for an error that was raised while ``path`` was answered."""
+    status = status_of(error)
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    return status, error_body(path, status, str(error), param=param, code=code)

@@ -1,0 +1,122 @@
+"""From a conversation to what the engine computes: prompt ids, parameters, and how its text is to be read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.engine.api import reasoning
+from tapscope.engine.api.model import ServedModel
+from tapscope.engine.api.reply import ReplyForm
+from tapscope.engine.api.sampling import make_params
+from tapscope.engine.api.tool_parsers import PYTHON_TAG
+from tapscope.engine.api.tools import NO_TOOLS, Tools
+from tapscope.engine.chat_template import ChatTemplate, Message
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A checked conversation, whichever dialect it came in."""
+
+    messages: list[Message]
+    sampling: dict[str, Any]
+    """Arguments of SamplingParams, without max_new_tokens."""
+    tools: Tools = NO_TOOLS
+    max_tokens: int | None = None
+    """None takes all that the prompt leaves."""
+    max_tokens_name: str = "max_tokens"
+    """What the body calls it."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """For the chat template, such as ``enable_thinking``."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    separate_reasoning: bool = True
+    """Whether reasoning is told apart from the answer."""
+
+    @property
+    def constraint(self) -> str | None:
+        """What the sampling parameters hold the answer to."""
+        return next((name for name in ("json_schema", "regex", "grammar") if self.sampling.get(name)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the engine is given for one request."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    form: ReplyForm
+
+
+def encode_conversation(model: ServedModel, talk: Conversation) -> tuple[str, tuple[int, ...]]:
+    """The rendered prompt and its ids; raises RequestError."""
+    template, tokenizer = model.require_template(), model.require_tokenizer()
+    _check_tools(model, template, talk.tools)
+    for name in talk.variables:
+        if not template.reads(name, tools=bool(talk.tools.definitions)):
+            raise RequestError(f"the chat template of {model.name} reads no {name!r}", param="chat_template_kwargs")
+    text = template.render(
+        talk.messages,
+        tools=talk.tools.definitions if talk.tools.choice != "none" else None,
+        add_generation_prompt=talk.add_generation_prompt and not talk.continue_final_message,
+        continue_final_message=talk.continue_final_message,
+        **(_no_thoughts(template, talk) | dict(talk.variables)),
+    )
+    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def make_prompt(model: ServedModel, talk: Conversation) -> Prompt:
+    """What to compute and how to read it; raises RequestError, with the numbers when the prompt is too long."""
+    text, token_ids = encode_conversation(model, talk)
+    sampling = dict(talk.sampling)
+    if talk.tools.choice != "none" and talk.constraint:
+        raise RequestError(
+            f"the whole answer is held to {talk.constraint}, so that no tool can be called; set tool_choice to 'none'",
+            param="tool_choice",
+        )
+    if talk.tools.is_forced:
+        sampling["json_schema"] = talk.tools.schema()
+    is_constrained = talk.constraint is not None or talk.tools.is_forced
+    thinks = model.thinks and talk.separate_reasoning and not is_constrained
+    form = ReplyForm(
+        thinks=thinks,
+        is_thinking=thinks and text.rstrip().endswith(reasoning.OPEN),
+        tools=talk.tools,
+        tool_format=model.tool_format,
+        hidden=_hidden(model, talk, sampling),
+    )
+    if form.hidden:
+        sampling["skip_special_tokens"] = False
+    asked = model.num_new_tokens(len(token_ids), talk.max_tokens, talk.max_tokens_name)
+    return Prompt(token_ids=token_ids, params=make_params(sampling | {"max_new_tokens": asked}), form=form)
+
+
+def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> None:
+    """Tools that the model would never see, or whose calls nobody could read, are refused."""
+    if tools.choice == "none":
+        return
+    if not template.reads("tools", tools=True):
+        raise RequestError(f"the chat template of {model.name} has no place for tools", param="tools")
+    if tools.choice == "auto" and model.tool_format is None:
+        raise RequestError(
+            f"how {model.name} writes tool calls is not known; ask for tool_choice 'required', or serve with a "
+            "tool format (hermes, llama3)",
+            param="tools",
+        )
+
+
+def _no_thoughts(template: ChatTemplate, talk: Conversation) -> dict[str, Any]:
+    """A constraint holds from the first token on, so that a model which can be told not to think is told so."""
+    is_constrained = talk.tools.is_forced or any(
+        talk.sampling.get(name) for name in ("json_schema", "regex", "grammar")
+    )
+    reads = template.reads("enable_thinking", tools=bool(talk.tools.definitions))
+    return {"enable_thinking": False} if is_constrained and reads else {}
+
+
+def _hidden(model: ServedModel, talk: Conversation, sampling: Mapping[str, Any]) -> tuple[str, ...]:
+    """Llama's python tag is a special token: to see it, all are left in the text, and hidden by the reader."""
+    wanted = talk.tools.choice == "auto" and model.tool_format == "llama3" and sampling.get("skip_special_tokens", True)
+    tokens = model.require_tokenizer().special_tokens if wanted else ()
+    return tokens if PYTHON_TAG in tokens else ()

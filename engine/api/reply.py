@@ -1,0 +1,84 @@
+"""Reply: the text of one answer, told apart into reasoning, text and tool calls while it comes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
+from tapscope.engine.api.forced_calls import NamedCall, RequiredCalls
+from tapscope.engine.api.reasoning import ReasoningSplitter
+from tapscope.engine.api.tags import split_at_tag
+from tapscope.engine.api.tool_parsers import PYTHON_TAG, HermesParser, LlamaParser, ToolParser
+from tapscope.engine.api.tools import NO_TOOLS, Tools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyForm:
+    """What the text of an answer may be made of; one for all answers of a request."""
+
+    thinks: bool = False
+    """Whether reasoning may come first."""
+    is_thinking: bool = False
+    """Whether the prompt ends inside the reasoning."""
+    tools: Tools = NO_TOOLS
+    tool_format: str | None = None
+    hidden: tuple[str, ...] = ()
+    """Special tokens that the engine leaves in the text for the parser's sake, and no client asked for."""
+
+
+class Reply:
+    """One answer."""
+
+    def __init__(self, form: ReplyForm) -> None:
+        self._splitter = ReasoningSplitter(is_open=form.is_thinking) if form.thinks else None
+        self._parser = _parser(form)
+        self._hidden = tuple(token for token in form.hidden if token != PYTHON_TAG)
+        self._held = ""
+        self._most_calls = None if form.tools.is_parallel else 1
+        self.num_calls = 0
+        """Tools called so far."""
+
+    def feed(self, text: str, *, is_final: bool = False) -> list[Delta]:
+        """What is certain by now; ``is_final`` when no more text comes."""
+        shown = self._show(text, is_final)
+        pieces: Iterator[Delta] | list[Delta] = [Said(shown)] if shown else []
+        if self._splitter is not None:
+            pieces = self._splitter.feed(shown, is_final=is_final)
+        deltas = list(pieces)
+        if self._parser is not None:
+            deltas = list(self._parse(self._parser, deltas, is_final))
+        self.num_calls += sum(isinstance(delta, CallBegun) for delta in deltas)
+        return deltas
+
+    def _show(self, text: str, is_final: bool) -> str:
+        """The text without hidden tokens."""
+        if not self._hidden:
+            return text
+        shown, tag, self._held = split_at_tag(self._held + text, self._hidden, is_final=is_final)
+        while tag:
+            plain, tag, self._held = split_at_tag(self._held, self._hidden, is_final=is_final)
+            shown += plain
+        return shown
+
+    def _parse(self, parser: ToolParser, pieces: list[Delta], is_final: bool) -> Iterator[Delta]:
+        """Reasoning as it is, the rest through the parser; no more calls than are wanted."""
+        said = ""
+        for piece in pieces:
+            if isinstance(piece, Thought):
+                yield piece
+            elif isinstance(piece, Said):
+                said += piece.text
+        for delta in parser.feed(said, is_final=is_final):
+            index = delta.index if isinstance(delta, CallBegun | CallArguments) else 0
+            if self._most_calls is None or index < self._most_calls:
+                yield delta
+
+
+def _parser(form: ReplyForm) -> ToolParser | None:
+    tools = form.tools
+    if tools.choice == "named":
+        return NamedCall(tools.named)
+    if tools.choice == "required":
+        return RequiredCalls()
+    if tools.choice == "none" or form.tool_format is None:
+        return None
+    return HermesParser() if form.tool_format == "hermes" else LlamaParser(tools.names)

@@ -1,0 +1,103 @@
+"""Sampling fields of OpenAI bodies, and those that SGLang and vLLM add, to SamplingParams."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tapscope.engine.api.fields import Fields
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.errors import RequestError, UsageError
+
+OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "n")
+"""Fields of chat and completions alike."""
+EXTRA = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "regex",
+)
+"""Fields beyond OpenAI's, as vLLM and SGLang name them (`extra_body` of the openai package)."""
+ROUTING = ("priority", "rid")
+"""Fields about the request's way through the engine."""
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Fields about the sender; they never change an answer."""
+
+
+def read_sampling(fields: Fields, defaults: Mapping[str, float]) -> dict[str, Any]:
+    """Arguments for :func:`make_params`; ``defaults`` are the model's own."""
+    top_k = fields.whole("top_k", -1)
+    values: dict[str, Any] = {
+        "temperature": fields.number("temperature", 0, float("inf")),
+        "top_p": fields.number("top_p", 0, 1),
+        "top_k": None if top_k is None else max(top_k, 0),
+        "min_p": fields.number("min_p", 0, 1),
+        "repetition_penalty": fields.number("repetition_penalty", 0, float("inf")),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "min_new_tokens": fields.whole("min_tokens", 0),
+        "seed": fields.whole("seed", -(1 << 63), (1 << 63) - 1),
+        "n": fields.whole("n", 1, 128),
+        "logit_bias": _logit_bias(fields),
+        "stop": fields.texts("stop"),
+        "stop_token_ids": _token_ids(fields),
+        "ignore_eos": fields.flag("ignore_eos"),
+        "skip_special_tokens": fields.flag("skip_special_tokens", True),
+        "include_stop": fields.flag("include_stop_str_in_output"),
+        "regex": fields.text("regex"),
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    return {"temperature": 1.0} | dict(defaults) | given
+
+
+def make_params(values: Mapping[str, Any]) -> SamplingParams:
+    """Checked parameters; raises RequestError."""
+    try:
+        return SamplingParams.build(values)
+    except RequestError:
+        raise
+    except UsageError as error:
+        raise RequestError(str(error), param=str(error).partition("=")[0]) from None
+
+
+def response_schema(fields: Fields) -> str | None:
+    """The JSON schema (as text) that ``response_format`` holds the answer to; None for free text."""
+    wanted = fields.object("response_format")
+    if wanted is None:
+        return None
+    kind = wanted.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        raise wanted.wrong("type", "it must be one of text, json_object, json_schema")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return '{"type": "object"}'
+    described = wanted.object("json_schema")
+    schema = None if described is None else described.object("schema")
+    if schema is None:
+        raise RequestError(
+            "response_format.json_schema.schema is missing; it must be a JSON schema",
+            param="response_format.json_schema.schema",
+        )
+    return json.dumps(schema.values)
+
+
+def _logit_bias(fields: Fields) -> dict[int, float] | None:
+    given = fields.object("logit_bias")
+    if given is None:
+        return None
+    if not all(key.isascii() and key.isdigit() for key in given.values):
+        raise fields.wrong("logit_bias", "its keys must be token ids")
+    return {int(key): given.number(key, -100, 100) or 0.0 for key in given.values}
+
+
+def _token_ids(fields: Fields) -> tuple[int, ...]:
+    value = fields.values.get("stop_token_ids")
+    ids = [] if value is None else value
+    if not isinstance(ids, list) or not all(type(item) is int and item >= 0 for item in ids):
+        raise fields.wrong("stop_token_ids", "it must be a list of token ids")
+    return tuple(ids)

@@ -1,0 +1,24 @@
+"""Tags in a text that comes in pieces, whatever the pieces are."""
+
+from collections.abc import Sequence
+
+
+def split_at_tag(text: str, tags: Sequence[str], *, is_final: bool) -> tuple[str, str, str]:
+    """(plain text before the first tag, that tag, what comes after it); of two tags at one place the longer.
+
+    Without a tag the second is empty and the third is the end of the text that may be the beginning of one; when
+    the text is final nothing more can come, so that it is plain too.
+    """
+    found = [(text.find(tag), -len(tag), tag) for tag in tags if tag in text]
+    if found:
+        at, _, tag = min(found)
+        return text[:at], tag, text[at + len(tag) :]
+    cut = len(text) - (0 if is_final else _num_pending(text, tags))
+    return text[:cut], "", text[cut:]
+
+
+def _num_pending(text: str, tags: Sequence[str]) -> int:
+    """Characters at the end of ``text`` that may be the beginning of a tag."""
+    longest = min(max((len(tag) for tag in tags), default=1) - 1, len(text))
+    sizes = (size for size in range(longest, 0, -1) if any(tag.startswith(text[-size:]) for tag in tags))
+    return next(sizes, 0)

@@ -1,0 +1,164 @@
+"""Tool calls in a model's own words, found while the text still comes: Hermes (Qwen) and Llama 3.
+
+Forms: Qwen's and Hermes' chat templates write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; Llama 3.1's
+model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `<|python_tag|>name.call(key=value)`.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+from tapscope.engine.api.call_scanner import CallScanner
+from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said
+from tapscope.engine.api.python_call import read_python_call
+from tapscope.engine.api.tags import split_at_tag
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+
+class ToolParser(Protocol):
+    """Finds tool calls in a text that comes in pieces; what is no call is text of the answer."""
+
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
+        """What is certain by now; ``is_final`` when no more text comes. The pieces do not change the sum."""
+        ...
+
+
+class Speech:
+    """Text beside calls: blanks next to a call are part of the form and are left out."""
+
+    def __init__(self) -> None:
+        self._blanks = ""
+        self._is_after_call = False
+
+    def say(self, text: str, *, is_final: bool = False) -> Iterator[Said]:
+        """Text; blanks at its end wait for what follows."""
+        text = self._blanks + text
+        if self._is_after_call:
+            text = text.lstrip()
+        kept = text if is_final and not self._is_after_call else text.rstrip()
+        self._blanks = text[len(kept) :]
+        if kept:
+            self._is_after_call = False
+            yield Said(kept)
+
+    def call(self) -> None:
+        """A call comes here."""
+        self._blanks, self._is_after_call = "", True
+
+
+class HermesParser:
+    """Calls between tags, text between the calls."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._state = "text"
+        self._speech = Speech()
+        self._scanner = CallScanner(0)
+
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
+        """What is certain by now."""
+        self._text += text
+        steps = {"text": self._outside, "call": self._inside, "close": self._close}
+        state = ""
+        while state != self._state:
+            state = self._state
+            yield from steps[state](is_final)
+        if is_final:
+            yield from self._speech.say("", is_final=True)
+
+    def _outside(self, is_final: bool) -> Iterator[Delta]:
+        plain, tag, self._text = split_at_tag(self._text, (CALL_OPEN,), is_final=is_final)
+        yield from self._speech.say(plain)
+        if tag:
+            self._state = "call"
+
+    def _inside(self, is_final: bool) -> Iterator[Delta]:
+        """A call ends with its object; one that was never named is text as it stands."""
+        scanner = self._scanner
+        deltas, self._text = scanner.feed(self._text)
+        if deltas and isinstance(deltas[0], CallBegun):
+            self._speech.call()
+        yield from deltas
+        if scanner.state not in ("done", "broken") and not is_final:
+            return
+        if not scanner.has_begun:
+            yield from self._speech.say(CALL_OPEN + scanner.raw)
+        self._state = "close" if scanner.has_begun else "text"
+        self._scanner = CallScanner(scanner.index + scanner.has_begun)
+
+    def _close(self, is_final: bool) -> Iterator[Delta]:
+        """The closing tag; models that forget it go on with text."""
+        text = self._text.lstrip()
+        if text.startswith(CALL_CLOSE):
+            self._state, self._text = "text", text[len(CALL_CLOSE) :]
+        elif is_final or not CALL_CLOSE.startswith(text):
+            self._state = "text"
+        yield from ()
+
+
+class LlamaParser:
+    """A whole answer that is a call, several split by `;`, or a call behind the python tag."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        """``names`` of the tools that may be called: a bare object that names none of them is an answer in JSON."""
+        self._names = names
+        self._text = self._lead = ""
+        self._state = "start"
+        self._speech = Speech()
+        self._scanner = CallScanner(0, names)
+
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
+        """What is certain by now."""
+        self._text += text
+        steps = {"start": self._begin, "call": self._inside, "text": self._outside, "python": self._python}
+        state = ""
+        while state != self._state:
+            state = self._state
+            yield from steps[state](is_final)
+        if is_final:
+            yield from self._speech.say("", is_final=True)
+
+    def _begin(self, is_final: bool) -> Iterator[Delta]:
+        """At the beginning, and behind a call: blanks or `;`, then a call or anything else."""
+        text = self._text.lstrip(" \t\r\n;" if self._scanner.index else None)
+        if text.startswith("{"):
+            self._lead = self._text[: len(self._text) - len(text)]
+            self._state, self._text = "call", text
+        elif is_final or not PYTHON_TAG.startswith(text):
+            self._state = "text"
+        yield from ()
+
+    def _inside(self, is_final: bool) -> Iterator[Delta]:
+        scanner = self._scanner
+        deltas, self._text = scanner.feed(self._text)
+        if deltas and isinstance(deltas[0], CallBegun):
+            self._speech.call()
+        yield from deltas
+        if scanner.state not in ("done", "broken") and not is_final:
+            return
+        if not scanner.has_begun:
+            yield from self._speech.say(self._lead + scanner.raw)
+        self._state = "start" if scanner.has_begun else "text"
+        self._scanner = CallScanner(scanner.index + scanner.has_begun, self._names)
+
+    def _outside(self, is_final: bool) -> Iterator[Delta]:
+        plain, tag, self._text = split_at_tag(self._text, (PYTHON_TAG,), is_final=is_final)
+        yield from self._speech.say(plain)
+        if tag:
+            self._state = "python"
+
+    def _python(self, is_final: bool) -> Iterator[Delta]:
+        """JSON as without the tag; else one line of Python, which means nothing before it is whole."""
+        text = self._text.lstrip()
+        if text.startswith("{"):
+            self._lead, self._text, self._state = "", text, "call"
+        elif is_final:
+            call = read_python_call(text)
+            self._text = ""
+            if call is None:
+                yield from self._speech.say(text)
+            else:
+                self._speech.call()
+                yield CallBegun(self._scanner.index, call[0])
+                yield CallArguments(self._scanner.index, call[1])

@@ -1,0 +1,48 @@
+"""Token counts of a request with one or several answers, and ids of what is answered."""
+
+import json
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.engine.output import Output
+from tapscope.errors import LiveError
+
+
+@dataclass(slots=True)
+class Usage:
+    """Counts that grow with the outputs; a prompt with n answers counts once."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def openai(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class AbortedError(LiveError):
+    """A request ended before its answer was whole; the message says why."""
+
+
+def check_not_aborted(output: Output) -> None:
+    """Raise AbortedError for the last output of a request that was aborted."""
+    if output.finish_reason == "abort":
+        raise AbortedError(f"the request was aborted: {output.reason or 'by POST /abort_request'}")
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody else has."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def sse(data: Any, event: str | None = None) -> str:
+    """One server-sent event (WHATWG HTML, 9.2)."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
+    return (f"event: {event}\n" if event else "") + f"data: {text}\n\n"
