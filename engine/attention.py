@@ -21,6 +21,8 @@ class AttentionSpec:
     """Factor of the scores, 1/sqrt(head dim) as a rule."""
     window: int | None = None
     """Positions a row sees, itself included: the last ``window``; None for all before it."""
+    value_dim: int | None = None
+    """The values are the first ``value_dim`` features of the keys (MLA, whose latent is both); None: cached apart."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118)."""
 
@@ -50,11 +52,13 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
         rows = slice(segment.slot, segment.slot + segment.count)
         start = 0 if spec.window is None else max(0, segment.position - spec.window + 1)
         keys, values = cache.read(layer, segment, start)
-        outputs.append(_attend_one(query[rows], keys, values, segment.position - start, spec))
+        if spec.value_dim is not None:
+            values = keys[..., : spec.value_dim]
+        outputs.append(attend_one(query[rows], keys, values, segment.position - start, spec))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
+def attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
     """One request: [count, heads, d] against [length, kv_heads, d] twice -> [count, heads, value dim].
 
     Row i stands at key ``diagonal + i``. The heads of a group are folded into the row axis, [kv_heads, group * count,

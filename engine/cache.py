@@ -7,6 +7,22 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """What a model caches of one position on this rank, in each of its layers; all layers are alike."""
+
+    num_layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    """0 where values are made from what is cached as keys (:attr:`AttentionSpec.value_dim`)."""
+
+    @property
+    def position_width(self) -> int:
+        """Elements of one position in all layers."""
+        return self.num_layers * self.kv_heads * (self.key_dim + self.value_dim)
+
+
 class KVCache:
     """Keys and values of every layer on this rank, each [layers, pages + 1, page_size, kv_heads, dim].
 
@@ -16,18 +32,15 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
+        layout: CacheLayout,
         num_pages: int,
         page_size: int,
-        kv_heads: int,
-        key_dim: int,
-        value_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_layers, num_pages + 1, page_size, kv_heads)
-        self.keys = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, value_dim, dtype=dtype, device=device)
+        shape = (layout.num_layers, num_pages + 1, page_size, layout.kv_heads)
+        self.keys = torch.zeros(*shape, layout.key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, layout.value_dim, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
 

@@ -35,12 +35,9 @@ class Runner:
         with self.device:
             self.model = build_model(model_config, tp, dtype).eval()
         load_weights(self.model, Path(config.model), TIED if model_config.tie_word_embeddings else {})
-        self.num_pages = num_pages(config, model_config, dtype.itemsize)
-        kv_heads = model_config.num_kv_heads // tp.size
-        dim = model_config.head_dim
-        cache = KVCache(
-            model_config.num_layers, self.num_pages, config.page_size, kv_heads, dim, dim, dtype, self.device
-        )
+        layout = self.model.cache_layout()
+        self.num_pages = num_pages(config, model_config.max_positions, layout.position_width * dtype.itemsize)
+        cache = KVCache(layout, self.num_pages, config.page_size, dtype, self.device)
         max_pages = -(-model_config.max_positions // config.page_size)
         self.max_tokens = config.step_tokens(self.device.type)
         self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
@@ -132,13 +129,12 @@ def dtype_name(config: EngineConfig, model_config: ModelConfig) -> str:
     return name
 
 
-def num_pages(config: EngineConfig, model_config: ModelConfig, itemsize: int) -> int:
+def num_pages(config: EngineConfig, max_positions: int, position_bytes: int) -> int:
     """Pages of each rank's cache; equal on all ranks. Raises ConfigError when kv_bytes does not hold one."""
     if config.num_pages is not None:
         return config.num_pages
-    kv_width = model_config.num_kv_heads // config.tp * model_config.head_dim
-    page_bytes = 2 * model_config.num_layers * config.page_size * kv_width * itemsize
-    wanted = config.max_running * -(-model_config.max_positions // config.page_size)
+    page_bytes = config.page_size * position_bytes
+    wanted = config.max_running * -(-max_positions // config.page_size)
     if config.kv_bytes < page_bytes:
         raise ConfigError(f"kv_bytes={config.kv_bytes}: must hold at least one page, which takes {page_bytes} bytes")
     return min(wanted, config.kv_bytes // page_bytes)

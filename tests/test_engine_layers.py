@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from tapscope.engine.attention import AttentionSpec, attend
 from tapscope.engine.buffers import StepBuffers
-from tapscope.engine.cache import KVCache
+from tapscope.engine.cache import CacheLayout, KVCache
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.rope import RotaryEmbedding
 from tapscope.engine.model_config import ModelConfig
@@ -84,7 +84,8 @@ def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
     expected = [_written_out(q, k, v[..., :value_dim], spec) for q, k, v in qkv]
     most = -(-max(lengths) // page_size)
     num_pages = most * len(cuts) + 2
-    cache = KVCache(1, num_pages, page_size, kv_heads, dim, value_dim, torch.float32)
+    layout = CacheLayout(num_layers=1, kv_heads=kv_heads, key_dim=dim, value_dim=value_dim)
+    cache = KVCache(layout, num_pages, page_size, torch.float32)
     cache.keys[:, :-1].fill_(torch.nan)  # whatever is read before it was written shows
     cache.values[:, :-1].fill_(torch.nan)
     pages = torch.randperm(num_pages, generator=generator)[: most * len(cuts)].view(len(cuts), most).tolist()

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache import StepCache
+from tapscope.engine.cache import CacheLayout, StepCache
 from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
@@ -124,6 +124,11 @@ class CausalLM(nn.Module):
         inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)
         self.tap_dims = inputs | {"out[logits]": "t v # tp:replicated"}
         self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
+
+    def cache_layout(self) -> CacheLayout:
+        """What this rank caches of each position."""
+        heads, dim = self.config.num_kv_heads // self.tp.size, self.config.head_dim
+        return CacheLayout(num_layers=self.config.num_layers, kv_heads=heads, key_dim=dim, value_dim=dim)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None
