@@ -51,6 +51,26 @@ class Engine:
         """Process ids of ranks 1 and up."""
         return self._ranks.pids if self._ranks is not None else {}
 
+    @property
+    def rank_sentinels(self) -> list[int]:
+        """Descriptors that become readable when a rank has ended."""
+        return self._ranks.sentinels if self._ranks is not None else []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to run."""
+        return len(self.scheduler.waiting)
+
+    def check_ranks(self) -> None:
+        """Raise RankLostError, from now on always, when a rank has failed or ended."""
+        if self._ranks is None or self._lost is not None:
+            return
+        try:
+            self._ranks.check()
+        except RankLostError as error:
+            self._leave(error)
+            raise
+
     def submit(self, request: Request) -> None:
         """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
         self._check_usable()
@@ -151,11 +171,16 @@ class Engine:
             except RankLostError as error:
                 self._ranks.explain(error)
         except BaseException as error:
-            self._ranks.abandon()
-            self.runner.model.tp.disconnect()
             left = RankLostError(f"rank 0 left step {plan.step} by {error!r}")
-            self._lost = error if isinstance(error, RankLostError) else left
+            self._leave(error if isinstance(error, RankLostError) else left)
             raise
+
+    def _leave(self, error: RankLostError) -> None:
+        """The ranks are out of step, or gone: nothing can be computed any more."""
+        assert self._ranks is not None
+        self._ranks.abandon()
+        self.runner.model.tp.disconnect()
+        self._lost = error
 
 
 def _num_new(request: Request) -> int:

@@ -1,108 +1,136 @@
-"""The body and the answer of POST /generate, in the form of SGLang's native API."""
+"""What POST /generate asks for and how it is answered, in the form of SGLang's native API."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tapscope.engine.request import Generation
+from tapscope.engine.output import Output, TokenLogprob
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.server.bodies import GenerateBody
 from tapscope.errors import UsageError
 
 DEFAULT_MAX_NEW_TOKENS = 128
-_FIELDS = ("text", "input_ids", "sampling_params", "rid", "stream")
-_SAMPLING = ("max_new_tokens", "temperature", "ignore_eos")
+_RENAMED = {"no_stop_trim": "include_stop", "sampling_seed": "seed"}
+_IGNORED = ("spaces_between_special_tokens",)  # older tokenizers' only
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A checked body; one prompt, or a batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One generation that a body asks for."""
 
-    prompts: tuple[str | tuple[int, ...], ...]
-    request_ids: tuple[str | None, ...]
-    is_batch: bool
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    request_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How its answers look."""
+
+    logprobs: bool = False
+    top: bool = False
+    logprob_start: int = -1
+    decode: Callable[[int], str] | None = None
+    """Gives the text of a token; None where texts were not asked for."""
+    weight_version: str = "default"
+
+
+def wanted(body: GenerateBody) -> list[Wanted]:
+    """Every generation of ``body``, prompt by prompt; raises UsageError."""
+    prompts = _prompts(body)
+    many = body.sampling_params
+    if isinstance(many, list) and len(many) != len(prompts):
+        raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
+    each = many if isinstance(many, list) else [many] * len(prompts)
+    names = _request_ids(body, len(prompts))
+    found = []
+    for prompt, values, name in zip(prompts, each, names, strict=True):
+        params = _sampling(values, body)
+        for index in range(params.n):
+            own = name if name is None or params.n == 1 else f"{name}-{index}"
+            found.append(Wanted(prompt=prompt, params=params.child(index), request_id=own))
+    return found
+
+
+def is_batch(body: GenerateBody, count: int) -> bool:
     """Whether the answer is a list."""
-    max_new_tokens: int
-    ignore_eos: bool
-
-    @classmethod
-    def parse(cls, body: Any) -> "GenerateRequest":
-        """From decoded JSON; raises UsageError with one sentence that says what to write instead."""
-        if not isinstance(body, dict):
-            raise UsageError("the body must be a JSON object with 'text' or 'input_ids'")
-        _refuse_unknown(body, _FIELDS, "field")
-        if body.get("stream"):
-            raise UsageError("'stream': true is not supported; leave it out")
-        prompts, is_batch = _prompts(body)
-        params = body.get("sampling_params")
-        params = {} if params is None else params
-        if not isinstance(params, dict):
-            raise UsageError("'sampling_params' must be a JSON object")
-        _refuse_unknown(params, _SAMPLING, "sampling parameter")
-        temperature = params.get("temperature", 0)
-        if isinstance(temperature, bool) or temperature != 0:
-            raise UsageError(f"'temperature': {temperature!r} is not supported; decoding is greedy, write 0")
-        ignore_eos = params.get("ignore_eos", False)
-        if not isinstance(ignore_eos, bool):
-            raise UsageError(f"'ignore_eos' is {ignore_eos!r}; it must be true or false")
-        max_new_tokens = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise UsageError(f"'max_new_tokens' is {max_new_tokens!r}; it must be a whole number above 0")
-        return cls(prompts, _request_ids(body.get("rid"), len(prompts), is_batch), is_batch, max_new_tokens, ignore_eos)
+    ids = body.input_ids
+    return count > 1 or isinstance(body.text, list) or (ids is not None and isinstance(ids[0], list))
 
 
-def answer(generation: Generation, latency_s: float) -> dict[str, Any]:
-    """One element of the answer."""
-    reason: dict[str, Any] = {"type": generation.finish_reason}
-    if generation.finish_reason == "stop":
-        reason["matched"] = generation.token_ids[-1]
-    elif generation.finish_reason == "length":
-        reason["length"] = len(generation.token_ids)
-    return {
-        "text": generation.text,
-        "output_ids": generation.token_ids,
-        "meta_info": {
-            "id": generation.request,
-            "prompt_tokens": len(generation.prompt_ids),
-            "completion_tokens": len(generation.token_ids),
-            "finish_reason": reason,
-            "e2e_latency": latency_s,
-            "weight_version": "default",
-        },
+def answer(output: Output, latency_s: float, style: Style, *, has_text: bool) -> dict[str, Any]:
+    """One element of the answer, of all that has come so far."""
+    meta: dict[str, Any] = {
+        "id": output.request,
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": len(output.token_ids),
+        "cached_tokens": output.cached_tokens,
+        "finish_reason": _finish_reason(output),
+        "e2e_latency": latency_s,
+        "weight_version": style.weight_version,
     }
+    if style.logprobs:
+        meta |= _logprobs(output, style)
+    return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
 
 
-def _refuse_unknown(values: dict[str, Any], known: tuple[str, ...], what: str) -> None:
-    """Refuse what would change the answer if it were understood; a null or false asks for nothing."""
-    for name, value in values.items():
-        if name not in known and value is not None and value is not False:
-            raise UsageError(f"{what} {name!r} is not supported; supported: {', '.join(known)}")
+def _finish_reason(output: Output) -> dict[str, Any] | None:
+    if output.finish_reason is None:
+        return None
+    reason: dict[str, Any] = {"type": output.finish_reason}
+    if output.finish_reason == "stop":
+        reason["matched"] = output.matched
+    elif output.finish_reason == "length":
+        reason["length"] = len(output.token_ids)
+    elif output.reason:
+        reason["message"] = output.reason
+    return reason
 
 
-def _prompts(body: dict[str, Any]) -> tuple[tuple[str | tuple[int, ...], ...], bool]:
-    text, ids = body.get("text"), body.get("input_ids")
-    if (text is None) == (ids is None):
-        raise UsageError("the body needs exactly one of 'text' and 'input_ids'")
-    if isinstance(text, str):
-        return (text,), False
-    if text is not None:
-        if not isinstance(text, list) or not text or not all(isinstance(item, str) for item in text):
-            raise UsageError("'text' must be a text or a list of at least one text")
-        return tuple(text), True
-    is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-    lists: list[Any] = ids if isinstance(ids, list) and is_batch else [ids]
-    if not all(_is_ids(item) for item in lists):
-        raise UsageError("'input_ids' must be a list of token ids or a list of such lists, none of them empty")
-    return tuple(tuple(item) for item in lists), is_batch
+def _logprobs(output: Output, style: Style) -> dict[str, Any]:
+    """SGLang's lists: [log-probability, token id, text or null], prompt tokens from ``logprob_start`` on."""
+    given = output.logprobs or ()
+    meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
+    prompt = (output.prompt_logprobs or ())[style.logprob_start :] if style.logprob_start >= 0 else ()
+    meta["input_token_logprobs"] = [None if item is None else _triple(item, style) for item in prompt]
+    if style.top:
+        meta["output_top_logprobs"] = [_top(item, style) for item in given]
+        meta["input_top_logprobs"] = [None if item is None else _top(item, style) for item in prompt]
+    return meta
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+def _triple(item: TokenLogprob, style: Style) -> list[Any]:
+    return [item.logprob, item.token_id, None if style.decode is None else style.decode(item.token_id)]
 
 
-def _request_ids(rid: Any, count: int, is_batch: bool) -> tuple[str | None, ...]:
-    if rid is None:
-        return (None,) * count
-    names = rid if isinstance(rid, list) and is_batch else [rid]
-    if len(names) != count or not all(isinstance(name, str) and name for name in names):
-        raise UsageError(f"'rid' must be {'a list of ' + str(count) + ' texts' if is_batch else 'a text'}")
+def _top(item: TokenLogprob, style: Style) -> list[list[Any]]:
+    return [[value, token, None if style.decode is None else style.decode(token)] for token, value in item.top]
+
+
+def _sampling(values: Mapping[str, Any], body: GenerateBody) -> SamplingParams:
+    given = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
+    for name in _IGNORED:
+        given.pop(name, None)
+    params = SamplingParams.build({"max_new_tokens": DEFAULT_MAX_NEW_TOKENS} | given)
+    if not body.return_logprob:
+        return params
+    prompt = body.top_logprobs_num if body.logprob_start_len >= 0 else None
+    return replace(params, logprobs=body.top_logprobs_num, prompt_logprobs=prompt)
+
+
+def _prompts(body: GenerateBody) -> list[str | tuple[int, ...]]:
+    if body.text is not None:
+        return [body.text] if isinstance(body.text, str) else list(body.text)
+    ids: list[Any] = body.input_ids or []
+    return [tuple(item) for item in ids] if isinstance(ids[0], list) else [tuple(ids)]
+
+
+def _request_ids(body: GenerateBody, count: int) -> list[str | None]:
+    if body.rid is None:
+        return [None] * count
+    names = body.rid if isinstance(body.rid, list) else [body.rid]
+    if len(names) != count:
+        raise UsageError(f"'rid' has {len(names)} request ids for {count} prompts; give one each")
     if len(set(names)) < count:
         raise UsageError("'rid' names a request twice")
-    return tuple(names)
+    return list(names)

@@ -76,6 +76,11 @@ class Ranks:
         """Process id of each spawned rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
+    @property
+    def sentinels(self) -> list[int]:
+        """Descriptors that become readable when a rank's process has ended."""
+        return [process.sentinel for process in self._processes.values()]
+
     def await_all(self, kind: str) -> None:
         """Wait until every rank has sent a message of this kind; raises RankLostError as soon as one is dead."""
         while any((rank, kind) not in self._said for rank in self._processes):
@@ -199,9 +204,13 @@ def _obey(
 
 def _next_message(socket: "zmq.Socket[bytes]") -> Message | None:
     """The next plan; None when rank 0 says close or is no more."""
-    while not socket.poll(_POLL_MS):
-        if not _rank_0_lives():
-            return None
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        poller.register(parent.sentinel, zmq.POLLIN)
+    if socket not in dict(poller.poll()):
+        return None
     message = decode(socket.recv_multipart())
     return None if message.kind == "close" else message
 

@@ -21,7 +21,8 @@
     └── LiveError                exit 4: a live peer
         ├── UnreachableError     nothing answers at this address
         ├── RecorderError        the recorder died or refused
-        └── RankLostError        a rank died or did not answer in time
+        ├── RankLostError        a rank died or did not answer in time
+        └── OverloadedError      a server has no room for the request now; try again later
 
 Each message is one sentence that says what, where and what would work.
 """
@@ -127,3 +128,7 @@ class RecorderError(LiveError):
 
 class RankLostError(LiveError):
     """A rank died or did not answer within its time limit."""
+
+
+class OverloadedError(LiveError):
+    """A server has no room for the request now; it may be sent again later."""

@@ -1,0 +1,145 @@
+"""The FastAPI app: routes, doors, errors, and the client that lives as long as it runs."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import zmq
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from tapscope._version import __version__
+from tapscope.engine.server.client import EngineClient
+from tapscope.engine.server.door import KeyDoor, SizeDoor
+from tapscope.engine.server.front_state import FrontState
+from tapscope.engine.server.meters import Listener, Meters
+from tapscope.engine.server.metrics import CONTENT_TYPE
+from tapscope.engine.server.native import make_router
+from tapscope.engine.server.request_log import RequestLog
+from tapscope.engine.server.settings import ServerSettings
+from tapscope.engine.tokenizer import Tokenizer
+from tapscope.errors import DataError, LiveError, OverloadedError, TapscopeError, UsageError
+
+if TYPE_CHECKING:
+    from tapscope.engine.llm import LLM
+
+MoreMetrics = Callable[[], Awaitable[bytes]]
+"""Further metrics in Prometheus' text format, or nothing when they cannot be had now."""
+Connect = Callable[[Meters], AbstractAsyncContextManager[EngineClient]]
+
+
+def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSettings | None = None) -> FastAPI:
+    """An app whose lifespan runs ``llm``'s engine in a thread; ``routers`` are mounted beside its own routes.
+
+    The app does not close ``llm``. While the app runs nothing else may use ``llm``.
+    """
+    settings = settings or ServerSettings()
+    state = FrontState(llm.config.model, settings)
+
+    @asynccontextmanager
+    async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
+        from tapscope.engine.server.service import EngineService
+
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.set_hwm(0)
+            socket.bind("inproc://engine")
+            service = EngineService(llm.engine, socket, max_waiting=settings.max_waiting)
+            thread = threading.Thread(target=service.run, name="tapscope-engine", daemon=True)
+            thread.start()
+            client = EngineClient(context, "inproc://engine", llm.tokenizer, meters)
+            try:
+                yield client
+            finally:
+                client.stop_engine()
+                await asyncio.to_thread(thread.join)
+                client.close()
+
+    return build_app(state, connect, routers)
+
+
+def build_app(
+    state: FrontState, connect: Connect, routers: Sequence[APIRouter] = (), more_metrics: MoreMetrics | None = None
+) -> FastAPI:
+    """The app of a front; ``connect`` gives the client while the app runs."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        log = RequestLog(state.settings.request_log) if state.settings.request_log else None
+        listeners: tuple[Listener, ...] = (state.metrics,) if log is None else (state.metrics, log)
+        async with connect(Meters(listeners)) as client:
+            state.client = client
+            greeting = asyncio.ensure_future(_greet(state))
+            try:
+                yield
+            finally:
+                greeting.cancel()
+        if log is not None:
+            log.close()
+
+    app = FastAPI(title="tapscope engine", version=__version__, lifespan=lifespan)
+    app.state.front = state
+    app.add_exception_handler(TapscopeError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_middleware(
+        SizeDoor,
+        max_bytes=state.settings.max_body_bytes,
+        max_weights_bytes=state.settings.max_weights_bytes,
+        answer=error_response,
+    )
+    if state.settings.api_key is not None:
+        app.add_middleware(KeyDoor, key=state.settings.api_key, answer=error_response)
+    app.include_router(make_router(state))
+    _add_metrics(app, state, more_metrics)
+    for router in routers:
+        app.include_router(router)
+    return app
+
+
+async def _greet(state: FrontState) -> None:
+    """The engine is ready once it answers."""
+    try:
+        await state.client.call("state")
+        state.is_ready = True
+    except TapscopeError:
+        pass  # client.failure says why
+
+
+def _add_metrics(app: FastAPI, state: FrontState, more: MoreMetrics | None) -> None:
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        engines = {"0": await state.client.call("state")}
+        text = state.metrics.exposition(engines)
+        return Response(text + (b"" if more is None else await more()), media_type=CONTENT_TYPE)
+
+
+def error_response(path: str, status: int, text: str) -> JSONResponse:
+    """An error in the dialect of ``path``."""
+    return JSONResponse({"error": {"message": text}}, status_code=status)
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    response = error_response(request.url.path, _status(error), str(error))
+    if isinstance(error, OverloadedError):
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    response = error_response(request.url.path, error.status_code, text)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, UsageError | DataError):
+        return 400
+    return 503 if isinstance(error, LiveError) else 500
+
+
+

@@ -1,0 +1,61 @@
+"""Body: what a request carries, as JSON and as a checked model."""
+
+from typing import Any, TypeVar
+
+import pydantic_core
+from fastapi import Request
+from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from tapscope.errors import UsageError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_json(request: Request) -> Any:
+    """The body, decoded; raises UsageError when it is no JSON. The door has bounded its length."""
+    content = await request.body()
+    try:
+        return pydantic_core.from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise UsageError(f"the body is no JSON: {error}") from None
+
+
+def checked(model: type[M], body: Any) -> M:
+    """``body`` as ``model``; raises UsageError with one sentence that says what to write instead.
+
+    A field that the model lacks is refused unless it asks for nothing (null or false): it would change the answer if
+    it were understood.
+    """
+    if not isinstance(body, dict):
+        raise UsageError("the body must be a JSON object")
+    for name, value in body.items():
+        if name not in model.model_fields and value is not None and value is not False:
+            raise UsageError(f"field {name[:100]!r} is not supported; supported: {', '.join(model.model_fields)}")
+    given = {name: value for name, value in body.items() if name in model.model_fields and value is not None}
+    try:
+        return model.model_validate(given, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{where!r}: {first['msg']}" if where else str(first["msg"])) from None
+
+
+def rule(text: str) -> WrapValidator:
+    """For ``Annotated``: whatever is wrong with the field, say this."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            shown = repr(value)
+            shown = shown if len(shown) <= 60 else shown[:57] + "..."
+            raise PydanticCustomError("rule", "{shown} given; it {text}", {"shown": shown, "text": text}) from None
+
+    return WrapValidator(check)
+
+
+def described(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    """``openapi_extra`` for a route that reads its body by :func:`checked`."""
+    content = {"application/json": {"schema": model.model_json_schema(), "example": example}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -1,0 +1,44 @@
+"""FrontState: what the routes of one app share."""
+
+from dataclasses import dataclass, field
+
+from tapscope.engine.server.client import EngineClient
+from tapscope.engine.server.metrics import FrontMetrics
+from tapscope.engine.server.settings import ServerSettings
+from tapscope.errors import LiveError, RankLostError
+
+
+@dataclass(slots=True, eq=False)
+class FrontState:
+    """Made before the app runs; ``client`` exists while it runs."""
+
+    model_path: str
+    settings: ServerSettings
+    metrics: FrontMetrics = field(default_factory=FrontMetrics)
+    weight_version: str = "default"
+    is_ready: bool = False
+    """Whether the engine has answered yet."""
+    _client: EngineClient | None = None
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.model_name or self.model_path
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine; raises LiveError outside of the app's life."""
+        if self._client is None:
+            raise LiveError("the server is starting or has ended")
+        return self._client
+
+    @client.setter
+    def client(self, client: EngineClient) -> None:
+        self._client = client
+
+    def require_ready(self) -> None:
+        """Raise LiveError, with the reason, unless the engine can compute."""
+        if self.client.failure is not None:
+            raise RankLostError(self.client.failure)
+        if not self.is_ready:
+            raise LiveError("the engine is still loading")

@@ -1,0 +1,137 @@
+"""Native routes, as SGLang has them: /generate, and what steers the engine."""
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from tapscope._version import __version__
+from tapscope.engine.output import Output
+from tapscope.engine.protocol import Style, Wanted, answer, is_batch, wanted
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.server.bodies import AbortBody, GenerateBody
+from tapscope.engine.server.body import checked, described, read_json
+from tapscope.engine.server.client import EngineClient
+from tapscope.engine.server.front_state import FrontState
+from tapscope.engine.server.streams import merged, sse, unless_gone
+from tapscope.errors import LiveError, TapscopeError
+
+_EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
+
+
+def make_router(state: FrontState) -> APIRouter:
+    """The routes; ``state.client`` exists once the app runs."""
+    router = APIRouter(tags=["native"])
+    _add_generate(router, state)
+    _add_looks(router, state)
+    _add_changes(router, state)
+    return router
+
+
+def _add_generate(router: APIRouter, state: FrontState) -> None:
+    @router.post("/generate", openapi_extra=described(GenerateBody, _EXAMPLE), response_model=None)
+    async def generate(request: Request) -> Any:
+        """Complete one prompt or a batch of them; with `stream`, as server-sent events of all that came so far."""
+        body = checked(GenerateBody, await read_json(request))
+        items, client = wanted(body), state.client
+        style = _style(body, state)
+        options = {"priority": body.priority} if body.priority else {}
+        if body.stream:
+            indexed = is_batch(body, len(items))
+            return await sse(_events(client, items, style, options, indexed=indexed))
+        answers = await unless_gone(request, _answers(client, items, style, options))
+        return JSONResponse(answers if is_batch(body, len(items)) else answers[0])
+
+
+def _add_looks(router: APIRouter, state: FrontState) -> None:
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while the engine can compute, 503 with the reason before and afterwards."""
+        state.require_ready()
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 once the engine has generated a token."""
+        state.require_ready()
+        await unless_gone(request, state.client.generate((0,), SamplingParams(max_new_tokens=1, ignore_eos=True)))
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/get_model_info")
+    async def get_model_info() -> Response:
+        """What is served."""
+        facts = {"model_path": state.model_path, "served_model_name": state.model_name, "is_generation": True}
+        return JSONResponse(facts | {"tokenizer_path": state.model_path, "weight_version": state.weight_version})
+
+    @router.get("/get_server_info")
+    async def get_server_info() -> Response:
+        """Settings and load."""
+        engine = await state.client.call("state")
+        return JSONResponse({"version": __version__, "weight_version": state.weight_version} | engine)
+
+
+def _add_changes(router: APIRouter, state: FrontState) -> None:
+    @router.post("/abort_request", openapi_extra=described(AbortBody, {"rid": "mine"}))
+    async def abort_request(request: Request) -> Response:
+        """End one live request, or all; they are answered with what they have and finish reason `abort`."""
+        body = checked(AbortBody, await read_json(request))
+        state.client.abort(body.rid)
+        return JSONResponse({"success": True})
+
+
+async def _answers(
+    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """One answer for each item, computed together; when one is refused the others are aborted."""
+    wholes: dict[int, dict[str, Any]] = {}
+    async for index, whole in _wholes(client, items, style, options):
+        wholes[index] = whole
+    return [wholes[index] for index in range(len(items))]
+
+
+async def _events(
+    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any], *, indexed: bool
+) -> AsyncGenerator[str]:
+    began = False
+    try:
+        async for index, whole in _wholes(client, items, style, options):
+            began = True
+            yield f"data: {json.dumps(({'index': index} if indexed else {}) | whole, ensure_ascii=False)}\n\n"
+    except TapscopeError as error:
+        if not began:
+            raise
+        kind = 503 if isinstance(error, LiveError) else 500
+        yield f"data: {json.dumps({'error': {'message': str(error), 'code': kind}}, ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _wholes(
+    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any]
+) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
+    """After each output of item ``index``: (index, answer of all that came of it)."""
+    started = time.perf_counter()
+    streams = [client.stream(i.prompt, i.params, request_id=i.request_id, options=options) for i in items]
+    sums: dict[int, Output] = {}
+    outputs = merged(streams)
+    try:
+        async for index, output in outputs:
+            sums[index] = sums[index].followed_by(output) if index in sums else output
+            has_text = client.tokenizer is not None
+            yield index, answer(sums[index], time.perf_counter() - started, style, has_text=has_text)
+    finally:
+        await outputs.aclose()
+
+
+def _style(body: GenerateBody, state: FrontState) -> Style:
+    tokenizer = state.client.tokenizer
+    decodes = body.return_text_in_logprobs and tokenizer is not None
+    return Style(
+        logprobs=body.return_logprob,
+        top=body.top_logprobs_num > 0,
+        logprob_start=body.logprob_start_len,
+        decode=(lambda token: tokenizer.decode([token])) if decodes and tokenizer is not None else None,
+        weight_version=state.weight_version,
+    )

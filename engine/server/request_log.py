@@ -1,0 +1,54 @@
+"""RequestLog: one line of JSON for every request that ended, without its texts."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+from tapscope.engine.output import Output
+from tapscope.engine.server.meters import Stopwatch
+from tapscope.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """Appends to a file, one write a line: several servers may share it (POSIX O_APPEND)."""
+
+    def __init__(self, path: str) -> None:
+        """Create the file, 0600, unless it is there; raises ConfigError."""
+        self._path = Path(path)
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"request_log={path!r}: cannot be written: {error}") from None
+        self._is_failing = False
+
+    def gave(self, watch: Stopwatch, output: Output) -> None:
+        """Nothing is written before the end."""
+
+    def ended(self, request: str, prompt_tokens: int, watch: Stopwatch) -> None:
+        """Write the line; a full disk is said once and never breaks a request."""
+        line = {
+            "time": time.time(),
+            "id": request,
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": watch.cached_tokens,
+            "completion_tokens": watch.num_tokens,
+            "finish_reason": "error" if watch.error is not None else watch.finish_reason or "gone",
+            "error": watch.error,
+            "ttft_s": watch.ttft_s,
+            "e2e_s": watch.elapsed_s,
+        }
+        try:
+            os.write(self._file, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                _log.error("the request log %s cannot be written: %s", self._path, error)
+            self._is_failing = True
+
+    def close(self) -> None:
+        """No line may follow."""
+        os.close(self._file)

@@ -1,0 +1,187 @@
+"""EngineService: one thread that owns an Engine, answers clients' messages and computes steps.
+
+Clients (the HTTP process, or an asyncio program in this one) send ``submit``, ``drop``, ``abort``, ``call`` and get
+``outputs``, ``refused``, ``answer``, ``failed``. While nothing is live it sleeps in one poll, however long.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from tapscope.engine.engine import Engine
+from tapscope.engine.output import Output
+from tapscope.engine.request import Request
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.server.verbs import VERBS
+from tapscope.errors import OverloadedError, RankLostError, TapscopeError, UsageError
+from tapscope.wire import Message, decode, encode
+
+_log = logging.getLogger(__name__)
+
+Owner = tuple[bytes, int]
+"""A client's identity on the socket, and its number for the request."""
+
+
+class EngineService:
+    """Runs steps while requests are live, and everything else between two steps."""
+
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", *, max_waiting: int | None = None) -> None:
+        """``socket`` is a bound ROUTER that only :meth:`run` uses from now on."""
+        self._engine = engine
+        self._socket = socket
+        self._max_waiting = max_waiting
+        self._owners: dict[str, Owner] = {}
+        self._clients: dict[bytes, None] = {}
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._is_stopped = False
+        self.failure: RankLostError | None = None
+        """Why the engine can compute no more; None while it can."""
+        for descriptor in engine.rank_sentinels:
+            self.watch(descriptor, self._look_at_ranks)
+
+    def watch(self, descriptor: int, on_readable: Callable[[], None]) -> None:
+        """Have ``on_readable`` called between two steps whenever ``descriptor`` has something to read."""
+        self._watched[descriptor] = on_readable
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        """The inverse of :meth:`watch`."""
+        if self._watched.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+
+    def stop(self) -> None:
+        """Have :meth:`run` return; from its own thread (another sends the message ``stop``)."""
+        self._is_stopped = True
+
+    def run(self) -> None:
+        """Serve until stopped; what is live then is aborted and answered."""
+        while not self._is_stopped:
+            self._attend(None if self.failure or not self._engine.scheduler.has_work else 0)
+            if self.failure is None and not self._is_stopped:
+                self._step()
+        self._drop_all(RankLostError("the engine has been stopped and takes no more requests"))
+
+    def _attend(self, timeout_ms: int | None) -> None:
+        """Handle everything that has arrived, waiting ``timeout_ms`` (None: for ever) for the first."""
+        for source, _ in self._poller.poll(timeout_ms):
+            if isinstance(source, int):
+                self._watched[source]()
+                continue
+            while not self._is_stopped and self._socket.poll(0):
+                identity, *frames = self._socket.recv_multipart()
+                self._handle(identity, decode(frames))
+
+    def _handle(self, identity: bytes, message: Message) -> None:
+        self._clients[identity] = None
+        if message.kind == "submit":
+            self._submit(identity, message)
+        elif message.kind == "drop":
+            for name in [name for name, owner in self._owners.items() if owner == (identity, message["number"])]:
+                del self._owners[name]
+                self._engine.abort(name)
+        elif message.kind == "abort":
+            self._abort([message["request"]] if message["request"] is not None else list(self._owners))
+        elif message.kind == "call":
+            self._answer(identity, message)
+        elif message.kind == "stop":
+            self.stop()
+
+    def _submit(self, identity: bytes, message: Message) -> None:
+        name, owner = message["request"], (identity, message["number"])
+        try:
+            if self.failure is not None:
+                raise self.failure
+            if self._max_waiting is not None and self._engine.num_waiting >= self._max_waiting:
+                raise OverloadedError(f"{self._engine.num_waiting} requests are waiting already; try again later")
+            self._engine.submit(
+                Request(
+                    id=name,
+                    prompt_ids=tuple(message["prompt_ids"]),
+                    params=SamplingParams.build(message["params"]),
+                    **message["options"],
+                )
+            )
+        except Exception as error:  # noqa: BLE001  (it belongs to whoever sent the request)
+            self._refuse(owner, error)
+        else:
+            self._owners[name] = owner
+
+    def _abort(self, names: list[str]) -> None:
+        """Drop live requests and tell their clients."""
+        outputs = [self._engine.abort(name) for name in names if name in self._owners]
+        self._deliver([output for output in outputs if output is not None])
+
+    def _answer(self, identity: bytes, message: Message) -> None:
+        fields: dict[str, Any] = {"number": message["number"]}
+        try:
+            if message["verb"] not in VERBS:
+                raise UsageError(f"the engine has no verb {message['verb']!r}; it has {', '.join(VERBS)}")
+            fields["result"] = VERBS[message["verb"]](self._engine, **message["arguments"])
+        except Exception as error:  # noqa: BLE001  (it belongs to whoever asked)
+            fields |= _described(error)
+            if isinstance(error, RankLostError):
+                self._fail(error)
+        self._send(identity, Message("answer", fields))
+
+    def _step(self) -> None:
+        try:
+            self._deliver(self._engine.step())
+        except Exception as error:  # noqa: BLE001  (it is delivered to every live request)
+            _log.error("a step failed; its requests are answered with the error", exc_info=True)
+            if isinstance(error, RankLostError):
+                self._fail(error)
+            else:
+                self._drop_all(error)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Send each output to its request's client, one message a client."""
+        batches: dict[bytes, list[Any]] = {}
+        for output in outputs:
+            owner = self._owners.get(output.request)
+            if owner is None:
+                continue
+            batches.setdefault(owner[0], []).append([owner[1], output.plain()])
+            if output.finish_reason:
+                del self._owners[output.request]
+        for identity, items in batches.items():
+            self._send(identity, Message("outputs", {"outputs": items}))
+
+    def _look_at_ranks(self) -> None:
+        """A rank ended while nothing was computed."""
+        try:
+            self._engine.check_ranks()
+        except RankLostError as error:
+            self._fail(error)
+
+    def _fail(self, error: RankLostError) -> None:
+        """The engine can compute no more: tell everybody why, once."""
+        for descriptor in self._engine.rank_sentinels:
+            self.unwatch(descriptor)
+        if self.failure is None:
+            self.failure = error
+            for identity in self._clients:
+                self._send(identity, Message("failed", {"reason": str(error)}))
+        self._drop_all(error)
+
+    def _drop_all(self, error: Exception) -> None:
+        owners, self._owners = self._owners, {}
+        for name, owner in owners.items():
+            self._engine.abort(name)
+            self._refuse(owner, error)
+
+    def _refuse(self, owner: Owner, error: Exception) -> None:
+        self._send(owner[0], Message("refused", {"number": owner[1], **_described(error)}))
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        self._socket.send_multipart([identity, *encode(message)])
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """An error as fields that :func:`tapscope.engine.server.client.error_of` raises again."""
+    if isinstance(error, TapscopeError):
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"error": "TapscopeError", "text": f"a step failed: {error!r}"}

@@ -1,0 +1,47 @@
+"""ServerSettings: every setting of the HTTP side, its default and its rule."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tapscope.errors import ConfigError
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of one front; raises ConfigError naming the field, the value and the rule."""
+
+    model_name: str | None = None
+    """What clients call the model; None takes its path as it was given."""
+    api_key: str | None = field(default=None, repr=False)
+    """What `Authorization: Bearer` or `x-api-key` must carry on every path but /health; None asks for nothing."""
+    max_body_bytes: int = 32 * _MIB
+    """Longest body; a longer one is a 413. Weights that are sent have a limit of their own."""
+    max_weights_bytes: int = 64 << 30
+    """Longest body of POST /update_weights_from_tensor."""
+    max_waiting: int | None = 2048
+    """Requests that may wait for the engine; further ones are a 503. None: any number."""
+    request_log: str | None = None
+    """File to which one line of JSON is appended for every request that ended."""
+    drain_timeout_s: float = 30.0
+    """Time that requests under way have to finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_weights_bytes", "max_waiting"):
+            value = getattr(self, name)
+            if value is None and name == "max_waiting":
+                continue
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value!r}: must be a whole number above 0")
+        if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.isprintable()):
+            raise ConfigError("api_key: must be printable ASCII characters, or it cannot be sent in a header")
+        if self.api_key is not None and (not self.api_key or " " in self.api_key):
+            raise ConfigError("api_key: must be at least one character, and no blanks")
+        timeout = self.drain_timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+            raise ConfigError(f"drain_timeout_s={timeout!r}: must be a number of seconds from 0")
+
+    def plain(self) -> dict[str, Any]:
+        """Values for JSON; ``ServerSettings(**plain)`` is the inverse."""
+        return asdict(self)
