@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from tapscope.engine.output import Output, TokenLogprob
@@ -100,11 +101,17 @@ def _logprobs(output: Output, style: Style) -> dict[str, Any]:
 
 
 def _triple(item: TokenLogprob, style: Style) -> list[Any]:
-    return [item.logprob, item.token_id, None if style.decode is None else style.decode(item.token_id)]
+    return _entry(item.token_id, item.logprob, style)
 
 
 def _top(item: TokenLogprob, style: Style) -> list[list[Any]]:
-    return [[value, token, None if style.decode is None else style.decode(token)] for token, value in item.top]
+    return [_entry(token, value, style) for token, value in item.top]
+
+
+def _entry(token: int, logprob: float, style: Style) -> list[Any]:
+    """JSON knows no infinity: what cannot be drawn has null."""
+    text = None if style.decode is None else style.decode(token)
+    return [logprob if isfinite(logprob) else None, token, text]
 
 
 def _sampling(values: Mapping[str, Any], body: GenerateBody) -> SamplingParams:

@@ -91,6 +91,7 @@ def test_one_prompt_gets_sglangs_answer(served: Served, path: Path) -> None:
         "id": "mine",
         "prompt_tokens": 3,
         "completion_tokens": 6,
+        "cached_tokens": 0,
         "finish_reason": {"type": "length", "length": 6},
         "weight_version": "default",
     }
@@ -121,26 +122,28 @@ def test_requests_of_several_clients_share_steps(served: Served, path: Path) -> 
     [
         ({}, "exactly one of 'text' and 'input_ids'"),
         ({"text": "a", "input_ids": [1]}, "exactly one of"),
-        ({"text": 3}, "'text' must be a text or a list"),
-        ({"text": []}, "'text' must be a text or a list"),
+        ({"text": 3}, "it must be a text or a list"),
+        ({"text": []}, "it must be a text or a list"),
         ({"input_ids": [[5], []]}, "none of them empty"),
-        ({"input_ids": [5, "6"]}, "'input_ids' must be a list of token ids"),
+        ({"input_ids": [5, "6"]}, "it must be a list of token ids"),
         ({"input_ids": [512]}, "token ids run from 0 to 511"),
-        ({"input_ids": [5], "sampling_params": {"temperature": 0.7}}, "'temperature': 0.7 is not supported"),
-        ({"input_ids": [5], "sampling_params": {"top_p": 0.5}}, "sampling parameter 'top_p' is not supported"),
-        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 0}}, "'max_new_tokens' is 0"),
+        ({"input_ids": [5], "sampling_params": {"temperature": -0.7}}, "temperature=-0.7: it must be a number from 0"),
+        ({"input_ids": [5], "sampling_params": {"heat": 0.5}}, "there is no sampling parameter 'heat'"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": 999}}, "the model has 256"),
-        ({"input_ids": [5], "sampling_params": {"ignore_eos": 1}}, "'ignore_eos' is 1"),
-        ({"input_ids": [5], "sampling_params": []}, "'sampling_params' must be a JSON object"),
-        ({"input_ids": [5], "rid": 3}, "'rid' must be a text"),
+        ({"input_ids": [5], "sampling_params": {"ignore_eos": 1}}, "ignore_eos=1"),
+        ({"input_ids": [5], "sampling_params": []}, "'sampling_params' has 0 entries for 1 prompts"),
+        ({"input_ids": [5], "sampling_params": 3}, "'sampling_params': 3 given; it must be a JSON object"),
+        ({"input_ids": [5], "rid": 3}, "'rid': 3 given; it must be a text"),
         ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "names a request twice"),
-        ({"input_ids": [5], "stream": True}, "'stream': true is not supported"),
-        ({"input_ids": [5], "return_logprob": True}, "field 'return_logprob' is not supported"),
+        ({"input_ids": [5], "stream": 1}, "'stream': 1 given; it must be true or false"),
+        ({"input_ids": [5], "lora_path": "x"}, "field 'lora_path' is not supported"),
+        ({"input_ids": [5], "text": "\ud800"}, "the body is no JSON"),
         ([], "the body must be a JSON object"),
     ],
 )
 def test_a_malformed_request_is_a_400_with_one_sentence(path: Path, body: Any, message: str, shared: Served) -> None:
-    response = shared.client.post("/generate", json=body)
+    response = shared.client.post("/generate", content=json.dumps(body))
     assert response.status_code == 400
     text = response.json()["error"]["message"]
     assert message in text

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from tapscope._version import __version__
+from tapscope.engine.api.errors import error_answer, error_body
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.door import KeyDoor, SizeDoor
 from tapscope.engine.server.front_state import FrontState
@@ -20,8 +21,7 @@ from tapscope.engine.server.metrics import CONTENT_TYPE
 from tapscope.engine.server.native import make_router
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.settings import ServerSettings
-from tapscope.engine.tokenizer import Tokenizer
-from tapscope.errors import DataError, LiveError, OverloadedError, TapscopeError, UsageError
+from tapscope.errors import DataError, OverloadedError, TapscopeError
 
 if TYPE_CHECKING:
     from tapscope.engine.llm import LLM
@@ -118,14 +118,13 @@ def _add_metrics(app: FastAPI, state: FrontState, more: MoreMetrics | None) -> N
 
 def error_response(path: str, status: int, text: str) -> JSONResponse:
     """An error in the dialect of ``path``."""
-    return JSONResponse({"error": {"message": text}}, status_code=status)
+    return JSONResponse(error_body(path, status, text), status_code=status)
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    response = error_response(request.url.path, _status(error), str(error))
-    if isinstance(error, OverloadedError):
-        response.headers["Retry-After"] = "1"
-    return response
+    status, content = error_answer(request.url.path, error)
+    headers = {"Retry-After": "1"} if isinstance(error, OverloadedError) else None
+    return JSONResponse(content, status_code=400 if isinstance(error, DataError) else status, headers=headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -134,12 +133,3 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     response = error_response(request.url.path, error.status_code, text)
     response.headers.update(error.headers or {})
     return response
-
-
-def _status(error: Exception) -> int:
-    if isinstance(error, UsageError | DataError):
-        return 400
-    return 503 if isinstance(error, LiveError) else 500
-
-
-

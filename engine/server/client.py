@@ -117,7 +117,8 @@ class EngineClient:
         answer = self._answers[number] = self._loop.create_future()
         try:
             self._send(Message("call", {"number": number, "verb": verb, "arguments": arguments}))
-            return await answer
+            result: dict[str, Any] = await answer
+            return result
         finally:
             del self._answers[number]
 
