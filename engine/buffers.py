@@ -37,7 +37,7 @@ class StepBuffers:
         self._cache = cache
         device = cache.device
         self.page_table = torch.full((max_rows, max_pages), cache.num_pages, dtype=torch.int32, device=device)
-        self._tokens = _Field(3, max_tokens, torch.int64, device)
+        self._tokens = _Field(4, max_tokens, torch.int64, device)
         self._logit_rows = _Field(1, max_tokens, torch.int64, device)
         self._requests = _Field(3, max_rows + 1, torch.int32, device)
 
@@ -53,7 +53,8 @@ class StepBuffers:
         num_tokens, most_pages = sum(counts), self._most_pages(shares)
         rows, positions = np.repeat([share.row for share in shares], counts), _positions(shares, counts)
         ids = [token for share in shares for token in share.tokens]
-        input_ids, position_ids, token_rows = self._tokens.load((ids, positions, rows))
+        counted = np.maximum(positions + 1, np.repeat([share.prompt_length for share in shares], counts))
+        input_ids, position_ids, token_rows, row_lengths = self._tokens.load((ids, positions, rows, counted))
         starts = (0, *accumulate(counts))
         lengths = [share.position + count for share, count in zip(shares, counts, strict=True)]
         table_rows, device_starts, device_lengths = self._requests.load(([s.row for s in shares], starts, lengths))
@@ -67,6 +68,7 @@ class StepBuffers:
             page_table=table,
             lengths=device_lengths,
             starts=device_starts,
+            row_lengths=row_lengths,
         )
         every = len(plan.logit_rows) == num_tokens
         keep = None if every else self._logit_rows.load((plan.logit_rows,))[0]

@@ -85,6 +85,7 @@ class StepCache:
         page_table: Tensor,
         lengths: Tensor,
         starts: Tensor,
+        row_lengths: Tensor,
     ) -> None:
         self.cache = cache
         self.segments = tuple(segments)
@@ -97,6 +98,8 @@ class StepCache:
         """[requests] int32: positions to attend to, this step's included."""
         self.starts = starts
         """[requests + 1] int32: first row of each request, then the number of rows."""
+        self.row_lengths = row_lengths
+        """[tokens] int64: max(prompt length, position + 1), what a row's request counts whatever else runs."""
 
     @property
     def max_count(self) -> int:

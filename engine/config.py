@@ -8,7 +8,11 @@ from typing import Any
 from tapscope.errors import ConfigError
 
 _COUNTS = ("tp", "ep", "page_size", "max_running", "kv_bytes")
-_CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "logits": ("last", "all"), "device": ("auto", "cpu", "cuda")}
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "logits": ("last", "all"),
+    "device": ("auto", "cpu", "cuda"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +22,7 @@ class EngineConfig:
     model: str
     """Directory of a Hugging Face checkpoint: config.json, *.safetensors, and tokenizer.json for text."""
     dtype: str = "auto"
-    """Type of weights and activations: ``float32``, ``bfloat16``, or ``auto`` for what config.json says."""
+    """Type of weights and activations: ``float32``, ``bfloat16``, ``float16``; ``auto``: what config.json says."""
     device: str = "auto"
     """``cpu``, ``cuda`` (rank r on the r-th GPU), or ``auto``: the GPU where there is one."""
     tp: int = 1

@@ -26,6 +26,8 @@ class Share:
     """How many rows, the last ones, lm_head sees; 0 while the prompt is not at its end."""
     samples: bool = True
     """Whether a token is drawn from the last row."""
+    prompt_length: int = 0
+    """Tokens of the request's prompt; dynamic rope turns by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

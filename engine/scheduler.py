@@ -96,6 +96,7 @@ class Scheduler:
                     pages=request.pages,
                     num_logits=len(tokens) if all_logits else int(ends),
                     samples=ends,
+                    prompt_length=len(request.prompt_ids),
                 )
             )
             self._planned.append((request, start + len(tokens)))

@@ -1,4 +1,4 @@
-"""Tiny real Hugging Face Llama checkpoints for tests, made by transformers itself; no test in here."""
+"""Tiny real Hugging Face checkpoints for tests, made by transformers itself; no test in here."""
 
 import functools
 import inspect
@@ -9,7 +9,21 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCAB_SIZE = 512
 
@@ -40,13 +54,49 @@ def tokenizer_json() -> str:
     return tokenizer.to_str()
 
 
-def make_llama(
-    path: Path, *, seed: int = 0, dtype: str = "float32", max_shard_size: str = "1GB", **config: Any
-) -> Path:
-    """Save a random LlamaForCausalLM (hidden 64, 3 layers) with a tokenizer to ``path`` and return it.
+FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 11}),
+    "qwen2": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {"head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
+    ),
+}
+"""Family -> transformers' config and model, and settings that make what is special about it show in a tiny model."""
 
-    ``config`` overrides fields of LlamaConfig. Norm weights and biases are random too, so that a wrong one shows.
+
+def make_llama(path: Path, **settings: Any) -> Path:
+    """:func:`make_checkpoint` of the Llama family."""
+    return make_checkpoint(path, "llama", **settings)
+
+
+def make_checkpoint(
+    path: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    **config: Any,
+) -> Path:
+    """Save a random model (hidden 64, 3 layers) with a tokenizer to ``path`` and return it.
+
+    ``config`` overrides fields of the family's config. Norm weights and biases are random too, so that a wrong one
+    shows.
     """
+    config_class, model_class, special = FAMILIES[family]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -61,10 +111,10 @@ def make_llama(
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
+        model = model_class(config_class(**(settings | special | config)))
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                torch.nn.init.normal_(parameter, 1.0, 0.1)
+                torch.nn.init.normal_(parameter, 0.0 if family.startswith("gemma") else 1.0, 0.1)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(parameter, 0.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from engine_observers import Memory
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
@@ -25,9 +25,9 @@ torch.set_num_threads(1)
 
 
 @functools.cache
-def reference(path: Path) -> LlamaForCausalLM:
+def reference(path: Path) -> PreTrainedModel:
     """transformers' own model, in the dtype of the checkpoint."""
-    return LlamaForCausalLM.from_pretrained(path, dtype="auto").eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
 
 
 def reference_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]:

@@ -131,14 +131,28 @@ def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 4.0}, r"num_attention_heads is 4\.0"),
         ({"num_key_value_heads": 3}, "3 key/value heads do not divide 4 heads"),
-        ({"head_dim": 15}, "head_dim is 15; rotary embedding needs an even one"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
+        ({"head_dim": 15}, "head_dim is 15; it comes to 15; rotary embedding needs an even one"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; supported: silu, gelu, gelu_pytorch_tanh, relu"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; only causal attention"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; this architecture has no soft-cap"),
+        (
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types is .*; this architecture has layers of full_a",
+        ),
+        ({"model_type": [1], "architectures": []}, r"architecture '\[1\]' is not supported"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported; supported: default, llama3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported rope types: default, lin"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None; it must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "mrope_section is None; rope type 'mrope' needs the three"),
+        (
+            {"rope_parameters": {"mrope_section": [4, 4]}},
+            "mrope_section is .*; it must be three sizes .* 8",
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, "full_attention is {}; this architecture has one rope"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is None"),
-        ({"rope_parameters": [1]}, "rope settings are"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be a JSON object"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; only whole heads"),
         ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
         ({"eos_token_id": "x"}, "eos_token_id is"),
     ],
@@ -161,7 +175,7 @@ def test_a_broken_tokenizer_is_said(path: Path) -> None:
 
 
 def test_auto_dtype_meets_a_type_it_does_not_have(path: Path) -> None:
-    _reconfigure(path, dtype="float16")
-    with pytest.raises(ConfigError, match="config.json says 'float16'; choose one of float32, bfloat16"):
+    _reconfigure(path, dtype="float64")
+    with pytest.raises(ConfigError, match="config.json says 'float64'; choose one of float32, bfloat16, float16"):
         LLM(path)
     LLM(path, dtype="float32").close()

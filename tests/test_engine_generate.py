@@ -187,7 +187,7 @@ def test_two_engines_in_one_process_do_not_meet(path: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "float16"}, "dtype='float16': must be one of auto, float32, bfloat16"),
+        ({"dtype": "float64"}, "dtype='float64': must be one of auto, float32, bfloat16, float16"),
         ({"tp": 0}, "tp=0: must be a whole number above 0"),
         ({"page_size": True}, "page_size=True"),
         ({"num_pages": 0}, "num_pages=0"),

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.engine.layers.probe import TOKENS, WHOLE
+from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.weights import Piece, Weighted, parameter
 
@@ -34,6 +35,28 @@ class VocabEmbedding(Weighted):
     def pieces(self, path: str) -> Iterator[Piece]:
         """This rank's rows."""
         yield Piece(f"{path}.weight", self.shape, self.weight, 0, self.start)
+
+
+class ScaledVocabEmbedding(VocabEmbedding):
+    """Token embedding times a constant, which is rounded to the weights' type as in transformers' Gemma."""
+
+    embed_scale: Tensor
+
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(vocab_size, hidden_size, tp, dtype)
+        self.register_buffer("embed_scale", torch.tensor(scale, dtype=dtype), persistent=False)
+        self.tap_dims = {"in[input_ids]": TOKENS, "out": WHOLE}
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Token ids [tokens] -> [tokens, hidden]."""
+        return super().forward(input_ids) * self.embed_scale
+
+
+def embedding_of(config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> VocabEmbedding:
+    """The token embedding that ``config`` describes."""
+    if config.embedding_scale is None:
+        return VocabEmbedding(config.vocab_size, config.hidden_size, tp, dtype)
+    return ScaledVocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, tp, dtype)
 
 
 class VocabHead(Weighted):

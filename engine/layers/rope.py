@@ -1,39 +1,147 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, arXiv:2104.09864: frequencies of every kind, cosines and sines, and the rotation.
+
+Formulas are those of transformers' `modeling_rope_utils.py`, in its order of operations, so that frequencies are
+equal to the last bit. Halves lie side by side: feature i turns with feature i + dim/2.
+"""
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
-from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.rope_config import Rope
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of rotary position embedding, arXiv:2104.09864, halves side by side as transformers does."""
+    """Cosines and sines of the step's positions, for all layers."""
 
     inv_freq: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, rope: Rope, dim: int) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
-        self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
+        self.rope = rope
+        self.register_buffer("inv_freq", inverse_frequencies(rope, dim), persistent=False)
+        self.attention_scaling = attention_scaling(rope)
+        self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
 
-    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [tokens] -> cos and sin [tokens, head_dim] in the dtype of ``hidden_states``."""
-        angles = position_ids[:, None].float() * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype)
+    def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Positions [tokens], or [3, tokens] with sections, -> cos and sin [tokens, dim] in the dtype of ``x``.
+
+        ``lengths`` [tokens] is needed for dynamic rope: how long each row's request counts (see :func:`stretched`).
+        """
+        return cos_sin(self.rope, self.inv_freq, self.attention_scaling, x.dtype, position_ids, lengths)
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """[head_dim / 2] float32: theta^(-2i/d), with Llama 3.1's stretching of long wavelengths when asked for.
+def cos_sin(
+    rope: Rope,
+    inv_freq: Tensor,
+    scaling: float,
+    dtype: torch.dtype,
+    position_ids: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [tokens, dim], computed in float32, from frequencies [dim / 2]."""
+    if rope.kind == "dynamic":
+        assert lengths is not None, "dynamic rope needs the rows' lengths"
+        inv_freq = stretched(rope, 2 * len(inv_freq), lengths)
+    positions = position_ids.float()
+    if position_ids.ndim == 1:
+        angles = positions[:, None] * inv_freq
+    else:
+        angles = positions[_axes(rope, inv_freq.device)].T * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
-    ``llama3`` is `apply_scaling` of Meta's reference code, as in transformers' `_compute_llama3_parameters`:
-    wavelengths above original/low are divided by factor, below original/high kept, between them blended.
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [tokens, heads, dim] by cos and sin [tokens, dim]."""
+    first, second = states.chunk(2, dim=-1)
+    return states * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+
+
+def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
+    """[dim / 2] float32: theta^(-2i/dim), scaled as ``rope.kind`` says; dynamic rope's before it stretches."""
+    freq = 1.0 / (rope.theta ** _exponents(dim))
+    if rope.kind == "linear":
+        return freq / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, freq)
+    return _yarn(rope, dim) if rope.kind == "yarn" else freq
+
+
+def attention_scaling(rope: Rope) -> float:
+    """Factor of cosines and sines: 1, or yarn's, arXiv:2309.00071 section 3.4."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1; 1 where nothing is stretched."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def stretched(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
+    """Dynamic NTK: frequencies [tokens, dim / 2] of rows whose requests count ``lengths`` [tokens] positions.
+
+    transformers' `_compute_dynamic_ntk_parameters` takes the longest position of the call; a row here counts
+    max(prompt length, its own position + 1), which is the same for a request alone, and does not depend on the other
+    requests, on chunks or on preemption.
     """
-    rope = config.rope
-    freq = 1.0 / (rope.theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
-    if rope.kind == "default":
-        return freq
-    turns = rope.original_max_positions * freq / (2 * torch.pi)  # rotations within the original context
-    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - blend) * freq / rope.factor + blend * freq
+    reach = lengths.clamp(min=rope.original_max_positions)
+    growth = rope.factor * reach / rope.original_max_positions - (rope.factor - 1)
+    theta = rope.theta * growth ** (dim / (dim - 2))
+    return 1.0 / (theta[:, None] ** _exponents(dim).to(lengths.device))
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
+
+
+def _llama3(rope: Rope, freq: Tensor) -> Tensor:
+    """Llama 3.1, arXiv:2407.21783: long wavelengths are divided by factor, short ones kept, between them blended."""
+    low = rope.original_max_positions / rope.low_freq_factor
+    high = rope.original_max_positions / rope.high_freq_factor
+    wavelength = 2 * math.pi / freq
+    scaled = torch.where(wavelength > low, freq / rope.factor, freq)
+    band = rope.high_freq_factor - rope.low_freq_factor
+    blend = (rope.original_max_positions / wavelength - rope.low_freq_factor) / band
+    between = (wavelength >= high) & (wavelength <= low)
+    return torch.where(between, (1 - blend) * scaled / rope.factor + blend * scaled, scaled)
+
+
+def _yarn(rope: Rope, dim: int) -> Tensor:
+    """YaRN, arXiv:2309.00071: dimensions that turn often are kept, those that hardly turn are divided by factor."""
+
+    def dimension_of(turns: float) -> float:
+        """Which dimension turns so often within the original context."""
+        span = rope.original_max_positions / (turns * 2 * math.pi)
+        return (dim * math.log(span)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # no step may be vertical
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    powers = rope.theta ** _exponents(dim)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _axes(rope: Rope, device: torch.device) -> Tensor:
+    """[dim / 2] int64: which of the three positions (temporal, height, width) each frequency follows."""
+    temporal, height, width = rope.sections
+    if not rope.interleaved:
+        sizes = torch.tensor(rope.sections, device=device)
+        return torch.arange(3, device=device).repeat_interleave(sizes, output_size=sum(rope.sections))
+    axes = torch.zeros(temporal + height + width, dtype=torch.int64, device=device)
+    axes[1 : 3 * height : 3] = 1
+    axes[2 : 3 * width : 3] = 2
+    return axes

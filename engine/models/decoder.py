@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.cache import CacheLayout, StepCache
-from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead
+from tapscope.engine.layers.embedding import VocabHead, embedding_of
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
 from tapscope.engine.layers.rope import RotaryEmbedding
@@ -24,6 +24,9 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.mlp import GatedMLP
 from tapscope.engine.parallel import TensorParallel
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, [tokens, head_dim] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +48,19 @@ class CausalLMOutput:
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual."""
 
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         self.self_attn = self.make_attention(config, layer, tp, dtype)
         self.mlp = self.make_mlp(config, layer, tp, dtype)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out": WHOLE} | ANGLE_INPUTS
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``self_attn`` of layer ``layer``; called with hidden_states, position_embeddings and past_key_values."""
-        return SelfAttention(config, layer, tp, dtype)
+        return SelfAttention(config, layer, tp, dtype, self.norm_class)
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``mlp`` of layer ``layer``: [tokens, hidden] -> [tokens, hidden]."""
@@ -66,7 +71,7 @@ class DecoderLayer(nn.Module):
         hidden_states: Tensor,
         position_ids: Tensor,
         past_key_values: StepCache,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Rotation,
     ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         residual = hidden_states
@@ -88,17 +93,26 @@ class Decoder(nn.Module):
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp, dtype)
+        self.embed_tokens = embedding_of(config, tp, dtype)
         self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.rotary_emb = RotaryEmbedding(config)
+        self.norm = layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
+
+    def make_rotary(self, config: ModelConfig) -> nn.Module:
+        """``rotary_emb``, which :meth:`rotations` calls."""
+        return RotaryEmbedding(config.rope, config.head_dim)
+
+    def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
+        """Cosines and sines for each layer."""
+        more = {"lengths": cache.row_lengths} if self.is_dynamic else {}
+        return [self.rotary_emb(hidden_states, position_ids=position_ids, **more)] * len(self.layers)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
         hidden_states = self.embed_tokens(input_ids)
-        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        for layer in self.layers:
+        rotations = self.rotations(hidden_states, position_ids, past_key_values)
+        for layer, position_embeddings in zip(self.layers, rotations, strict=True):
             hidden_states = layer(
                 hidden_states,
                 position_ids=position_ids,
@@ -111,13 +125,14 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """Tokens in, logits out."""
 
+    decoder_class: ClassVar[type[Decoder]] = Decoder
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         config.check_split(tp.size)
         self.config, self.tp = config, tp
-        self.model = Decoder(config, tp, dtype, self.layer_class)
+        self.model = self.decoder_class(config, tp, dtype, self.layer_class)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
         self.sampler = Probe(TOKENS, rows="logits")
@@ -138,5 +153,6 @@ class CausalLM(nn.Module):
         hidden_states = outputs.last_hidden_state
         if logits_to_keep is not None:
             hidden_states = hidden_states[logits_to_keep]
-        logits = self.lm_head(hidden_states)
-        return CausalLMOutput(self.tp.all_gather(logits, self.config.vocab_size))
+        logits = self.tp.all_gather(self.lm_head(hidden_states), self.config.vocab_size)
+        cap = self.config.final_softcap
+        return CausalLMOutput(logits if cap is None else (logits / cap).tanh() * cap)

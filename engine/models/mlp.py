@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
 from tapscope.engine.model_config import ModelConfig
@@ -10,14 +11,14 @@ from tapscope.engine.parallel import TensorParallel
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), arXiv:2002.05202, with this rank's share of the intermediate features."""
+    """down(act(gate(x)) * up(x)), arXiv:2002.05202, with this rank's share of the intermediate features."""
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         parts = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias, tp, dtype)
         self.gate_proj, self.up_proj = Probe(SHARD), Probe(SHARD)
-        self.act_fn = SiLU()
+        self.act_fn = Activation(config.activation)
         self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp, dtype)
         self.tap_dims = {"in[x]": WHOLE, "out": WHOLE}
 
@@ -26,9 +27,3 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up_proj(x)
         output: Tensor = self.down_proj(self.act_fn(self.gate_proj(gate)) * self.up_proj(up))
         return output
-
-
-class SiLU(nn.SiLU):
-    """x * sigmoid(x) on this rank's features."""
-
-    tap_dims: dict[str, str] = {"in[input]": SHARD, "out": SHARD}  # noqa: RUF012  (read-only by contract)

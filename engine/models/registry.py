@@ -4,11 +4,27 @@ import torch
 
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.decoder import CausalLM
-from tapscope.engine.models.llama import LlamaForCausalLM
+from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
+from tapscope.engine.models.llama import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from tapscope.engine.parallel import TensorParallel
 
-MODELS: dict[str, type[CausalLM]] = {family.__name__: family for family in (LlamaForCausalLM,)}
-"""Architecture name -> class; the same names as ``model_config.ARCHITECTURES``, which can be read without torch."""
+MODELS: dict[str, type[CausalLM]] = {
+    model.__name__: model
+    for model in (
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Gemma2ForCausalLM,
+        Gemma3ForCausalLM,
+    )
+}
+"""Architecture name -> class; the same names as ``model_config.FAMILIES``, which can be read without torch."""
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Which tensor is which when the word embeddings are tied."""

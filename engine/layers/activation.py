@@ -1,0 +1,28 @@
+"""Activation: the MLP's elementwise function, by transformers' name."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tapscope.engine.layers.probe import SHARD
+
+
+class Activation(nn.Module):
+    """``silu``, ``gelu``, ``gelu_pytorch_tanh`` or ``relu`` of this rank's features."""
+
+    tap_dims: dict[str, str] = {"in[input]": SHARD, "out": SHARD}  # noqa: RUF012  (read-only by contract)
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Elementwise, in the input's dtype."""
+        if self.name == "silu":
+            return functional.silu(input)
+        if self.name == "relu":
+            return functional.relu(input)
+        return functional.gelu(input, approximate="tanh" if self.name == "gelu_pytorch_tanh" else "none")
+
+    def extra_repr(self) -> str:
+        """The name, for printing a model."""
+        return self.name

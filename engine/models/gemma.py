@@ -1,0 +1,87 @@
+"""Gemma 2 and 3: four norms a layer, scaled embeddings, soft-caps, and in Gemma 3 a rotary base for each layer type."""
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.cache import StepCache
+from tapscope.engine.families import FULL, SLIDING
+from tapscope.engine.layers.norm import GemmaRMSNorm
+from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
+from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.parallel import TensorParallel
+
+
+class GemmaDecoderLayer(DecoderLayer):
+    """Attention and MLP, each between two norms and added to the residual; transformers' Gemma2DecoderLayer."""
+
+    norm_class = GemmaRMSNorm
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.pre_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def forward(
+        self, hidden_states: Tensor, position_ids: Tensor, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        residual = hidden_states
+        hidden_states, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            past_key_values=past_key_values,
+        )
+        hidden_states = residual + self.post_attention_layernorm(hidden_states)
+        residual = hidden_states
+        hidden_states = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        output: Tensor = residual + self.post_feedforward_layernorm(hidden_states)
+        return output
+
+
+class Gemma3RotaryEmbedding(nn.Module):
+    """Cosines and sines for one type of layer; called once for each, as transformers' Gemma3RotaryEmbedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        ropes = {FULL: config.rope, SLIDING: config.local_rope or config.rope}
+        self.layer_types = tuple(sorted(set(config.layer_types)))
+        self.ropes = {kind: ropes[kind] for kind in self.layer_types}
+        for kind, rope in self.ropes.items():
+            self.register_buffer(f"{kind}_inv_freq", inverse_frequencies(rope, config.head_dim), persistent=False)
+        self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str, lengths: Tensor | None = None) -> Rotation:
+        """Positions [tokens] -> cos and sin [tokens, head_dim] in the dtype of ``x``."""
+        rope, inv_freq = self.ropes[layer_type], self.get_buffer(f"{layer_type}_inv_freq")
+        return cos_sin(rope, inv_freq, attention_scaling(rope), x.dtype, position_ids, lengths)
+
+
+class Gemma3Decoder(Decoder):
+    """A decoder whose sliding layers turn by another base than the global ones."""
+
+    def make_rotary(self, config: ModelConfig) -> nn.Module:
+        """``rotary_emb`` for all types of layer."""
+        self.layer_types = config.layer_types
+        return Gemma3RotaryEmbedding(config)
+
+    def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
+        """Cosines and sines for each layer, computed once for each type."""
+        kinds = sorted(set(self.layer_types))
+        more = {"lengths": cache.row_lengths} if self.is_dynamic else {}
+        made = {kind: self.rotary_emb(hidden_states, position_ids, kind, **more) for kind in kinds}
+        return [made[kind] for kind in self.layer_types]
+
+
+class Gemma2ForCausalLM(CausalLM):
+    """Gemma 2, arXiv:2408.00118: soft-capped scores and logits; transformers' `modeling_gemma2.py`."""
+
+    layer_class = GemmaDecoderLayer
+
+
+class Gemma3ForCausalLM(CausalLM):
+    """Gemma 3, text, arXiv:2503.19786: normalised heads, two rotary bases; transformers' `modeling_gemma3.py`."""
+
+    decoder_class = Gemma3Decoder
+    layer_class = GemmaDecoderLayer
