@@ -1,7 +1,7 @@
 """Align: which rows of which firing of one side meet which of the other, for one matched site."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -174,6 +174,26 @@ def _compact(rows: Array) -> Rows:
     first, last = int(rows[0]), int(rows[-1])
     neighbours = last - first == len(rows) - 1 and bool(np.all(rows[1:] - rows[:-1] == 1))
     return slice(first, last + 1) if neighbours else rows
+
+
+def without_rows(plan: Plan, left_out: frozenset[int]) -> Plan:
+    """The plan without these row pairs."""
+    joins, count, wanted = [], 0, np.array(sorted(left_out), np.int64)
+    for join in plan.joins:
+        keep = ~np.isin(join.pairs, wanted) if join.pairs is not None else np.ones(0, bool)
+        if join.pairs is None or keep.all():
+            joins.append(join)
+            continue
+        count += int((~keep).sum())
+        if keep.any():
+            one, two = (_compact(_indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
+            joins.append(Join(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
+    counts = replace(plan.counts, compared=plan.counts.compared - count)
+    return replace(plan, joins=tuple(joins), counts=counts)
+
+
+def _indices(rows: Rows) -> Array:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def _place(whole: Whole) -> tuple[int, tuple[int, int]]:

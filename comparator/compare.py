@@ -14,7 +14,7 @@ from tapscope.comparator.damage import Damage, look, with_damage
 from tapscope.comparator.examine import Examined, Examiner
 from tapscope.comparator.explain.explain import Context, explain
 from tapscope.comparator.finding import Finding, Verdict
-from tapscope.comparator.flips import explain_flips
+from tapscope.comparator.flips import Flip, explain_flips
 from tapscope.comparator.hints import hints_of
 from tapscope.comparator.judge import Judge, Standards
 from tapscope.comparator.localise import Divergence, localise
@@ -29,6 +29,7 @@ from tapscope.comparator.rows import RowMap, map_rows
 from tapscope.comparator.rules import Rule, check_rules, compile_rules
 from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
 from tapscope.comparator.series import series_of
+from tapscope.comparator.set_aside import set_aside
 from tapscope.comparator.stages import numbered
 from tapscope.comparator.tokens import tokens_of
 from tapscope.comparator.twin import Twin, twin_of
@@ -162,9 +163,8 @@ def _compare(
 def _judge(
     seen: "_Seen", rules: tuple[Rule, ...], twin: Twin | None, options: CompareOptions
 ) -> tuple[list[Finding], list[Divergence]]:
-    flips = explain_flips(seen.examined, seen.examiner.preparer)
     judge = Judge(
-        seen.examined, seen.sites, Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=flips)
+        seen.examined, seen.sites, Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips)
     )
     findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
     placed = [_placed(each, seen) for each in divergences]
@@ -181,6 +181,7 @@ class _Seen:
     sites: Mapping[str, SiteInfo]
     num_records: tuple[int, int]
     num_objects: tuple[int, int]
+    flips: Mapping[str, Flip]
     notes: tuple[str, ...]
 
     @property
@@ -213,7 +214,10 @@ def _see(
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     sites = {**given[1].sites, **given[0].sites}
     notes = (*given[0].notes, *given[1].notes)
-    return _Seen(_examine(examiner, pairs, progress), examiner, rows, sites, counts, objects, notes)
+    everything = _examine(examiner, pairs, progress)
+    flips = explain_flips([one for one in everything if not one.apart], examiner.preparer)
+    everything = set_aside(everything, flips, examiner)
+    return _Seen(everything, examiner, rows, sites, counts, objects, flips, notes)
 
 
 def _placed(divergence: Divergence, seen: _Seen) -> Divergence:

@@ -50,6 +50,8 @@ class Examined:
     """Firings without a partner that nobody explained."""
     spread: Spread | None = None
     """None for what was not compared as numbers."""
+    handed_on: Spread | None = None
+    """The spread of all rows where some were set aside (:mod:`.set_aside`): that is what goes into what follows."""
     numbers: Numbers | None = None
     worst: Place | None = None
     steps: tuple[StepResult, ...] = ()

@@ -105,11 +105,19 @@ def unit(baseline: str, target: str, reduction: int) -> float:
 
 
 def local_floor(
-    inputs: Sequence[Spread], base: float, spread: Spread, condition: float, eps: float, *, mixes: bool = False
+    inputs: Sequence[Spread],
+    base: float,
+    spread: Spread,
+    condition: float,
+    eps: float,
+    *,
+    mixes: bool = False,
+    limit: float = ROW_LIMIT,
 ) -> Floor:
     """The floor of a module given the spreads of what went into it; ``base`` is its own rounding.
 
     ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
+    ``limit``: the most that a row may be off.
     """
     few = _few(spread)
     widest = [max((s.errors[i] for s in inputs), default=0.0) for i in range(len(QUANTILES))]
@@ -122,8 +130,8 @@ def local_floor(
     )
     channel = max((abs(s.channel) for s in inputs if abs(s.channel) > s.channel_noise), default=0.0)
     return Floor(
-        _rising([errors[0] * few, *errors[1:]]),
-        min(2.0 * few * condition * math.hypot(element, 2.0 * base), ROW_LIMIT),
+        _rising([errors[0] * few, *errors[1:]], limit),
+        min(2.0 * few * condition * math.hypot(element, 2.0 * base), limit),
         PEAK * condition * math.hypot(peak, EXTREME * base, widest[-1]),
         _gain_floor(spread, gain, base, eps),
         math.inf if mixes else max(spread.channel_noise, eps, CHANNEL * math.hypot(base, channel)),
@@ -134,7 +142,7 @@ def path_floor(modelled: float, spread: Spread, base: float, eps: float) -> Floo
     """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``."""
     grown = PATH * modelled
     return Floor(
-        _rising([_few(spread) * grown, *(tail * grown for tail in TAIL[1:])]),
+        _rising([_few(spread) * grown, *(tail * grown for tail in TAIL[1:])], ROW_LIMIT),
         min(4.0 * _few(spread) * grown, ROW_LIMIT),
         EXTREME * TAIL[-1] * grown,
         _gain_floor(spread, grown, base, eps),
@@ -147,11 +155,11 @@ def _few(spread: Spread) -> float:
     return 1.0 + 3.0 / max(spread.num_rows, 1)
 
 
-def _rising(errors: Sequence[float]) -> tuple[float, ...]:
-    """Never stricter for the worst row than for the typical one."""
+def _rising(errors: Sequence[float], limit: float) -> tuple[float, ...]:
+    """Never stricter for the worst row than for the typical one, and never above the limit."""
     found: list[float] = []
     for error in errors:
-        found.append(max(min(error, ROW_LIMIT), found[-1] if found else 0.0))
+        found.append(max(min(error, limit), found[-1] if found else 0.0))
     return tuple(found)
 
 

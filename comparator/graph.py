@@ -107,7 +107,7 @@ class Graph:
         for i, node in enumerate(self.nodes):
             found.append(self._same(i, holders) or self._through(i, groups.get(i, ())) or self._inputs(i))
             for side, identity in enumerate(node.identities):
-                if identity is not None and node.numeric:
+                if identity is not None:
                     holders[side].setdefault(identity, i)
         return found
 
@@ -150,11 +150,13 @@ class Graph:
     def _same(self, index: int, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
         """The site that held these bytes first, on both sides or on one."""
         node = self.nodes[index]
-        if node.is_state or not node.numeric:
+        if node.is_state:
             return None
         one, two = (holders[side].get(node.identities[side]) for side in (0, 1))
         if one is not None and one == two:
             return Inputs((one,), "same", 0)
+        if not node.numeric:  # of integers that are equal on one side alone nobody knows whether they are the same
+            return None
         origin = one if one is not None else two
         if origin is None or not node.is_input or node.is_backward:
             return None  # a module may hand on its input on one side because the fault is that it does

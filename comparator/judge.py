@@ -12,7 +12,7 @@ from tapscope.comparator.floor import score
 from tapscope.comparator.graph import Graph, Inputs, Node
 from tapscope.comparator.rounding import Rounding, params_of
 from tapscope.comparator.rules import Rule, find_rule, measures_of
-from tapscope.comparator.series import Series
+from tapscope.comparator.series import identity
 from tapscope.comparator.twin import Twin
 from tapscope.index import SiteInfo
 
@@ -107,7 +107,7 @@ class Judge:
                 one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=("a plain value differs",)
             )
         flip = self._standards.flips.get(one.site)
-        if flip is not None and (not flip.logits or flip.logits in within):
+        if flip is not None and (not flip.scores or flip.scores in within):
             return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(flip.sentence,))
         error = float(one.num_unequal)
         return _finding(one, order, Verdict.DIFFERS, test="exact", error=error, growth=math.inf, judged_by="equality")
@@ -154,14 +154,8 @@ class Judge:
 def _node(one: Examined, sites: Mapping[str, SiteInfo]) -> Node:
     path, _, port = one.site.rpartition(":")
     numeric = not one.is_exact and one.spread is not None
-    identities = _identity(one.pair.baseline), _identity(one.pair.target)
+    identities = identity(one.pair.baseline), identity(one.pair.target)
     return Node(path, port, numeric, bool(params_of(one, sites)), _class(one, sites), identities)
-
-
-def _identity(series: Series | None) -> tuple[str, ...] | None:
-    """The hashes of everything the series holds; None where one is not known."""
-    found = tuple(r.hash for f in series.firings for r in f.records) if series else ()
-    return None if None in found or not found else found  # type: ignore[return-value]
 
 
 def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:

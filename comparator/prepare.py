@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, field
 
-from tapscope.comparator.align import Aligner, Join, Plan
+from tapscope.comparator.align import Aligner, Join, Plan, without_rows
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.match import Pair
 from tapscope.comparator.places import Places, places_of
 from tapscope.comparator.readings import settle
 from tapscope.comparator.realise import realise
+from tapscope.comparator.routed import Choices, with_order
 from tapscope.comparator.rows import RowMap
-from tapscope.comparator.series import Series
+from tapscope.comparator.series import Key, Series, key_of
 from tapscope.comparator.split import split_series
 from tapscope.comparator.turn import turned
 from tapscope.run import Run
@@ -62,10 +63,19 @@ class Preparer:
     """How much higher the target's step numbers are."""
     _aligner: Aligner = field(init=False)
     places: tuple[Places, Places] = field(init=False)
+    _choices: tuple[Choices, Choices] = field(init=False)
+    _left_out: dict[tuple[Key, Key], frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._aligner = Aligner(self.row_map, self.shift_steps)
         self.places = places_of(self.baseline), places_of(self.target)
+        self._choices = Choices(self.baseline, self.row_map.baseline), Choices(self.target, self.row_map.target)
+
+    def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
+        """From now on the pair is prepared without these row pairs."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        self._left_out[key_of(pair.baseline), key_of(pair.target)] = rows
 
     def prepare(self, pair: Pair) -> Prepared:
         """Prepare a pair of tensors; never raises for what the runs hold."""
@@ -77,7 +87,14 @@ class Preparer:
         left, right, odd = turned(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in (*problems, odd) if p), "")
+        order = self._choices[0].tables(left), self._choices[1].tables(right)
+        is_ordered = any(order) and not any(layout.source == "annotated" for layout in layouts)
+        if is_ordered:
+            layouts, problem = (Layout(), Layout()), next((p for p in problems[:2] if p), "")
         plan = Plan() if problem else self._aligner.plan(left, right, layouts)
+        plan = with_order(plan, *order) if is_ordered and not problem else plan
+        if rows := self._left_out.get((key_of(pair.baseline), key_of(pair.target))):
+            plan = without_rows(plan, rows)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
         broken = broken_left + broken_right

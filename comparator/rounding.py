@@ -9,6 +9,7 @@ from tapscope import dtypes
 from tapscope.comparator.examine import Examined
 from tapscope.comparator.floor import (
     CONDITION_TWIN,
+    ROW_LIMIT,
     Floor,
     learned_condition,
     local_floor,
@@ -27,6 +28,8 @@ _GUESS = 4096
 _FLOAT32 = dtypes.epsilon("float32")
 _STATE = 1.5
 """Condition of a parameter: it is copied, perhaps into another dtype, and nothing else."""
+_MOVED = 2.0
+"""How much further off a row may be that took another way: as far as a vector of its size that points elsewhere."""
 Params = Mapping[str, tuple[int, ...]]
 
 
@@ -43,6 +46,9 @@ class _Case:
     eps: float
     is_twin: bool
     """Whether both sides have one dtype: then the weights are the same numbers."""
+    is_behind_flips: bool
+    """Whether token rows that took another way went into it: what they add to the errors is no rounding, and no model
+    of a path bounds it."""
 
 
 class Rounding:
@@ -84,11 +90,24 @@ class Rounding:
         elif case.is_twin and all(s.is_zero for s in case.inputs):
             condition = min(condition, CONDITION_TWIN)
         mixes = self._graph.inputs(node).how in ("around", "inside", "before")
-        local = local_floor(case.inputs, case.base, case.spread, condition, case.eps, mixes=mixes)
-        return local, local.smaller(whole)
+        inputs = case.inputs
+        if case.is_behind_flips and self._graph.inputs(node).how != "same" and not self._keeps_rows(node):
+            inputs = tuple(spread.worst_everywhere() for spread in inputs)  # any row may have had a part of theirs
+        if not case.is_behind_flips:
+            local = local_floor(inputs, case.base, case.spread, condition, case.eps, mixes=mixes)
+            return local, local.smaller(whole)
+        limit = max(ROW_LIMIT, _MOVED * max((s.errors[-1] for s in inputs), default=0.0))
+        local = local_floor(inputs, case.base, case.spread, condition, case.eps, mixes=mixes, limit=limit)
+        return local, local
+
+    def _keeps_rows(self, node: int) -> bool:
+        """Whether each row is made of the same row of what went in."""
+        this = self._graph.nodes[node]
+        return not this.is_input and (bool(self._params[node]) or this.is_pointwise)
 
     def _spread(self, node: int) -> Spread:
-        return self._examined[self._matched[node]].spread or NOTHING
+        one = self._examined[self._matched[node]]
+        return one.handed_on or one.spread or NOTHING
 
     def _case(self, node: int) -> _Case | None:
         one = self._examined[self._matched[node]]
@@ -102,7 +121,13 @@ class Rounding:
         before = [case.modelled for i in inputs.nodes if (case := self._cases[i])]
         modelled = math.hypot(max(before, default=0.0), base)
         spreads = tuple(self._spread(i) for i in inputs.nodes if self._graph.nodes[i].numeric)
-        return _Case(one.spread, spreads, base, modelled, max(map(dtypes.epsilon, names)), names[0] == names[1])
+        behind = any(self._is_behind_flips(i) for i in inputs.nodes)
+        eps = max(map(dtypes.epsilon, names))
+        return _Case(one.spread, spreads, base, modelled, eps, names[0] == names[1], behind)
+
+    def _is_behind_flips(self, node: int) -> bool:
+        case = self._cases[node]
+        return self._examined[self._matched[node]].handed_on is not None or (case is not None and case.is_behind_flips)
 
     def _coarsest(self, node: int) -> tuple[str, str]:
         """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""

@@ -114,3 +114,9 @@ def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
         first = firings[0].records[0]
         found.append(Series(site, (model, pass_), (stages.get(first.key.rank, 0), first.seq), firings))
     return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
+
+
+def identity(series: Series | None) -> tuple[str, ...] | None:
+    """The hashes of everything the series holds; None where one is not known."""
+    found = tuple(r.hash for f in series.firings for r in f.records) if series else ()
+    return None if None in found or not found else found  # type: ignore[return-value]

@@ -4,7 +4,7 @@ The global error of a tensor hides one bad token among thousands and one dead ch
 rows and the worst element of each row do not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,11 @@ class Spread:
     def is_zero(self) -> bool:
         """Whether nothing differs."""
         return self.errors[-1] == 0.0
+
+    def worst_everywhere(self) -> "Spread":
+        """As if the typical row were as far off as the worst, and its elements too."""
+        worst = (self.errors[-1],) * len(self.errors)
+        return replace(self, errors=worst, element=self.peak, gain=max(abs(self.gain), self.errors[-1]))
 
 
 NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)

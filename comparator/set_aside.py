@@ -1,0 +1,56 @@
+"""Set aside: token rows that went to other experts at a near tie are not comparable behind these.
+
+A router's choice is discrete: an error far below any floor may send a token to another expert, whose output has
+nothing to do with that of the first. Within the module around the router such rows are left out, and counted; behind it
+their error is handed on like any other (:attr:`~.examine.Examined.handed_on`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tapscope.comparator.examine import Examined, Examiner
+from tapscope.comparator.flips import Flip
+
+
+def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner: Examiner) -> list[Examined]:
+    """The sites, those around a router without the token rows that moved."""
+    moved: dict[str, tuple[frozenset[int], str]] = {}
+    found: list[Examined] = []
+    for one in examined:
+        flip = flips.get(one.site)
+        if flip is not None and flip.moved:
+            block = _parent(_parent_site(one.site))
+            if block:
+                moved[block] = moved.get(block, (frozenset(), ""))[0] | flip.moved, flip.scores
+        block = next((b for b in moved if _is_within(one.site, b)), "")
+        found.append(_without(one, *moved[block], examiner) if block and flip is None else one)
+    return found
+
+
+def _without(one: Examined, rows: frozenset[int], scores: str, examiner: Examiner) -> Examined:
+    if one.is_exact or one.spread is None or one.basis != "values" or not one.rows.compared:
+        return one
+    before = one.rows.compared
+    examiner.preparer.leave_out(one.pair, rows)
+    rest = examiner.examine(one.pair)
+    if rest.problem:  # not one row is left
+        return replace(one, apart=f"every token row went to other experts at a near tie of {scores}")
+    count = before - rest.rows.compared
+    if not count:
+        return one
+    note = f"{count:,} token rows left out that went to other experts at a near tie of {scores}"
+    return replace(rest, handed_on=one.spread, notes=(note, *rest.notes))
+
+
+def _parent_site(site: str) -> str:
+    return site.rpartition(":")[0]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_within(site: str, block: str) -> bool:
+    """Whether a site belongs to the module or to a part of it, and is not what it was given."""
+    path, _, port = site.rpartition(":")
+    return path.startswith(f"{block}.") or (path == block and not port.startswith("in["))

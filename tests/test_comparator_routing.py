@@ -1,0 +1,140 @@
+"""Experts chosen at a near tie, and rows that lie in the order of a choice, are no fault of the target."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factories import RunFactory
+
+from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.observe import RowRun
+from tapscope.run import open_run
+
+ROWS, WIDTH, EXPERTS, TOP = 24, 32, 6, 2
+_RNG = np.random.default_rng(11)
+HIDDEN = _RNG.standard_normal((ROWS, WIDTH)).astype(np.float32)
+ROUTER = _RNG.standard_normal((EXPERTS, WIDTH)).astype(np.float32) / np.sqrt(WIDTH, dtype=np.float32)
+UP = _RNG.standard_normal((EXPERTS, WIDTH, WIDTH)).astype(np.float32) / np.sqrt(WIDTH, dtype=np.float32)
+TIED = 9
+"""The token whose second and third expert are a near tie."""
+
+
+def tied(gap: float) -> np.ndarray:
+    """The hidden states, where the third expert's score of one token is `gap` below the second's."""
+    found = HIDDEN.copy()
+    scores = ROUTER @ found[TIED]
+    order = np.argsort(-scores)
+    between = ROUTER[order[1]] - ROUTER[order[2]]
+    found[TIED] -= between * (scores[order[1]] - scores[order[2]] - gap) / (between @ between)
+    return found
+
+
+def write(
+    path: Path,
+    hidden: np.ndarray,
+    *,
+    nudge: float = 0.0,
+    wrong: bool = False,
+    harm: float = 1.0,
+    padded: bool = False,
+    major: bool = False,
+) -> None:
+    """One layer of experts over all rows; `nudge` is what one score of the tied token is off by."""
+    x = np.vstack([hidden, np.full((2, WIDTH), 3.0 if major else 2.0, np.float32)]) if padded else hidden
+    logits = x @ ROUTER.T
+    third = np.argsort(-logits[TIED])[2]
+    logits[TIED, third] += np.float32(nudge)
+    chosen = np.argsort(-logits, axis=1)[:, :TOP]
+    if wrong:
+        chosen[3, 1] = np.argsort(-logits[3])[-1]
+    flat = chosen.reshape(-1)
+    order = np.arange(len(flat)) if major else np.argsort(flat, kind="stable")
+    inner = np.einsum("nd,nod->no", np.repeat(x, TOP, 0)[order], UP[flat[order]])
+    back = np.empty_like(inner)
+    back[order] = inner
+    mixed = (back.reshape(len(x), TOP, WIDTH).mean(1) * np.float32(harm)).astype(np.float32)
+    tokens = ROWS // 2
+    grid = (2, tokens + 1) if padded else (ROWS,)
+    rows = [RowRun("a", 0, ROWS, 0, 0)]
+    if padded:  # each request has one place behind its tokens that nobody asked for
+        rows = [RowRun("a", 0, tokens, 0, 0), RowRun("b", 0, tokens, 0, tokens + 1)]
+        places = np.array([*range(tokens), ROWS, *range(tokens, ROWS), ROWS + 1])
+        x, logits, chosen, mixed = (side[places] for side in (x, logits, chosen, mixed))
+    with RunFactory(path) as run:
+        run.step(grid=grid, rows=rows, token_ids=range(ROWS))
+        run.put("layers.0.mlp:in[hidden_states]", x)
+        run.site("layers.0.mlp.gate:out[0]", params={"weight": ROUTER.shape})
+        run.put("layers.0.mlp.gate:in[hidden_states]", x)
+        run.put("layers.0.mlp.gate:out[0]", logits)
+        run.put("layers.0.mlp.gate:out[1]", chosen)
+        run.put("layers.0.mlp.experts:in[hidden_states]", x)
+        run.put("layers.0.mlp.experts:in[top_k_index]", chosen)
+        run.put("layers.0.mlp.experts.act_fn:in[input]", inner.astype(np.float32))
+        run.put("layers.0.mlp.experts:out", mixed)
+        run.put("layers.0.mlp:out", mixed)
+        run.put("layers.0:out", x + mixed)
+
+
+def diff(tmp_path: Path) -> tuple[Report, dict[str, Finding]]:
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    return report, {f.site.removeprefix("layers.0."): f for f in report.findings}
+
+
+def test_an_expert_chosen_at_a_near_tie_is_a_flip_and_its_row_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "b", tied(1e-7))
+    write(tmp_path / "t", tied(1e-7), nudge=6e-7)
+    report, found = diff(tmp_path)
+    assert found["mlp.gate:out[1]"].verdict is Verdict.CLOSE
+    assert "1 unequal, each a near tie: the scores of layers.0.mlp.gate:out[0]" in found["mlp.gate:out[1]"].notes[0]
+    assert found["mlp.experts:in[top_k_index]"].verdict is Verdict.CLOSE
+    assert found["mlp.experts:out"].rows.compared == ROWS - 1
+    assert "1 token rows left out" in found["mlp.experts:out"].notes[0]
+    assert "mlp.experts.act_fn:in[input]" not in found
+    assert any("order of a choice of experts" in note for note in report.coverage.warnings)
+    assert found["layers.0:out"].worst is not None
+    assert found["layers.0:out"].worst.position == TIED
+    assert report.exit_code == 0
+
+
+def test_what_experts_do_to_the_other_rows_is_judged_as_ever(tmp_path: Path) -> None:
+    write(tmp_path / "b", tied(1e-7))
+    write(tmp_path / "t", tied(1e-7), nudge=6e-7, harm=1.01)
+    report, found = diff(tmp_path)
+    assert found["mlp.gate:out[1]"].verdict is Verdict.CLOSE
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("gap", [0.3, 0.01])
+def test_another_expert_far_from_a_tie_is_a_bug_of_the_router(tmp_path: Path, gap: float) -> None:
+    write(tmp_path / "b", tied(gap))
+    write(tmp_path / "t", tied(gap), wrong=True)
+    report, found = diff(tmp_path)
+    assert found["mlp.gate:out[1]"].verdict is Verdict.DIFFERS
+    assert [d.module for d in report.divergences] == ["layers.0.mlp.gate"]
+
+
+def test_a_flip_behind_wrong_scores_is_the_scores_doing(tmp_path: Path) -> None:
+    write(tmp_path / "b", tied(0.2))
+    write(tmp_path / "t", tied(0.2), nudge=0.5)
+    report, found = diff(tmp_path)
+    assert found["mlp.gate:out[0]"].role == "producer"
+    assert found["mlp.gate:out[1]"].verdict is Verdict.DIFFERS
+    assert [d.module for d in report.divergences] == ["layers.0.mlp.gate"]
+
+
+def test_rows_sorted_by_expert_meet_where_the_choices_are_the_same(tmp_path: Path) -> None:
+    write(tmp_path / "b", HIDDEN)
+    write(tmp_path / "t", HIDDEN * np.float32(1 + 1e-7))
+    _, found = diff(tmp_path)
+    inner = found["mlp.experts.act_fn:in[input]"]
+    assert (inner.verdict, inner.basis) == (Verdict.CLOSE, "values")
+
+
+def test_rows_sorted_by_expert_with_padding_among_them_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "b", HIDDEN, padded=True)
+    write(tmp_path / "t", HIDDEN * np.float32(1 + 1e-7), padded=True)
+    report, found = diff(tmp_path)
+    assert "mlp.experts.act_fn:in[input]" not in found
+    assert report.exit_code == 0
