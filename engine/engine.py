@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tapscope.engine.config import EngineConfig
+from tapscope.engine.grammar import Grammars
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
@@ -15,6 +16,8 @@ from tapscope.engine.plan import StepPlan
 from tapscope.engine.ranks import Ranks
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
+from tapscope.engine.sampling.sampler import Sampler
+from tapscope.engine.sampling.step import SampledStep
 from tapscope.engine.scheduler import Scheduler
 from tapscope.errors import RankLostError, UsageError
 from tapscope.observe import ObserverFactory
@@ -43,6 +46,9 @@ class Engine:
             self.model_config.eos_token_ids,
             self.runner.max_tokens,
         )
+        tokenizer = Path(config.model) / "tokenizer.json"
+        vocab, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
+        self.sampler = Sampler(vocab, eos, config.seed, self.runner.device, Grammars(tokenizer, vocab, eos))
         # Also runs when the engine is dropped, or the program ends, without close().
         self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, num_threads)
 
@@ -88,6 +94,7 @@ class Engine:
                 f"{request.max_new_tokens} new) but the model has {limit}; shorten the prompt or lower max_new_tokens"
             )
         self.scheduler.check(request)
+        self.sampler.enter(request)
         self.scheduler.add(request)
         self._live[request.id] = request
 
@@ -103,7 +110,9 @@ class Engine:
         plan = self.scheduler.plan(
             all_logits=self.config.logits == "all", epoch=None if observer is None else observer.epoch
         )
-        finished = self.scheduler.commit(self._execute(plan))
+        sampled = SampledStep(self.sampler, plan, [self._live[share.request] for share in plan.shares])
+        finished = self.scheduler.commit(self._execute(plan, sampled))
+        sampled.tell()
         self.runner.finish(plan)
         return self._outputs([share.request for share in plan.shares], finished)
 
@@ -120,7 +129,6 @@ class Engine:
             "architecture": self.model_config.architecture,
             "dtype": self.runner.dtype,
             "tp": config.tp,
-            "max_positions": min(self.model_config.max_positions, scheduler.pages.num_pages * config.page_size),
             "page_size": config.page_size,
             "max_running": config.max_running,
             "logits": config.logits,
@@ -143,15 +151,20 @@ class Engine:
 
     def _output(self, request: Request) -> Output:
         """What is new of ``request`` since its last output."""
-        new = request.generated[request.num_emitted :]
+        first = request.num_emitted
+        new = request.generated[first:]
         request.num_emitted += len(new)
         if request.finish_reason:
             self._live.pop(request.id, None)
+            self.sampler.leave(request)
         return Output(
             request=request.id,
             token_ids=new,
             finish_reason=request.finish_reason,
-            matched=new[-1] if request.finish_reason == "stop" else None,
+            matched=request.matched,
+            reason=request.reason,
+            logprobs=tuple(request.logprobs[first:]) if request.params.wants_logprobs else None,
+            prompt_logprobs=tuple(request.prompt_logprobs) if request.prompt_logprobs and not first else None,
             prompt_tokens=len(request.prompt_ids),
         )
 
@@ -161,14 +174,14 @@ class Engine:
         if not self._finalizer.alive:
             raise UsageError("the engine is closed; make a new LLM")
 
-    def _execute(self, plan: StepPlan) -> list[int]:
+    def _execute(self, plan: StepPlan, sampled: SampledStep) -> list[int]:
         """Have every rank compute ``plan``; a step that fails on one of several ranks leaves them out of step."""
         if self._ranks is None:
-            return self.runner.execute(plan)
+            return self.runner.execute(plan, sampled)
         try:
             self._ranks.send(plan)
             try:
-                return self.runner.execute(plan)
+                return self.runner.execute(plan, sampled)
             except RankLostError as error:
                 self._ranks.explain(error)
         except BaseException as error:

@@ -48,8 +48,8 @@ class LLM:
         """Complete every prompt, greedily unless ``params`` says otherwise, and return them in the order given.
 
         ``params`` are for all prompts or one each; ``max_new_tokens`` and ``ignore_eos`` are short for parameters that
-        set only these.
-        ``forced[i]`` are tokens that request i takes instead of sampled ones while they last. Raises UsageError,
+        set only these. With ``n`` above 1 a prompt has so many generations next to each other, called "id-0", "id-1",
+        ... ``forced[i]`` are tokens that request i takes instead of sampled ones while they last. Raises UsageError,
         before anything is computed, when one of the requests can never run, and RankLostError.
         """
         if isinstance(prompts, str):
@@ -62,8 +62,9 @@ class LLM:
         each = [_params(one, max_new_tokens, ignore_eos) for one in _one_each("params", each, len(prompts))]
         try:
             order = [
-                self.submit(prompt, one, request_id=name, forced=tokens or ())
+                child
                 for prompt, one, name, tokens in zip(prompts, each, ids_given, forced_given, strict=True)
+                for child in self._submit_each(prompt, one, name, tokens or ())
             ]
             done: dict[str, Generation] = {}
             while self.has_work:
@@ -119,8 +120,10 @@ class LLM:
             params=_params(params, max_new_tokens, ignore_eos),
             forced=tuple(forced),
         )
+        if request.params.stop and self.tokenizer is None:
+            raise UsageError(f"{self.config.model} has no tokenizer.json; stop strings need one")
         self.engine.submit(request)
-        self._assemblies[name] = Assembly(name, request.prompt_ids, self.tokenizer)
+        self._assemblies[name] = Assembly(name, request.prompt_ids, self.tokenizer, request.params)
         self._num_named += request_id is None
         return name
 
@@ -177,6 +180,17 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _submit_each(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, forced: Sequence[int]
+    ) -> list[str]:
+        """Queue the ``n`` generations of one prompt; returns their ids."""
+        if params.n == 1:
+            return [self.submit(prompt, params, request_id=request_id, forced=forced)]
+        name = self._new_id() if request_id is None else request_id
+        self._num_named += request_id is None
+        children = (params.child(i) for i in range(params.n))
+        return [self.submit(prompt, p, request_id=f"{name}-{i}", forced=forced) for i, p in enumerate(children)]
+
     def _new_id(self) -> str:
         """The next number that no live request is called by."""
         taken = {request.id for request in self.engine.scheduler.live()}
@@ -185,7 +199,14 @@ class LLM:
         return str(self._num_named)
 
     def _advance(self) -> list[Output]:
-        return [self._assemblies[output.request].add(output) for output in self.engine.step()]
+        return [self._told(output) for output in self.engine.step()]
+
+    def _told(self, output: Output) -> Output:
+        """``output`` with its text; a stop string in it ends the request in the engine too."""
+        told = self._assemblies[output.request].add(output)
+        if told.finish_reason and not output.finish_reason:
+            self.engine.abort(output.request)
+        return told
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:

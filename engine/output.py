@@ -1,23 +1,13 @@
 """Output: what one step gave a request, and how outputs add up to a Generation. Torch-free: a front end uses it too."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tapscope.engine.detokenizer import Detokenizer
+from tapscope.engine.logprob import TokenLogprob
 from tapscope.engine.request import Generation
+from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
-    """Log-probability of one token and of the most likely ones at its place."""
-
-    token_id: int
-    logprob: float
-    """Natural logarithm."""
-    top: tuple[tuple[int, float], ...] = ()
-    """(token id, log-probability), most likely first."""
-    full: tuple[float, ...] | None = None
-    """Of every token of the vocabulary, where the request asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,35 +89,57 @@ def _build_logprob(item: list[Any] | None) -> TokenLogprob | None:
     return TokenLogprob(token_id=token_id, logprob=logprob, top=pairs, full=None if full is None else tuple(full))
 
 
-@dataclass(slots=True, eq=False)
 class Assembly:
     """One live request's outputs, with text put to them, and their sum."""
 
-    request: str
-    prompt_ids: tuple[int, ...]
-    tokenizer: Tokenizer | None
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
+    def __init__(
+        self, request: str, prompt_ids: tuple[int, ...], tokenizer: Tokenizer | None, params: SamplingParams
+    ) -> None:
+        self.request, self.prompt_ids = request, prompt_ids
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._last = Output(request=request)
 
     def add(self, output: Output) -> Output:
-        """``output`` with its new text."""
-        self.token_ids += output.token_ids
-        self.finish_reason = output.finish_reason
-        if self.tokenizer is None:
-            return output
-        text = self.tokenizer.decode(self.token_ids)
-        if output.finish_reason is None:
-            text = text.rstrip("\ufffd")
-        new, self.text = text[len(self.text) :], text
-        return replace(output, text=new)
+        """``output`` with its new text. A stop string in it makes this the last: the engine is still to be told."""
+        output = self._with_text(output)
+        self._token_ids += output.token_ids
+        self._texts.append(output.text)
+        self._logprobs += output.logprobs or ()
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        self._last = output
+        return output
 
     def generation(self) -> Generation:
         """The sum of all outputs so far."""
         return Generation(
             request=self.request,
             prompt_ids=self.prompt_ids,
-            token_ids=tuple(self.token_ids),
-            text=None if self.tokenizer is None else self.text,
-            finish_reason=self.finish_reason or "abort",
+            token_ids=tuple(self._token_ids),
+            text=None if self._detokenizer is None else "".join(self._texts),
+            finish_reason=self._last.finish_reason or "abort",
+            matched=self._last.matched,
+            reason=self._last.reason,
+            logprobs=tuple(self._logprobs) or None,
+            prompt_logprobs=self._prompt_logprobs,
+            cached_tokens=self._last.cached_tokens,
+        )
+
+    def _with_text(self, output: Output) -> Output:
+        if self._detokenizer is None:
+            return output
+        end = output.matched if isinstance(output.matched, int) else None
+        delta = self._detokenizer.push(output.token_ids, final=output.finish_reason is not None, end_token=end)
+        if delta.matched is None:
+            return replace(output, text=delta.text)
+        return replace(
+            output,
+            text=delta.text,
+            token_ids=output.token_ids[: delta.num_tokens],
+            logprobs=None if output.logprobs is None else output.logprobs[: delta.num_tokens],
+            finish_reason="stop",
+            matched=delta.matched,
         )

@@ -38,6 +38,8 @@ class StepPlan:
     phase: str
     shares: tuple[Share, ...]
     kv_pages_used: int
+    greedy: bool = True
+    """Whether every token is its row's most likely one, so that each rank can tell; else rank 0 alone draws."""
     epoch: int | None = None
     """Configuration epoch that rank 0's observer wants, for every rank's observer."""
 

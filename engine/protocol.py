@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from tapscope.engine.output import Output, TokenLogprob
+from tapscope.engine.logprob import TokenLogprob
+from tapscope.engine.output import Output
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.bodies import GenerateBody
 from tapscope.errors import UsageError

@@ -2,8 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from tapscope.engine.logprob import TokenLogprob
 from tapscope.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tapscope.engine.grammar import Constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +23,17 @@ class Generation:
     text: str | None
     """Generated text without special tokens; None when the checkpoint has no tokenizer.json."""
     finish_reason: str
-    """``stop`` (an end token), ``length`` (max_new_tokens) or ``abort``."""
+    """``stop`` (an end token, a stop token or string, a grammar's end), ``length`` (max_new_tokens) or ``abort``."""
+    matched: int | str | None = None
+    """The token or stop string that ended it."""
+    reason: str = ""
+    """Why it was aborted, one sentence."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of :attr:`token_ids`; None where not asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each prompt token, None for the first; None where not asked for."""
+    cached_tokens: int = 0
+    """Leading prompt tokens that the prefix cache held."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -36,7 +51,19 @@ class Request:
     """Leading tokens whose keys and values are in the cache; work is what this lags behind ``tokens``."""
     pages: tuple[int, ...] = ()
     """Cache pages in order of position; set at admission, for the request's whole life."""
+    seed: int = 0
+    """Seed of its draws; set at submit."""
+    constraint: "Constraint | None" = None
+    """State of the grammar that holds its output; set at submit."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each generated token, where asked for; the sampler adds them."""
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """One for each prompt token computed so far, where asked for; None for the first."""
     finish_reason: str | None = None
+    matched: int | None = None
+    """The token that ended it."""
+    reason: str = ""
+    """Why it was aborted, one sentence."""
     num_emitted: int = 0
     """Generated tokens that outputs have told of; set by Engine."""
 
@@ -49,6 +76,11 @@ class Request:
         return tuple(self.tokens[len(self.prompt_ids) :])
 
     @property
+    def num_generated(self) -> int:
+        """Tokens after the prompt, so far."""
+        return len(self.tokens) - len(self.prompt_ids)
+
+    @property
     def max_new_tokens(self) -> int:
         """Tokens to generate at most."""
         return self.params.max_new_tokens
@@ -59,11 +91,27 @@ class Request:
         return len(self.prompt_ids) + self.max_new_tokens - 1
 
     def append(self, sampled: int, eos_token_ids: Collection[int]) -> None:
-        """Take the next token, forced or ``sampled``, and note whether the request is finished by it."""
-        index = len(self.tokens) - len(self.prompt_ids)
+        """Take the next token, forced or ``sampled``, and note whether the request is finished by it.
+
+        A constrained request whose grammar allows no token takes none and is aborted.
+        """
+        if self.constraint is not None and self.constraint.error:
+            self.finish_reason, self.reason = "abort", f"the constraint cannot go on: {self.constraint.error}"
+            return
+        index = self.num_generated
         token = self.forced[index] if index < len(self.forced) else sampled
         self.tokens.append(token)
-        if token in eos_token_ids and not self.params.ignore_eos:
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        if self._ends_with(token, eos_token_ids):
+            self.finish_reason, self.matched = "stop", token
+        elif self.constraint is not None and self.constraint.finished:
             self.finish_reason = "stop"
         elif index + 1 == self.max_new_tokens:
             self.finish_reason = "length"
+
+    def _ends_with(self, token: int, eos_token_ids: Collection[int]) -> bool:
+        params = self.params
+        if self.num_generated < params.min_new_tokens and self.constraint is None:
+            return False
+        return token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)

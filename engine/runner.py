@@ -2,9 +2,11 @@
 
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
@@ -14,7 +16,7 @@ from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.modes import StepMode, StepModes
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
-from tapscope.engine.sampler import sample
+from tapscope.engine.sampling.greedy import sample
 from tapscope.engine.weights import load_weights
 from tapscope.errors import ConfigError
 from tapscope.observe import ObserverFactory, RankInfo, StepObserver
@@ -57,13 +59,17 @@ class Runner:
             )
             self.observer = observer(self.model, info)
 
-    def execute(self, plan: StepPlan) -> list[int]:
-        """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`."""
+    def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
+        """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`.
+
+        Rank 0 gives ``choose``, from logits [logit rows, vocab] to a token for each row. Without it the most likely
+        tokens are taken, or none where the plan says that rank 0 draws others: the next plan tells them.
+        """
         if self.observer is not None:
             self.observer.before_step(plan.info())
         self._started = time.perf_counter()
         try:
-            return self._forward(plan)
+            return self._forward(plan, choose)
         except BaseException:
             self.finish(plan)  # an observer's step must not stay open
             raise
@@ -92,7 +98,7 @@ class Runner:
         return self._modes.choose(self.observer)
 
     @torch.no_grad()
-    def _forward(self, plan: StepPlan) -> list[int]:
+    def _forward(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> list[int]:
         """Sampled token of each share that samples; the only place where a step's values come to the host.
 
         no_grad rather than inference_mode: taps need tensors' version counters. Every mode runs the modules as they
@@ -105,7 +111,9 @@ class Runner:
             past_key_values=inputs.cache,
             logits_to_keep=inputs.logits_to_keep,
         )
-        tokens: list[int] = self.model.sampler(sample(output.logits)).tolist()
+        if choose is None and not plan.greedy:
+            return []
+        tokens: list[int] = self.model.sampler((choose or sample)(output.logits)).tolist()
         return [tokens[row] for row in plan.sampled_logits]
 
 

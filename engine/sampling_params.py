@@ -9,6 +9,7 @@ from typing import Any
 from tapscope.errors import UsageError
 
 _MAX_N = 128
+_COLDEST = 1e-5  # below it logits would overflow; it makes no difference
 _SEED_BITS = 64
 
 
@@ -91,7 +92,23 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
-        return self.temperature == 0.0
+        return self.temperature < _COLDEST
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether tokens pay for having come before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the most likely token of the model's own logits is taken."""
+        changed = self.has_penalty or self.logit_bias or self.min_new_tokens or self.constraint
+        return self.is_greedy and not changed
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of generated tokens are told."""
+        return self.logprobs is not None or self.full_logprobs
 
     @property
     def constraint(self) -> tuple[str, str] | None:

@@ -94,7 +94,7 @@ class Scheduler:
                     visit=0,
                     tokens=tokens,
                     pages=request.pages,
-                    num_logits=len(tokens) if all_logits else int(ends),
+                    num_logits=len(tokens) if all_logits or _tells_prompt(request) else int(ends),
                     samples=ends,
                     prompt_length=len(request.prompt_ids),
                 )
@@ -105,6 +105,7 @@ class Scheduler:
             phase=phase_of(request.num_computed < len(request.prompt_ids) for request, _ in self._planned),
             shares=tuple(shares),
             kv_pages_used=self.pages.num_used,
+            greedy=all(request.params.is_plain for request, _ in self._planned),
             epoch=epoch,
         )
         self._next_step += 1
@@ -138,3 +139,8 @@ class Scheduler:
         self.running.remove(request)
         self.pages.give_back(request.pages)
         request.pages = ()
+
+
+def _tells_prompt(request: Request) -> bool:
+    """Whether the rows at hand are of a prompt whose log-probabilities were asked for."""
+    return request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_ids)

@@ -8,7 +8,8 @@ from checkpoints import make_llama
 from engine_helpers import reference_tokens
 
 from tapscope.engine import LLM
-from tapscope.engine.output import Output, TokenLogprob
+from tapscope.engine.logprob import TokenLogprob
+from tapscope.engine.output import Output
 from tapscope.errors import UsageError
 
 

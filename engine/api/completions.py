@@ -10,7 +10,8 @@ from tapscope.engine.api.fields import Fields
 from tapscope.engine.api.logprobs import completion_logprobs
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
-from tapscope.engine.output import Output, TokenLogprob
+from tapscope.engine.logprob import TokenLogprob
+from tapscope.engine.output import Output
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.errors import RequestError
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from tapscope.engine.output import TokenLogprob
+from tapscope.engine.logprob import TokenLogprob
 from tapscope.engine.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity; a masked token's log-probability is written as OpenAI writes it

@@ -64,11 +64,13 @@ class EngineClient:
         if self.failure is not None:
             raise RankLostError(self.failure)
         params = params or SamplingParams()
+        if params.stop and self.tokenizer is None:
+            raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
         watch = Stopwatch()
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         box = _Mailbox(next(self._numbers), self._name(request_id))
         self._live[box.name] = self._mailboxes[box.number] = box
-        assembly = Assembly(box.name, prompt_ids, self.tokenizer)
+        assembly = Assembly(box.name, prompt_ids, self.tokenizer, params)
         self.meters.started()
         try:
             fields = {"request": box.name, "number": box.number, "prompt_ids": prompt_ids, "params": params.plain()}

@@ -1,4 +1,4 @@
-"""Sampling: logits to tokens. Greedy only; a request's own sampling parameters will arrive here."""
+"""The most likely token of each row."""
 
 from torch import Tensor
 

@@ -1,0 +1,113 @@
+"""Grammars: outputs held to a JSON schema, a regular expression or a grammar, by llguidance.
+
+llguidance knows which tokens may follow; here its masks become bits that the sampler applies, and its states follow
+the tokens of requests. Rank 0 only.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.errors import UsageError
+
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, so that a model cannot spend its tokens on it
+_CACHED = 256  # compiled constraints kept
+
+
+class Constraint:
+    """One request's state in its grammar; a function of the tokens it was given."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros(mask_words, dtype=np.int32)
+        self.error = ""
+        """Why no token can follow; empty while one can."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete and nothing may follow."""
+        return not self.error and self._matcher.is_stopped()
+
+    def mask(self) -> NDArray[np.int32]:
+        """One bit for each token of the vocabulary, the lowest first: may it come next? None may after an error."""
+        if not self.error:
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+            if self._matcher.is_error() or not self._mask.any():
+                self.error = _first_line(self._matcher.get_error()) or "no token of the vocabulary may follow"
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        """Go on by one token."""
+        if not self.error and not self._matcher.consume_token(token):
+            self.error = f"token {token} may not follow: {_first_line(self._matcher.get_error())}"
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer; what was compiled is kept for requests to come."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """``vocab_size``: columns of the logits, which may be more than the tokenizer has tokens."""
+        self._path = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._compiled = functools.lru_cache(_CACHED)(self._compile)
+
+    def start(self, params: SamplingParams) -> Constraint | None:
+        """The beginning of what ``params`` ask for; raises UsageError when nothing can satisfy it."""
+        if params.constraint is None:
+            return None
+        return Constraint(self._compiled(*params.constraint).deep_copy(), self._mask_words)
+
+    @property
+    def _mask_words(self) -> int:
+        return -(-self._tokenizer.vocab_size // 32)
+
+    @functools.cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        """Made when it is first needed: a large vocabulary takes a second."""
+        if not self._path.exists():
+            raise UsageError(f"{self._path.parent} has no tokenizer.json; a constrained output needs one")
+        text = self._path.read_text(encoding="utf-8")
+        added = json.loads(text).get("added_tokens", ())
+        known = [token["id"] + 1 for token in added] + [self._vocab_size]
+        try:
+            size = max(llguidance.LLTokenizer(text, eos_token=self._eos or None).vocab_size, *known)
+            return llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
+        except ValueError as error:
+            raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
+
+    def _compile(self, kind: str, text: str) -> llguidance.LLMatcher:
+        try:
+            matcher = llguidance.LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0)
+        except ValueError as error:
+            raise UsageError(f"{kind}={_short(text)}: {error}") from None
+        if matcher.is_error():
+            raise UsageError(f"{kind}={_short(text)}: {_first_line(matcher.get_error())}")
+        probe = Constraint(matcher.deep_copy(), self._mask_words)
+        probe.mask()
+        if probe.error:
+            raise UsageError(f"{kind}={_short(text)}: no text of this model's tokens satisfies it")
+        return matcher
+
+
+def _grammar(kind: str, text: str) -> str:
+    """In llguidance's own form."""
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    if kind == "grammar":
+        return llguidance.LLMatcher.grammar_from_lark(text)
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

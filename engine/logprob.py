@@ -1,0 +1,16 @@
+"""TokenLogprob: what is told about the probability of one token. Torch-free."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one token and of the most likely ones at its place."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most likely first."""
+    full: tuple[float, ...] | None = None
+    """Of every token of the vocabulary, where the request asked for it."""

@@ -1,0 +1,42 @@
+"""Filters: which tokens may be drawn. What is out gets the logit -inf.
+
+Formulas and their order are those of transformers' logits warpers (generation/logits_process.py): temperature, top-k,
+top-p, min-p. Tokens that tie with the last one kept are kept too, so that no order of sorting shows.
+"""
+
+import torch
+from torch import Tensor
+
+_HEAD = 1024  # so many most likely tokens are sorted first: they nearly always hold top_p
+
+
+def keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+    """[rows, vocab] with all but the ``top_k`` [rows] int64 largest of each row out; 0 keeps the row."""
+    vocab = scores.shape[1]
+    rank = top_k.clamp(max=vocab)
+    largest = scores.topk(max(1, int(rank.max())), dim=-1).values
+    floor = largest.gather(1, (rank - 1).clamp(min=0).unsqueeze(1))
+    return scores.masked_fill((scores < floor) & (top_k > 0).unsqueeze(1), -torch.inf)
+
+
+def keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    """[rows, vocab] with all but each row's nucleus out: the fewest tokens that reach ``top_p`` [rows] together.
+
+    A token is kept when those more likely than it hold less than top_p, hence the one that crosses it is.
+    """
+    probabilities = scores.softmax(-1)
+    wanted = top_p.unsqueeze(1)
+    for width in (min(_HEAD, scores.shape[1]), scores.shape[1]):
+        head = probabilities.topk(width, dim=-1).values
+        total = head.cumsum(-1, dtype=torch.float64)
+        if width == scores.shape[1] or bool((total[:, -1:] >= wanted).all()):
+            break
+    num_kept = (total - head < wanted).sum(-1, keepdim=True)
+    floor = head.gather(1, (num_kept - 1).clamp(min=0))
+    return scores.masked_fill((probabilities < floor) & (wanted < 1), -torch.inf)
+
+
+def keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
+    """[rows, vocab] with tokens out whose probability is below ``min_p`` [rows] times the largest of their row."""
+    floor = scores.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)  # log 0 is -inf: all are kept
+    return scores.masked_fill(scores < floor, -torch.inf)

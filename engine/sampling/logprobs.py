@@ -1,0 +1,45 @@
+"""Log-probabilities of chosen tokens and of the most likely ones beside them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.logprob import TokenLogprob
+
+_ROWS = 64  # rows in float32 at a time: a long prompt times a large vocabulary is a lot of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of one row of scores."""
+
+    row: int
+    token: int
+    """Whose log-probability."""
+    num_top: int
+    full: bool = False
+
+
+def token_logprobs(scores: Tensor, wanted: Sequence[Wanted]) -> Iterator[TokenLogprob]:
+    """One for each of ``wanted``, in order, from [rows, vocab] logits of any dtype; log_softmax in float32."""
+    for start in range(0, len(wanted), _ROWS):
+        yield from _some(scores, wanted[start : start + _ROWS])
+
+
+def _some(scores: Tensor, wanted: Sequence[Wanted]) -> Iterator[TokenLogprob]:
+    device = scores.device
+    rows = scores[torch.tensor([item.row for item in wanted], device=device)]
+    values = rows.float().log_softmax(-1)
+    tokens = torch.tensor([item.token for item in wanted], device=device)
+    chosen = values.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    top = values.topk(max(item.num_top for item in wanted), dim=-1)
+    likely, ids = top.values.tolist(), top.indices.tolist()
+    for i, item in enumerate(wanted):
+        yield TokenLogprob(
+            token_id=item.token,
+            logprob=chosen[i],
+            top=tuple(zip(ids[i][: item.num_top], likely[i][: item.num_top], strict=True)),
+            full=tuple(values[i].tolist()) if item.full else None,
+        )

@@ -1,0 +1,92 @@
+"""TokenCounts: which tokens each request's prompt and output hold, and the penalties that follow from them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.request import Request
+
+
+class TokenCounts:
+    """Counts of the requests that pay penalties, on the device; a request has a row while it lives.
+
+    Counts follow ``Request.tokens`` and nothing else: each call adds the tokens that are new since the last one, so
+    that chunks, prefix hits and preemption change nothing.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._rows: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """(counts in the output [requests, vocab] int32, whether in prompt or output [requests, vocab] bool)."""
+        for request in requests:
+            if request.id not in self._rows:
+                self._enter(request)
+        self._catch_up(requests)
+        index = torch.tensor([self._rows[request.id] for request in requests], device=self._output.device)
+        return self._output[index], self._seen[index]
+
+    def forget(self, request: Request) -> None:
+        """The request is over; safe to call for one that has no row."""
+        row = self._rows.pop(request.id, None)
+        if row is not None:
+            self._free.append(row)
+            del self._counted[request.id]
+
+    def _enter(self, request: Request) -> None:
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._output[row] = 0
+        self._seen[row] = False
+        prompt = torch.tensor(request.prompt_ids, device=self._seen.device)
+        self._seen[row, prompt] = True
+        self._rows[request.id] = row
+        self._counted[request.id] = len(request.prompt_ids)
+
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        """Count the tokens that are new since the last call."""
+        rows, tokens = [], []
+        for request in requests:
+            new = request.tokens[self._counted[request.id] :]
+            rows += [self._rows[request.id]] * len(new)
+            tokens += new
+            self._counted[request.id] = len(request.tokens)
+        if tokens:
+            index = (
+                torch.tensor(rows, device=self._output.device),
+                torch.tensor(tokens, device=self._output.device),
+            )
+            ones = torch.ones(len(tokens), dtype=torch.int32, device=self._output.device)
+            self._output.index_put_(index, ones, accumulate=True)
+            self._seen.index_put_(index, torch.tensor(True, device=self._seen.device))
+
+    def _grow(self) -> None:
+        """Twice as many rows."""
+        old = len(self._output)
+        added = max(4, old)
+        self._output = torch.cat([self._output, self._output.new_zeros(added, self._output.shape[1])])
+        self._seen = torch.cat([self._seen, self._seen.new_zeros(added, self._seen.shape[1])])
+        self._free += range(old + added - 1, old - 1, -1)
+
+
+def penalise(
+    scores: Tensor, counts: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """Penalties of [rows] float32 on [rows, vocab] scores, as a new tensor.
+
+    Repetition (transformers' RepetitionPenaltyLogitsProcessor): a seen token's score is divided by it when positive,
+    multiplied when negative. Then OpenAI's: score - count * frequency - (count > 0) * presence, over the output.
+    """
+    factor = repetition.unsqueeze(1)
+    repeated = torch.where(scores < 0, scores * factor, scores / factor)
+    scores = torch.where(seen, repeated, scores)
+    return scores - counts * frequency.unsqueeze(1) - (counts > 0) * presence.unsqueeze(1)

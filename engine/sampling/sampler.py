@@ -1,0 +1,137 @@
+"""Sampler: draws the tokens of a step on rank 0. A draw is a function of its request alone, never of the batch."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tapscope.engine.grammar import Grammars
+from tapscope.engine.request import Request
+from tapscope.engine.sampling.batch import Batch
+from tapscope.engine.sampling.filters import keep_min_p, keep_top_k, keep_top_p
+from tapscope.engine.sampling.gumbel import gumbel
+from tapscope.engine.sampling.penalties import TokenCounts, penalise
+from tapscope.engine.sampling_params import derive_seed
+from tapscope.errors import UsageError
+
+
+class Sampler:
+    """One engine's; ``seed`` and the order of arrival seed the requests that bring no seed of their own."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        seed: int,
+        device: torch.device,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._seed = seed
+        self._device = device
+        self._grammars = grammars
+        self._num_entered = 0
+        self._counts = TokenCounts(vocab_size, device)
+        self._batch = Batch((), device)
+
+    def enter(self, request: Request) -> None:
+        """Ready a new request: its seed and the beginning of its grammar.
+
+        Raises UsageError for token ids beyond the vocabulary, for n > 1, and for a constraint that cannot be met.
+        """
+        params = request.params
+        if params.n > 1:
+            raise UsageError(f"request {request.id!r} asks for n={params.n}; submit a request for each params.child(i)")
+        last = self._vocab_size - 1
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            wrong = next((token for token in tokens if token > last), None)
+            if wrong is not None:
+                raise UsageError(f"{name} holds {wrong}; token ids run from 0 to {last}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._vocab_size:
+                raise UsageError(f"{name}={count}: the vocabulary has {self._vocab_size} tokens")
+        if params.constraint is not None:
+            if request.forced:
+                raise UsageError(f"request {request.id!r} forces tokens and constrains them; leave one out")
+            if self._grammars is None:
+                raise UsageError("there is no tokenizer.json; a constrained output needs one")
+            request.constraint = self._grammars.start(params)
+        request.seed = derive_seed(self._seed, self._num_entered) if params.seed is None else params.seed
+        self._num_entered += 1
+
+    def leave(self, request: Request) -> None:
+        """The request is over; safe to call more than once."""
+        self._counts.forget(request)
+
+    @torch.no_grad()
+    def draw(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Logits [rows, vocab] of each request's next token -> (tokens [rows] int64, scores they were drawn from).
+
+        The scores [rows, vocab] float32 are the logits after penalties, masks, temperature and filters; where every
+        row just takes its most likely token they are the logits themselves.
+        """
+        batch = self._batch_of(requests)
+        if batch.is_plain:
+            return logits.argmax(-1), logits
+        scores = self._process(logits.float(), requests, batch)
+        scores = batch.drawn.apply(scores, lambda rows, temperature: rows / temperature.unsqueeze(1))
+        for rows, keep in ((batch.top_k, keep_top_k), (batch.top_p, keep_top_p), (batch.min_p, keep_min_p)):
+            scores = rows.apply(scores, keep)
+        return batch.drawn.apply(scores, lambda rows, _: rows + self._noise(requests, batch)).argmax(-1), scores
+
+    def _batch_of(self, requests: Sequence[Request]) -> Batch:
+        params = [request.params for request in requests]
+        if not self._batch.is_of(params):
+            self._batch = Batch(params, self._device)
+        return self._batch
+
+    def _process(self, scores: Tensor, requests: Sequence[Request], batch: Batch) -> Tensor:
+        """Bias, penalties and masks, as a new tensor, in the order of transformers' logits processors."""
+        if batch.bias is not None:
+            rows, tokens, values = batch.bias
+            scores = scores.index_put((rows, tokens), values, accumulate=True)
+        if batch.penalised.index:
+            counts, seen = self._counts.rows([requests[row] for row in batch.penalised.index])
+            scores = batch.penalised.apply(scores, lambda rows, *by: penalise(rows, counts, seen, *by))
+        scores = self._hold_to_grammars(scores, requests)
+        return self._mask_ends(scores, requests)
+
+    def _mask_ends(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Put end tokens out of the rows that have not generated ``min_new_tokens``."""
+        masked = [
+            (row, token)
+            for row, request in enumerate(requests)
+            if request.num_generated < request.params.min_new_tokens
+            for token in _end_tokens(request, self._eos)
+        ]
+        if not masked:
+            return scores
+        rows, tokens = zip(*masked, strict=True)
+        index = (torch.tensor(rows, device=scores.device), torch.tensor(tokens, device=scores.device))
+        return scores.index_put(index, torch.tensor(-torch.inf, device=scores.device))
+
+    def _hold_to_grammars(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Put out what the grammars do not allow next."""
+        held = [(row, request.constraint) for row, request in enumerate(requests) if request.constraint is not None]
+        if not held:
+            return scores
+        words = torch.from_numpy(np.stack([constraint.mask() for _, constraint in held])).to(scores.device)
+        bits = (words.unsqueeze(-1) >> torch.arange(32, device=scores.device, dtype=torch.int32)) & 1
+        allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
+        index = torch.tensor([row for row, _ in held], device=scores.device)
+        return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf))
+
+    def _noise(self, requests: Sequence[Request], batch: Batch) -> Tensor:
+        drawn = [requests[row] for row in batch.drawn.index]
+        seeds, positions = [request.seed for request in drawn], [len(request.tokens) for request in drawn]
+        return gumbel(seeds, positions, self._vocab_size, self._device)
+
+
+def _end_tokens(request: Request, eos: Iterable[int]) -> set[int]:
+    """Tokens that would end the request, unless its grammar wants the end."""
+    if request.constraint is not None:
+        return set(request.params.stop_token_ids)
+    return {*request.params.stop_token_ids, *(() if request.params.ignore_eos else eos)}
