@@ -46,7 +46,7 @@ class Account:
         """Write its line, unless that was done: something of it is about to be recorded."""
         if not step.announced:
             step.announced = True
-            self._put_line(ledger.begin_line(step.info, step.epoch, skipped=step.skipped))
+            self.sink.append(step.line(lambda info: ledger.begin_line(info, step.epoch, skipped=step.skipped)))
             if step.ended:  # nothing came while it was open
                 self._put_line(ledger.end_line(step.info.step, step.counts))
 
@@ -58,6 +58,8 @@ class Account:
         self._sum_up(step, step.counts)
         for name, value in (step.measured() | metrics).items():
             self.metric(step.info.step, name, value)
+        if "num_tokens" not in metrics:
+            self.sink.append(step.line(lambda info: _metric(info.step, "num_tokens", info.num_rows)))
         self._put_line(ledger.end_line(step.info.step, step.counts))
 
     def settle(self) -> None:
@@ -71,8 +73,7 @@ class Account:
 
     def metric(self, step: int, name: str, value: float) -> None:
         """Send a named number; one that is not finite goes as null."""
-        number = float(value) if math.isfinite(value) else None
-        self._put_line({"type": "metric", "step": step, "name": name, "value": number})
+        self._put_line(_metric(step, name, value))
 
     # ---- values
 
@@ -129,3 +130,7 @@ class Account:
 
     def _put_line(self, line: dict[str, Any]) -> None:
         self.sink.append(encode_line(line))
+
+
+def _metric(step: int, name: str, value: float) -> dict[str, Any]:
+    return {"type": "metric", "step": step, "name": name, "value": float(value) if math.isfinite(value) else None}

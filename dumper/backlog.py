@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from tapscope.dumper.batch import LINE_COST, Batch, Pending
+from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.pool import BufferPool
 from tapscope.dumper.ring import Ring
 from tapscope.dumper.slot import Slot
 from tapscope.wire import Message
 
-Item = Pending | bytes | Message
+Item = Pending | LateLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 256
 _DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
@@ -92,7 +93,7 @@ class Backlog:
                 self.lock.notify_all()
         return True
 
-    def hand_over(self, items: Iterable[Pending | bytes]) -> None:
+    def hand_over(self, items: Iterable[Pending | LateLine | bytes]) -> None:
         """Queue what was held elsewhere, whatever the bound: its slots count for their lender until acknowledged."""
         with self.lock:
             for item in items:
@@ -114,7 +115,7 @@ class Backlog:
         self.flush()
         return self.lock.wait_for(lambda: self.dead is not None or condition(), self._block_timeout_s)
 
-    def append(self, item: bytes | Message) -> None:
+    def append(self, item: LateLine | bytes | Message) -> None:
         """Queue a line that is no record, or a message; small, so never refused while the recorder lives."""
         with self._mutex:
             if not self.dead:
@@ -144,7 +145,7 @@ class Backlog:
     def is_awaiting(self) -> bool:
         """Whether a value that waits to be sent is still on its way from a device."""
         with self.lock:
-            return any(isinstance(item, Pending) and not item.is_here for item in self._queue)
+            return any(isinstance(item, Pending | LateLine) and not item.is_here for item in self._queue)
 
     @property
     def is_empty(self) -> bool:
@@ -230,7 +231,7 @@ class Backlog:
         if not self._queue:
             return False
         head = self._queue[0]
-        return not isinstance(head, Pending) or head.is_here
+        return not isinstance(head, Pending | LateLine) or head.is_here
 
     def _release(self, slot: Slot) -> None:
         if slot.lender is not None:

@@ -8,6 +8,7 @@ import torch
 
 from tapscope.dumper.batch import Pending
 from tapscope.dumper.capture import is_plain
+from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.port import Port
 from tapscope.dumper.rules import Taking
 from tapscope.dumper.slot import Slot
@@ -103,7 +104,7 @@ class Nowhere:
         """Nothing is taken."""
         return False
 
-    def append(self, line: bytes) -> None:
+    def append(self, line: LateLine | bytes) -> None:
         """Nothing is kept."""
 
     def flush(self) -> None:

@@ -15,6 +15,7 @@ from tapscope.dumper.context import current as tags
 from tapscope.dumper.flatten import flatten
 from tapscope.dumper.gradients import Gradients
 from tapscope.dumper.keeper import Keeper
+from tapscope.dumper.laterows import LateRows
 from tapscope.dumper.passes import Origin, Origins, current_node, graph_task, next_node
 from tapscope.dumper.port import Port
 from tapscope.dumper.rules import Selection
@@ -80,7 +81,7 @@ class Collector:
             self.keeper.configure(config)
             self.account.sink = self.keeper.sink
 
-    def begin(self, info: StepInfo, epoch: int) -> None:
+    def begin(self, info: StepInfo, epoch: int, late_rows: LateRows | None = None) -> None:
         """Open a step."""
         self.account.settle()
         serial = next(self._serial)
@@ -88,6 +89,7 @@ class Collector:
             self._selected_at = serial
         skipped = info.kind is not None and self.selection.config.skip_dummy
         self.account.open = step = OpenStep(info, serial, epoch, serial - self._selected_at, skipped)
+        step.late_rows = late_rows
         self._first = Stamp(step, 0)
         self.taker.memo.forget()
         self.keeper.begin(step)

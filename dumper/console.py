@@ -5,6 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.slot import Sink, Slot
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Console:
         self._say(pending, "" if accepted else " dropped")
         return accepted
 
-    def append(self, line: bytes) -> None:
+    def append(self, line: LateLine | bytes) -> None:
         """As the other sink does."""
         self.sink.append(line)
 

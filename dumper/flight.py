@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
+from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.pool import BufferPool
 from tapscope.dumper.slot import Slot
 from tapscope.ledger import encode_line, event_line
@@ -20,7 +21,7 @@ class HeldStep:
     """What came from the beginning of one step to that of the next."""
 
     number: int
-    items: list[Pending | bytes] = field(default_factory=list)
+    items: list[Pending | LateLine | bytes] = field(default_factory=list)
     cost: int = 0
     """Bytes it is charged for: payloads, lines and what they weigh as objects."""
     num_values: int = 0
@@ -122,7 +123,7 @@ class FlightRecorder:
         self._backlog.hand_over([pending])
         return True
 
-    def append(self, line: bytes) -> None:
+    def append(self, line: LateLine | bytes) -> None:
         """Hold a line that is no record with its step; there are few of them, so it is never refused."""
         with self._lock:
             if not self.holds:

@@ -11,6 +11,7 @@ import zmq
 from tapscope import wire
 from tapscope.dumper.backlog import Backlog, Item
 from tapscope.dumper.batch import Batch
+from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.network import Endpoint
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.ring import Ring
@@ -157,8 +158,8 @@ class Pipeline:
             if isinstance(item, Message):
                 batch = self._send_batch(batch)
                 self._post(item)
-            elif isinstance(item, bytes):
-                batch.lines.append(item)
+            elif isinstance(item, bytes | LateLine):
+                batch.lines.append(bytes(item))
             else:
                 if item.generation != self._generation:
                     batch = self._send_batch(batch)

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from tapscope.dumper.collector import Collector
-from tapscope.dumper.steps import OpenStep
+from tapscope.dumper.laterows import LateRows
+from tapscope.dumper.steps import Described, OpenStep
 from tapscope.errors import StepError
 from tapscope.observe import StepInfo
 
-Describe = Callable[[StepInfo], StepInfo]
+Describe = Callable[[StepInfo], Described]
 """Adds the rows that the arguments of a call tell of."""
 
 
@@ -62,7 +63,7 @@ class Schedule:
                 raise StepError(f"step {step.info.step} is still open; steps do not nest")
             if step is not None and info.step == step.info.step:
                 self._is_early = False
-                self._describe(step, info)
+                self._describe(step, (info, None))
                 return step
             self.finish({}, None)
             return self._begin(info)
@@ -150,7 +151,7 @@ class Schedule:
                 self.collector.origins.note(step, step.micro)
                 return step
         if step.may_describe():
-            step.describe(describe(step.info))
+            step.describe(*describe(step.info))
         elif step.rows_of_first_call:
             text = f"the model was called again in step {step.info.step}, whose rows are those of the first call"
             self.collector.account.complain("step", text)
@@ -177,28 +178,28 @@ class Schedule:
             if self._is_early:
                 self.finish({}, None)
 
-    def _begin(self, info: StepInfo) -> OpenStep:
+    def _begin(self, info: StepInfo, late_rows: LateRows | None = None) -> OpenStep:
         if info.step < self.next_step:
             raise StepError(f"step {info.step} comes after step {self.next_step - 1}; steps never go back in a run")
         epoch = self._before(info)
         self.next_step = info.step + 1
         self._last = None
-        self.collector.begin(info, epoch)
+        self.collector.begin(info, epoch, late_rows)
         step = self.collector.step
         assert step is not None
         return step
 
     def _step_of_call(self, early: OpenStep | None, describe: Describe) -> OpenStep:
         if early is None:
-            return self._begin(describe(StepInfo(step=self.next_step)))
+            return self._begin(*describe(StepInfo(step=self.next_step)))
         self._is_early = False
         self._describe(early, describe(early.info))
         return early
 
-    def _describe(self, step: OpenStep, info: StepInfo) -> None:
+    def _describe(self, step: OpenStep, described: Described) -> None:
         """The rows of a step that an explicit value opened; its line is written again, the last one counts."""
-        if info is not step.info and info != step.info:
-            step.describe(info)
+        if described[0] is not step.info and described[0] != step.info:
+            step.describe(*described)
             step.announced = False
 
     def _turn_now(self) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from tapscope.dumper.batch import Pending
+    from tapscope.dumper.lateline import LateLine
 
 
 class Lender(Protocol):
@@ -44,7 +45,7 @@ class Sink(Protocol):
         """Queue a record and count it as sent in its step; False when it had to be dropped, its slot too."""
         ...
 
-    def append(self, line: bytes) -> None:
+    def append(self, line: "LateLine | bytes") -> None:
         """Queue a line that is no record."""
         ...
 

@@ -1,12 +1,20 @@
 """Steps: the step that is open on a rank, and what was counted in it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapscope.dumper.cut import Ranges, slots_as_ranges
-from tapscope.ledger import StepCounts
+from tapscope.dumper.lateline import LateLine
+from tapscope.ledger import StepCounts, encode_line
 from tapscope.observe import StepInfo
+
+if TYPE_CHECKING:
+    from tapscope.dumper.laterows import LateRows
+
+Described = tuple[StepInfo, "LateRows | None"]
+"""A step as far as it is known, and the rows that are on their way from a device."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +31,8 @@ class OpenStep:
     """Nothing of it is captured: the host marked it as a warm-up or dummy."""
     in_full: bool = False
     """A trigger fired: everything that comes from here on is kept in full."""
+    late_rows: "LateRows | None" = None
+    """Rows that are on their way from a device; ``info`` is then their outline."""
     halted: bool = False
     """A budget is reached: what the rules would keep from here on is left out and counted."""
     micro: int = 0
@@ -80,12 +90,16 @@ class OpenStep:
         info = self.info
         return not (self.announced or info.grid or info.rows or info.token_ids or info.row_sets)
 
-    def describe(self, info: StepInfo) -> None:
+    def describe(self, info: StepInfo, late_rows: "LateRows | None") -> None:
         """The rows are known after all."""
-        self.info = info
+        self.info, self.late_rows = info, late_rows
         self.rows_of_first_call = True
         self.row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
 
     def measured(self) -> dict[str, Any]:
-        """The metrics that the dumper itself knows."""
-        return {"latency_s": time.perf_counter() - self.began, "num_tokens": float(self.info.num_rows)}
+        """The metrics that the dumper itself knows, beside ``num_tokens``."""
+        return {"latency_s": time.perf_counter() - self.began}
+
+    def line(self, compose: Callable[[StepInfo], dict[str, Any]]) -> bytes | LateLine:
+        """What ``compose`` makes of the step with its rows, now or when they are here."""
+        return encode_line(compose(self.info)) if self.late_rows is None else LateLine(self.late_rows, compose)

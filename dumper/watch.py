@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from tapscope.dumper.hooks import Hooks
+from tapscope.dumper.laterows import LateRows
 from tapscope.dumper.passes import graph_task
 from tapscope.dumper.root import RootWrapper, wrap_root
-from tapscope.dumper.rows import described
+from tapscope.dumper.rows import call_of, described, host_values, is_on_device, outlined
 from tapscope.dumper.rules import Selection
-from tapscope.dumper.steps import OpenStep
+from tapscope.dumper.steps import Described, OpenStep
 from tapscope.dumper.taps import Tap, find_taps
 from tapscope.observe import StepInfo
 
@@ -134,15 +135,20 @@ class Watch:
 
     def _described(
         self, recording: "Recording", info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StepInfo:
+    ) -> Described:
         """The step with the rows that the root's own arguments tell of, where the host told none."""
         if not recording.is_wanted:
-            return info
+            return info, None
         try:
-            return described(info, args, kwargs)
+            if (call := call_of(args, kwargs)) is None:
+                return info, None
+            outline = outlined(info, call)
+            if is_on_device(call):
+                return outline, LateRows(recording.collector.taker.arrivals.drain(), call, outline)
+            return described(outline, call, host_values(call)), None
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             recording.collector.account.complain("step", f"rows unknown: {type(error).__name__}: {error}")
-            return info
+            return info, None
 
 
 class Handle:

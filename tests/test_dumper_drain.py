@@ -353,3 +353,64 @@ def _static() -> Any:
 def test_without_a_gpu_the_module_is_there_and_does_nothing() -> None:
     cuda: Callable[[], None] = Cuda().unpin
     cuda()
+
+
+class Rows(nn.Module):
+    """Called as transformers' models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(input_ids.float())
+
+
+IDS = torch.tensor([[9, 9, 3, 4], [5, 6, 7, 8]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+
+
+def _steps(run: Run) -> list[Any]:
+    infos = [run.steps[number][0].info for number in sorted(run.steps)]
+    return [(info.grid, info.rows, tuple(info.token_ids), info.phase) for info in infos]
+
+
+def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad(), Dumper(here := Rows(), tmp_path / "here", keep="full"):
+        here(IDS, attention_mask=MASK)
+        here(IDS)
+    monkeypatch.setattr("tapscope.dumper.watch.is_on_device", lambda call: True)
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(Rows(), tmp_path / "far", device, keep="full") as (dumper, collector, _):
+        ids = IDS.clone()
+        model = dumper._watches[0].model
+        assert model is not None
+        model(ids, attention_mask=MASK)
+        ids.zero_()  # static inputs are written again before the next step
+        model(IDS)
+        assert collector._backlog.is_awaiting
+    far, near = open_run(tmp_path / "far"), open_run(tmp_path / "here")
+    assert _steps(far) == _steps(near)
+    assert _steps(far)[0][2] == (3, 4, 5, 6, 7, 8)
+    assert far.ledger().complete
+    assert len(far.records) == len(near.records)
+    assert [m.value for m in far.metrics() if m.name == "num_tokens"] == [6.0, 8.0]
+
+
+def test_rows_of_a_device_that_fails_are_told_as_far_as_shapes_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tapscope.dumper.watch.is_on_device", lambda call: True)
+    device = SlowDevice()
+    device.problem = "an illegal address"
+    with torch.no_grad(), dumper_of(Rows(), tmp_path / "run", device, keep="full") as (dumper, _, _):
+        model = dumper._watches[0].model
+        assert model is not None
+        model(IDS)
+    run = open_run(tmp_path / "run")
+    (step,) = _steps(run)
+    grid, rows, ids, _ = step
+    assert (grid, [row.count for row in rows], ids) == ((2, 4), [4, 4], ())
+    assert not run.ledger().complete

@@ -127,6 +127,35 @@ def test_a_later_write_does_not_show_and_nobody_waits(tmp_path: Path, settings: 
         assert all(m.value for m in run.metrics() if m.name == "num_direct_copies")
 
 
+class Called(nn.Module):
+    """As transformers' models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(input_ids + attention_mask)
+        input_ids.zero_()
+        return out
+
+
+def test_token_ids_on_the_device_become_rows_and_nobody_waits(tmp_path: Path) -> None:
+    model = Called()
+    ids = torch.arange(1, 9, device="cuda").reshape(2, 4)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device="cuda")
+    with Dumper(model, tmp_path / "run", keep="stats"), torch.no_grad():
+        model(ids.clone(), attention_mask=mask)
+        again = ids.clone()
+        with never_waiting():
+            busy()
+            model(again, attention_mask=mask)
+            assert not torch.cuda.current_stream().query()
+    run = complete(tmp_path / "run")
+    assert [tuple(run.steps[number][0].info.token_ids) for number in (0, 1)] == [(3, 4, 5, 6, 7, 8)] * 2
+    assert [m.value for m in run.metrics() if m.name == "num_tokens"] == [6.0, 6.0]
+
+
 def odd_tensors() -> dict[str, torch.Tensor]:
     plain = torch.randn(6, 10, device="cuda")
     found = {

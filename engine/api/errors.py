@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tapscope.errors import LiveError, RequestError, UsageError
+from tapscope.errors import DataError, LiveError, RequestError, UsageError
 
 _ANTHROPIC = {
     400: "invalid_request_error",
@@ -21,7 +21,7 @@ def status_of(error: Exception) -> int:
     """The HTTP status of an error."""
     if isinstance(error, RequestError) and error.code == _NOT_FOUND:
         return 404
-    return 400 if isinstance(error, UsageError) else 503 if isinstance(error, LiveError) else 500
+    return 400 if isinstance(error, UsageError | DataError) else 503 if isinstance(error, LiveError) else 500
 
 
 def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> Any:

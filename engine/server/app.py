@@ -13,15 +13,16 @@ from starlette.exceptions import HTTPException
 
 from tapscope._version import __version__
 from tapscope.engine.api.errors import error_answer, error_body
+from tapscope.engine.server import anthropic, native, openai
+from tapscope.engine.server.asking import Asked
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.door import KeyDoor, SizeDoor
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.meters import Listener, Meters
 from tapscope.engine.server.metrics import CONTENT_TYPE
-from tapscope.engine.server.native import make_router
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.settings import ServerSettings
-from tapscope.errors import DataError, OverloadedError, TapscopeError
+from tapscope.errors import OverloadedError, TapscopeError
 
 if TYPE_CHECKING:
     from tapscope.engine.llm import LLM
@@ -91,9 +92,10 @@ def build_app(
     )
     if state.settings.api_key is not None:
         app.add_middleware(KeyDoor, key=state.settings.api_key, answer=error_response)
-    app.include_router(make_router(state))
     _add_metrics(app, state, more_metrics)
-    for router in routers:
+    asked = Asked(state)
+    own = (native.make_router(state), openai.make_router(state, asked), anthropic.make_router(state, asked))
+    for router in (*own, *routers):
         app.include_router(router)
     return app
 
@@ -124,7 +126,7 @@ def error_response(path: str, status: int, text: str) -> JSONResponse:
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     status, content = error_answer(request.url.path, error)
     headers = {"Retry-After": "1"} if isinstance(error, OverloadedError) else None
-    return JSONResponse(content, status_code=400 if isinstance(error, DataError) else status, headers=headers)
+    return JSONResponse(content, status_code=status, headers=headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

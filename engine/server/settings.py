@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tapscope.engine.api.model import REASONING_FORMATS, TOOL_FORMATS
 from tapscope.errors import ConfigError
 
 _MIB = 1 << 20
@@ -22,6 +23,10 @@ class ServerSettings:
     """Longest body of POST /update_weights_from_tensor."""
     max_waiting: int | None = 2048
     """Requests that may wait for the engine; further ones are a 503. None: any number."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: ``hermes`` (Qwen too), ``llama3``, ``none``, or what its chat template says."""
+    reasoning_format: str = "auto"
+    """``think``: answers may begin with `<think>`; ``none``; or what the chat template says."""
     request_log: str | None = None
     """File to which one line of JSON is appended for every request that ended."""
     drain_timeout_s: float = 30.0
@@ -38,6 +43,9 @@ class ServerSettings:
             raise ConfigError("api_key: must be printable ASCII characters, or it cannot be sent in a header")
         if self.api_key is not None and (not self.api_key or " " in self.api_key):
             raise ConfigError("api_key: must be at least one character, and no blanks")
+        for name, choices in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         timeout = self.drain_timeout_s
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise ConfigError(f"drain_timeout_s={timeout!r}: must be a number of seconds from 0")

@@ -1,0 +1,23 @@
+"""Answers of GET /v1/models: the one model that is served, as OpenAI or as Anthropic lists it."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from tapscope.engine.api.model import ServedModel
+
+
+def model_card(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, Any]:
+    """GET /v1/models/NAME."""
+    if for_anthropic:
+        created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {"type": "model", "id": model.name, "display_name": model.name, "created_at": created}
+    card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "tapscope"}
+    return card | {"max_model_len": model.max_positions}
+
+
+def model_list(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, Any]:
+    """GET /v1/models."""
+    cards = [model_card(model, for_anthropic=for_anthropic)]
+    if for_anthropic:
+        return {"data": cards, "has_more": False, "first_id": model.name, "last_id": model.name}
+    return {"object": "list", "data": cards}

@@ -1,0 +1,108 @@
+"""What the OpenAI and Anthropic routes have in common: a model to speak for, bodies to read, outputs to await."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from tapscope.engine.api.errors import error_answer
+from tapscope.engine.api.model import ServedModel
+from tapscope.engine.api.usage import sse as event
+from tapscope.engine.output import Output
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.server.body import read_json
+from tapscope.engine.server.front_state import FrontState
+from tapscope.engine.server.streams import merged
+from tapscope.errors import TapscopeError
+
+T = TypeVar("T")
+
+_LONG_BODY = 20_000  # bytes; a longer one is read and tokenised beside the event loop
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """Reads bodies for one front; the model is looked at when it is first asked for."""
+
+    state: FrontState
+    _model: ServedModel | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def model(self) -> ServedModel:
+        """The served model; raises LiveError while the engine does not answer."""
+        async with self._lock:
+            if self._model is None:
+                limit = (await self.state.client.call("state"))["max_positions"]
+                settings = self.state.settings
+                self._model = await asyncio.to_thread(
+                    ServedModel.read,
+                    Path(self.state.model_path),
+                    name=self.state.model_name,
+                    max_positions=limit,
+                    tool_format=settings.tool_format,
+                    reasoning_format=settings.reasoning_format,
+                )
+            return self._model
+
+    async def read(self, request: Request, parse: Callable[[Any, ServedModel], T]) -> T:
+        """``parse`` of the body; raises UsageError."""
+        body, model = await read_json(request), await self.model()
+        if len(await request.body()) > _LONG_BODY:
+            return await asyncio.to_thread(parse, body, model)
+        return parse(body, model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One generation to ask for."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    request_id: str | None = None
+    priority: int = 0
+
+
+def jobs(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], request_id: str | None, priority: int) -> list[Job]:
+    """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
+    each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
+    names = [request_id if request_id is None or len(each) == 1 else f"{request_id}#{i}" for i in range(len(each))]
+    return [
+        Job(token_ids=ids, params=params, request_id=name, priority=priority)
+        for (ids, params), name in zip(each, names, strict=True)
+    ]
+
+
+def outputs_of(state: FrontState, wanted: Sequence[Job]) -> AsyncGenerator[tuple[int, Output]]:
+    """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left."""
+    return merged(
+        [
+            state.client.stream(
+                job.token_ids,
+                job.params,
+                request_id=job.request_id,
+                options={"priority": job.priority} if job.priority else {},
+            )
+            for job in wanted
+        ]
+    )
+
+
+async def guarded(path: str, events: AsyncGenerator[str], *, name: str | None = None) -> AsyncGenerator[str]:
+    """``events``; an error behind the first one becomes an event in the dialect of ``path``, and the last.
+
+    The error of the first one is raised: it still can be an answer with a status of its own.
+    """
+    has_begun = False
+    try:
+        async for item in events:
+            yield item
+            has_begun = True
+    except TapscopeError as error:
+        if not has_begun:
+            raise
+        yield event(error_answer(path, error)[1], event=name)
+    finally:
+        await events.aclose()

@@ -1,0 +1,107 @@
+"""OpenAI's routes: /v1/chat/completions, /v1/completions, /v1/models."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from tapscope.engine.api.chat import ChatRequest
+from tapscope.engine.api.chat_answer import ChatAnswer
+from tapscope.engine.api.completions import CompletionAnswer, CompletionRequest
+from tapscope.engine.api.model import ServedModel
+from tapscope.engine.api.model_list import model_card, model_list
+from tapscope.engine.api.prompting import Prompt, make_prompt
+from tapscope.engine.api.usage import sse as event
+from tapscope.engine.output import Output
+from tapscope.engine.server.asking import Asked, guarded, jobs, outputs_of
+from tapscope.engine.server.front_state import FrontState
+from tapscope.engine.server.streams import sse, unless_gone
+
+Outputs = AsyncGenerator[tuple[int, Output]]
+
+
+def make_router(state: FrontState, asked: Asked) -> APIRouter:
+    """The routes; ``state.client`` exists once the app runs."""
+    router = APIRouter(prefix="/v1", tags=["openai"])
+    _add_chat(router, state, asked)
+    _add_completions(router, state, asked)
+    _add_models(router, asked)
+    return router
+
+
+def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
+    @router.post("/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Any:
+        """Go on with a conversation; with `stream`, as server-sent events."""
+        model = await asked.model()
+        wanted, prompt = await asked.read(request, _read_chat)
+        answer = ChatAnswer(model, prompt.form, n=prompt.params.n, with_logprobs=wanted.with_logprobs)
+        work = jobs([(prompt.token_ids, prompt.params)], wanted.request_id, wanted.priority)
+        return await _reply(request, outputs_of(state, work), answer, wanted)
+
+
+def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None:
+    @router.post("/completions", response_model=None)
+    async def completions(request: Request) -> Any:
+        """Complete one prompt or several; with `stream`, as server-sent events."""
+        model = await asked.model()
+        wanted = await asked.read(request, CompletionRequest.parse)
+        answer = CompletionAnswer(model, wanted)
+        work = jobs(list(zip(wanted.prompts, wanted.params, strict=True)), wanted.request_id, wanted.priority)
+        return await _reply(request, outputs_of(state, work), answer, wanted)
+
+
+def _add_models(router: APIRouter, asked: Asked) -> None:
+    @router.get("/models")
+    async def models(request: Request) -> JSONResponse:
+        """The model that is served."""
+        return JSONResponse(model_list(await asked.model(), for_anthropic="anthropic-version" in request.headers))
+
+    @router.get("/models/{name:path}")
+    async def one_model(name: str, request: Request) -> JSONResponse:
+        """The model of this name."""
+        model = await asked.model()
+        model.check_name(name)
+        return JSONResponse(model_card(model, for_anthropic="anthropic-version" in request.headers))
+
+
+def _read_chat(body: Any, model: ServedModel) -> tuple[ChatRequest, Prompt]:
+    wanted = ChatRequest.parse(body, model)
+    return wanted, make_prompt(model, wanted.talk)
+
+
+async def _reply(
+    request: Request,
+    outputs: Outputs,
+    answer: ChatAnswer | CompletionAnswer,
+    wanted: ChatRequest | CompletionRequest,
+) -> Any:
+    if wanted.stream:
+        events = _events(outputs, answer, include_usage=wanted.include_usage)
+        return await sse(guarded(request.url.path, events))
+    await unless_gone(request, _take_all(outputs, answer))
+    return JSONResponse(answer.answer())
+
+
+async def _take_all(outputs: Outputs, answer: ChatAnswer | CompletionAnswer) -> None:
+    try:
+        async for index, output in outputs:
+            answer.chunk(index, output)
+    finally:
+        await outputs.aclose()
+
+
+async def _events(
+    outputs: Outputs, answer: ChatAnswer | CompletionAnswer, *, include_usage: bool
+) -> AsyncGenerator[str]:
+    try:
+        async for index, output in outputs:
+            chunk = answer.chunk(index, output)
+            if chunk is not None:
+                yield event(chunk | ({"usage": None} if include_usage else {}))
+        if include_usage:
+            yield event(answer.usage_chunk())
+        yield event("[DONE]")
+    finally:
+        await outputs.aclose()

@@ -1,0 +1,156 @@
+"""Anthropic's API by the `anthropic` package, against a real server whose model says what a script says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from chat_templates import QWEN
+from engine_http import served
+from scripted import make_scripted
+from transformers import AutoTokenizer
+
+SCRIPTS = {
+    "default": ["Hello", " there", "!"],
+    "weather": [
+        *("Let me look. ", "<tool_call>", '\n{"name": "get_weather", ', '"arguments": {"city": ', '"Paris"', "}}"),
+        "\n</tool_call>",
+    ],
+    "think": ["<think>", "\nhm ", "so be it\n", "</think>", "\n\nFine", " day."],
+    "count": ["one ", "two ", "three ", "four ", "five"],
+}
+TOOL = {
+    "name": "get_weather",
+    "description": "Today's weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+BASE: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "extra_body": {"temperature": 0}}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_scripted(tmp_path_factory.mktemp("m") / "m", QWEN, SCRIPTS, ["<|im_start|>", "<|im_end|>"])
+
+
+@pytest.fixture(scope="module")
+def url(path: Path) -> Iterator[str]:
+    with served(path, settings={"model_name": "tiny", "api_key": "secret"}) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_message_is_answered_with_its_counts(client: anthropic.Anthropic, path: Path) -> None:
+    made = client.messages.create(messages=ask("hi"), system="Be brief.", **BASE)
+    assert (made.type, made.role, made.model) == ("message", "assistant", "tiny")
+    assert [(block.type, block.text) for block in made.content] == [("text", "Hello there!")]
+    assert (made.stop_reason, made.stop_sequence, made.usage.output_tokens) == ("end_turn", None, 4)
+    talk = [{"role": "system", "content": "Be brief."}, *ask("hi")]
+    prompt = AutoTokenizer.from_pretrained(path).apply_chat_template(
+        talk, add_generation_prompt=True, return_dict=False, enable_thinking=False
+    )
+    assert made.usage.input_tokens + made.usage.cache_read_input_tokens == len(prompt)
+    counted = client.messages.count_tokens(model="tiny", messages=ask("hi"), system="Be brief.")
+    assert counted.input_tokens == len(prompt)
+
+
+def test_a_stream_has_anthropics_events_in_order(client: anthropic.Anthropic) -> None:
+    events = list(client.messages.create(messages=ask("count"), stream=True, **BASE))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]  # the package swallows the ping between them
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    deltas = [event.delta.text for event in events if event.type == "content_block_delta"]
+    assert "".join(deltas) == "one two three four five"
+    assert len(deltas) >= 2  # outputs that a slow reader finds together are one event
+    assert (events[-2].delta.stop_reason, events[-2].usage.output_tokens) == ("end_turn", 6)
+    with client.messages.stream(messages=ask("count"), **BASE) as stream:
+        assert "".join(stream.text_stream) == "one two three four five"
+
+
+def test_tools_are_called_and_their_results_taken(client: anthropic.Anthropic, path: Path) -> None:
+    body = {"messages": ask("weather?"), "tools": [TOOL], **BASE}
+    made = client.messages.create(**body)
+    assert made.stop_reason == "tool_use"
+    assert [block.type for block in made.content] == ["text", "tool_use"]
+    call = made.content[1]
+    assert (made.content[0].text, call.name, call.input) == ("Let me look.", "get_weather", {"city": "Paris"})
+    with client.messages.stream(**body) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        final = stream.get_final_message()
+    assert len(pieces) >= 1
+    assert "".join(pieces) == '{"city": "Paris"}'
+    assert final.content[1].input == {"city": "Paris"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "count"}]}
+    talk = [*ask("weather?"), {"role": "assistant", "content": made.content}, {"role": "user", "content": [result]}]
+    again = client.messages.create(**(body | {"messages": talk}))
+    assert again.content[0].text == "one two three four five"
+    counted = client.messages.count_tokens(model="tiny", messages=talk, tools=[TOOL])
+    assert counted.input_tokens == again.usage.input_tokens + again.usage.cache_read_input_tokens
+    none = client.messages.create(**body, tool_choice={"type": "none"})
+    assert none.content[0].text.startswith("Let me look. <tool_call>")
+
+
+def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    made = client.messages.create(messages=ask("think"), thinking=thinking, **BASE)
+    assert [block.type for block in made.content] == ["thinking", "text"]
+    assert (made.content[0].thinking, made.content[1].text) == ("hm so be it", "Fine day.")
+    with client.messages.stream(messages=ask("think"), thinking=thinking, **BASE) as stream:
+        final = stream.get_final_message()
+    assert (final.content[0].thinking, final.content[1].text) == ("hm so be it", "Fine day.")
+    talk = [*ask("think"), {"role": "assistant", "content": made.content}, *ask("hi")]
+    assert client.messages.create(messages=talk, **BASE).content[0].text == "Hello there!"
+
+
+def test_the_limit_and_a_prefill(client: anthropic.Anthropic) -> None:
+    made = client.messages.create(messages=ask("count"), **(BASE | {"max_tokens": 2}))
+    assert (made.stop_reason, made.content[0].text) == ("max_tokens", "one two ")
+    talk = [*ask("hi"), {"role": "assistant", "content": "one two "}]
+    assert client.messages.create(messages=talk, **BASE).content[0].text == "three four five"
+
+
+def test_a_missing_key_is_refused_in_anthropics_shape(url: str) -> None:
+    stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError) as caught:
+        stranger.messages.create(messages=ask("hi"), **BASE)
+    assert caught.value.body["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"max_tokens": None}, 400, "max_tokens is missing"),
+        ({"max_tokens": 5000}, 400, "takes 1024 in all"),
+        ({"model": "claude"}, 404, "this server has 'tiny'"),
+        ({"model": None}, 400, "model is missing"),
+        ({"messages": []}, 400, "messages is missing or empty"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "must be one of user, assistant"),
+        ({"temperature": 1.5}, 400, "number from 0 to 1"),
+        ({"mcp_servers": [{}]}, 400, "mcp_servers is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "only custom tools"),
+        ({"tool_choice": {"type": "any"}}, 400, "there are no tools"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 50}}, 400, "below max_tokens, 50"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            *(400, "only text is supported"),
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_anthropics_shape(url: str, change: Any, status: int, words: str) -> None:
+    body = {"model": "tiny", "max_tokens": 50, "messages": ask("hi")} | change
+    answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": "secret"})
+    assert answer.status_code == status
+    assert answer.json()["type"] == "error"
+    error = answer.json()["error"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert words in error["message"]
