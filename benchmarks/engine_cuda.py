@@ -1,0 +1,181 @@
+"""The engine by plain PyTorch on one GPU against transformers: numbers that agree, and tokens a second.
+
+    python benchmarks/engine_cuda.py [--shape qwen3-0.6b] [--batch 1 32] [--new 64]
+
+Random weights of a real model's shape, bf16. Parity: the logits of one prompt, each against transformers in fp32;
+the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of both, in turn,
+median of rounds, and the share of the time that reading the weights once a step takes at the measured copy rate.
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from tapscope.engine import LLM
+
+_SHAPES: dict[str, Callable[[], Any]] = {
+    "qwen3-0.6b": lambda: Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    ),
+    "llama-8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=4096,
+    ),
+    "tiny": lambda: LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=512,
+    ),
+}
+
+
+def make(shape: str, folder: Path, device: str) -> int:
+    """Save random weights in bf16; their bytes."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(_SHAPES[shape](), dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.save_pretrained(folder)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def hf(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+
+def logits_of(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = hf(folder, dtype, str(ids.device))(ids).logits[0].float().cpu()
+    return found
+
+
+def parity(folder: Path, vocab: int, device: str) -> None:
+    ids = torch.randint(0, vocab, (1, 256), generator=torch.Generator().manual_seed(1)).to(device)
+    exact = logits_of(folder, ids, torch.float32)
+    theirs = logits_of(folder, ids, torch.bfloat16)
+    seen: list[torch.Tensor] = []
+    with LLM(folder, dtype="bfloat16", device=device, logits="all", max_running=1) as llm:
+        llm.model.register_forward_hook(lambda _m, _a, out: seen.append(out.logits.float().cpu()))
+        llm.generate([ids[0].tolist()], max_new_tokens=1)
+    ours = torch.cat(seen)[: len(exact)]
+    scale = exact.norm()
+    errors = [float((logits - exact).norm() / scale) for logits in (ours, theirs)]
+    same = float((ours.argmax(-1) == theirs.argmax(-1)).float().mean())
+    print(
+        f"parity, 256 tokens, relative L2 to fp32: engine bf16 {errors[0]:.2e}, transformers bf16 {errors[1]:.2e}, "
+        f"ratio {errors[0] / errors[1]:.2f}; same argmax {same:.1%}",
+        flush=True,
+    )
+
+
+def copy_rate(device: str) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.ones(1 << 28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(10):
+        _sync(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        _sync(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * source.numel() / best
+
+
+def _sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], object], device: str) -> float:
+    _sync(device)
+    began = time.perf_counter()
+    run()
+    _sync(device)
+    return time.perf_counter() - began
+
+
+def speed(folder: Path, batch: int, prompt: int, new: int, rounds: int, device: str) -> tuple[list[float], list[float]]:
+    """Seconds of decoding ``new`` tokens (those of one token taken off): the engine's, and transformers'."""
+    generator = torch.Generator().manual_seed(2)
+    vocab = 256
+    ids = torch.randint(0, vocab, (batch, prompt), generator=generator)
+    model = hf(folder, torch.bfloat16, device)
+    inputs = ids.to(device)
+
+    def theirs(count: int) -> object:
+        with torch.inference_mode():
+            return model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=count, pad_token_id=0
+            )
+
+    with LLM(folder, dtype="bfloat16", device=device, max_running=batch, kv_bytes=8 << 30) as llm:
+
+        def ours(count: int) -> object:
+            return llm.generate(ids.tolist(), max_new_tokens=count, ignore_eos=True)
+
+        taken: dict[str, list[float]] = {"ours": [], "theirs": []}
+        for number in range(rounds + 1):  # the first is to warm up
+            for name, run in (("ours", ours), ("theirs", theirs)):
+                short, whole = timed(lambda: run(1), device), timed(lambda: run(1 + new), device)  # noqa: B023
+                if number:
+                    taken[name].append(whole - short)
+    return taken["ours"], taken["theirs"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=_SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device, rate = args.device, copy_rate(args.device)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"{args.shape} bf16 on {name}, torch {torch.__version__}; plain copy {rate / 1e9:.0f} GB/s read and written")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / args.shape
+        nbytes = make(args.shape, folder, device)
+        parity(folder, _SHAPES[args.shape]().vocab_size, device)
+        for batch in args.batch:
+            gc.collect()
+            ours, theirs = speed(folder, batch, args.prompt, args.new, args.rounds, device)
+            a, b = statistics.median(ours), statistics.median(theirs)
+            limit = nbytes / rate * args.new
+            print(
+                f"batch {batch:3}: engine {batch * args.new / a:8.0f} tok/s ({a / args.new * 1e3:.2f} ms a step, "
+                f"{limit / a:.0%} of reading the weights), transformers {batch * args.new / b:8.0f} tok/s; "
+                f"ratio {b / a:.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
