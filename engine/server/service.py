@@ -27,11 +27,22 @@ Owner = tuple[bytes, int]
 class EngineService:
     """Runs steps while requests are live, and everything else between two steps."""
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", *, max_waiting: int | None = None) -> None:
-        """``socket`` is a bound ROUTER that only :meth:`run` uses from now on."""
+    def __init__(
+        self,
+        engine: Engine,
+        socket: "zmq.Socket[bytes]",
+        *,
+        max_waiting: int | None = None,
+        on_failure: Callable[[RankLostError], None] | None = None,
+    ) -> None:
+        """``socket`` is a bound ROUTER that only :meth:`run` uses from now on.
+
+        ``on_failure`` is called once, in its thread, when the engine can compute no more.
+        """
         self._engine = engine
         self._socket = socket
         self._max_waiting = max_waiting
+        self._on_failure = on_failure
         self._owners: dict[str, Owner] = {}
         self._clients: dict[bytes, None] = {}
         self._watched: dict[int, Callable[[], None]] = {}
@@ -165,6 +176,8 @@ class EngineService:
             self.failure = error
             for identity in self._clients:
                 self._send(identity, Message("failed", {"reason": str(error)}))
+            if self._on_failure is not None:
+                self._on_failure(error)
         self._drop_all(error)
 
     def _drop_all(self, error: Exception) -> None:

@@ -1,13 +1,19 @@
 """`tapscope serve`: the engine over HTTP, its taps steered on the same port."""
 
 import argparse
+import os
+import socket
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tapscope.cli import capture, diagnostics
 from tapscope.cli.diagnostics import ExitCode
+
+if TYPE_CHECKING:
+    from tapscope.dumper import DumperConfig
+    from tapscope.engine.server.settings import ServerSettings
 
 
 class ServeCommand:
@@ -27,33 +33,75 @@ class ServeCommand:
         parser.add_argument("-o", "--out", type=Path, metavar="RUN", help="run directory (default: runs/MODEL-TIME)")
         text = "address (default: 127.0.0.1:8000; port 0: any)"
         parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
+        _add_server_flags(parser)
         capture.add_selection_flags(parser, keep="off")
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
-        from tapscope.dumper import make_observer
-        from tapscope.dumper.control import Guard, bind, make_router, parse_address
-        from tapscope.dumper.guard import token_of
-        from tapscope.dumper.mount import client_of
+        from tapscope.dumper.guard import Guard, parse_address, token_of
         from tapscope.dumper.session import require_free
-        from tapscope.engine import LLM
-        from tapscope.engine.server import make_app, serve
+        from tapscope.engine.server.listen import listen, url_of
 
+        settings = _settings(args)
         host, port = parse_address(args.listen)
-        guard = Guard.of(host, token_of(None))
+        Guard.of(host, token_of(None))
         out = args.out or Path("runs") / f"{capture.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
         require_free(out, force=args.force)
-        bind(host, port).close()  # a taken port is said before the model is loaded
         config = capture.config(args)
-        observer = partial(make_observer, out=str(out.absolute()), config=config, force=args.force)
-        with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
-            client = client_of(out)
-
-            def announce(url: str) -> None:
-                diagnostics.note(f"serving {args.model} on {url}; run: {out}")
-                diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
-
-            with suppress(KeyboardInterrupt):  # Ctrl-C is how one stops a server
-                serve(make_app(llm, routers=[make_router(client, guard)]), host, port, on_listen=announce)
+        listener = listen(host, port)  # a taken port is said before the model is loaded
+        _serve(args, config, settings, out, listener, host, url_of(listener))
         diagnostics.note(f"next: tapscope info {out}")
         return ExitCode.OK
+
+
+def _serve(
+    args: argparse.Namespace,
+    config: "DumperConfig",
+    settings: "ServerSettings",
+    out: Path,
+    listener: socket.socket,
+    host: str,
+    url: str,
+) -> None:
+    from tapscope.engine.server.backend import Backend
+
+    extras = {"run": str(out.absolute()), "host": host}
+    backend = Backend(args.model, listener, settings, front_module="tapscope.cli.front", extras=extras)
+    with backend.signals(), backend:
+        from tapscope.dumper import make_observer
+        from tapscope.engine import LLM
+
+        observer = partial(make_observer, out=str(out.absolute()), config=config, force=args.force)
+        with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
+            diagnostics.note(f"serving {args.model} on {url}; run: {out}")
+            diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
+            backend.run(llm)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    text = "what clients call the model (default: MODEL)"
+    parser.add_argument("--served-model-name", metavar="NAME", help=text)
+    text = "what clients must send as 'Authorization: Bearer' or 'x-api-key' (better: set TAPSCOPE_API_KEY)"
+    parser.add_argument("--api-key", metavar="KEY", help=text)
+    text = "append a line of JSON for every request that ended"
+    parser.add_argument("--request-log", metavar="FILE", help=text)
+    text = "longest body in bytes (default: 33554432)"
+    parser.add_argument("--max-body-bytes", type=int, metavar="N", default=None, help=text)
+    text = "requests that may wait; further ones are a 503 (default: 2048)"
+    parser.add_argument("--max-waiting", type=int, metavar="N", default=None, help=text)
+    text = "time that requests have to finish after SIGTERM (default: 30)"
+    parser.add_argument("--drain-timeout", type=float, metavar="SECONDS", default=None, help=text)
+
+
+def _settings(args: argparse.Namespace) -> "ServerSettings":
+    from tapscope.engine.server.settings import ServerSettings
+
+    given = {
+        "model_name": args.served_model_name,
+        "api_key": args.api_key or os.environ.get("TAPSCOPE_API_KEY") or None,
+        "request_log": args.request_log,
+        "max_body_bytes": args.max_body_bytes,
+        "max_waiting": args.max_waiting,
+        "drain_timeout_s": args.drain_timeout,
+    }
+    return ServerSettings(**{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,118 @@
+"""The front: the process of HTTP, tokenizer and text. Holds no torch.
+
+Its parent, the engine's process, gives it two descriptors: the listening socket, and a channel of JSON lines. The
+channel says what to serve, then ``drain``; its end means that the other side is no more.
+"""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+import zmq
+from fastapi import APIRouter, FastAPI
+
+from tapscope.engine.server.app import MoreMetrics, build_app
+from tapscope.engine.server.client import EngineClient
+from tapscope.engine.server.front_state import FrontState
+from tapscope.engine.server.listen import make_server
+from tapscope.engine.server.meters import Meters
+from tapscope.engine.server.settings import ServerSettings
+from tapscope.engine.tokenizer import Tokenizer
+
+ENGINE_LOST = 4
+"""Exit code of a front whose engine ended before it."""
+
+
+class Extras(NamedTuple):
+    """What a host adds to the app."""
+
+    routers: Sequence[APIRouter] = ()
+    more_metrics: MoreMetrics | None = None
+
+
+def front_main(make_extras: Callable[[dict[str, Any]], Extras] | None = None) -> int:
+    """Body of the process: serve until told to drain, or until the engine's process ends. Returns the exit code.
+
+    ``make_extras`` is given what the parent put under ``extras``.
+    """
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    with channel, listener:
+        welcome = json.loads(channel.makefile("rb").readline())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+        settings = ServerSettings(**welcome["settings"])
+        state = FrontState(welcome["model"], settings)
+
+        @asynccontextmanager
+        async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
+            tokenizer = Tokenizer.find(Path(welcome["model"]))
+            with zmq.Context() as context:
+                client = EngineClient(context, welcome["address"], tokenizer, meters)
+                try:
+                    yield client
+                finally:
+                    client.close()
+
+        extras = Extras() if make_extras is None else make_extras(welcome["extras"])
+        app = build_app(state, connect, extras.routers, extras.more_metrics)
+        return asyncio.run(_serve(app, listener, channel, state))
+
+
+async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState) -> int:
+    server = _FrontServer(make_server(app, state.settings.drain_timeout_s).config)
+    channel.setblocking(False)
+    loop, code = asyncio.get_running_loop(), 0
+
+    def on_channel() -> None:
+        nonlocal code
+        if _read(channel):
+            server.drain()
+            return
+        loop.remove_reader(channel)
+        if not server.should_exit:
+            code = ENGINE_LOST
+            print("tapscope: error: the engine's process has ended; so does the server", file=sys.stderr, flush=True)
+            state.client.fail("the engine's process has ended")
+            server.drain()
+
+    loop.add_reader(channel, on_channel)
+    loop.add_signal_handler(signal.SIGTERM, server.drain)
+    await server.serve(sockets=[listener])
+    return code
+
+
+def _read(channel: socket.socket) -> bytes:
+    """What has come; nothing once the other side is no more."""
+    try:
+        return channel.recv(4096)
+    except ConnectionError:
+        return b""
+
+
+class _FrontServer(uvicorn.Server):
+    """uvicorn that sleeps while nothing happens: its own loop wakes ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ended = asyncio.Event()
+
+    def drain(self) -> None:
+        """Take no more connections, finish what is under way, return."""
+        self.should_exit = True
+        self._ended.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are for :func:`_serve`."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Wait for :meth:`drain`."""
+        await self._ended.wait()
