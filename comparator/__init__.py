@@ -1,11 +1,12 @@
 """Two runs in, the culprit out."""
 
 from tapscope.comparator.closeup import Closeup
-from tapscope.comparator.compare import Comparison, Header, Report, compare, compare_closely
+from tapscope.comparator.compare import Comparison, compare, compare_closely
 from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.finding import Finding, Numbers, Place, RowCounts, Side, StepResult, Verdict
 from tapscope.comparator.localise import Divergence
 from tapscope.comparator.options import CompareOptions
+from tapscope.comparator.outcome import Header, Report
 
 __all__ = [
     "Closeup",

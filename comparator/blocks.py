@@ -63,6 +63,11 @@ class Columns:
     stop: int
 
     @property
+    def width(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    @property
     def values(self) -> Array | None:
         """[rows, columns] in place, or None."""
         return None if self.block.values is None else self.block.values[:, self.start : self.stop]

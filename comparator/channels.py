@@ -1,7 +1,7 @@
 """Channels: whether one channel is scaled, which the norm of a row dilutes by the root of its width.
 
 The rounding of a channel averages out over rows, a scale does not. So a sample of rows is read once more, column by
-column: bounded, whatever the tensor.
+column: bounded, whatever the tensor. Rows that hold non-finite values are left out.
 """
 
 import math
@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.align import Join
-from tapscope.comparator.blocks import Rows, blocks
-from tapscope.comparator.prepare import Prepared
+from tapscope.comparator.blocks import Block, Rows
+from tapscope.comparator.measure import Measured, Opened, overlaps
+from tapscope.comparator.quantiles import median
+from tapscope.kernels.native.channels import KINDS, channel_sums
 
 Array = np.ndarray[Any, Any]
 
@@ -47,72 +48,82 @@ QUIET = Channel(0, 0.0, 0.0)
 """Nothing to say: too few rows, or one channel."""
 
 
-def worst_channel(ready: Prepared) -> Channel:
+def worst_channel(opened: Opened, measured: Measured) -> Channel:
     """The channel whose gain is largest beside its noise, of a pair with values on both sides."""
-    joins = [join for join in ready.plan.joins if not ready.equal_by_hash(join)]
-    joins = [joins[i] for i in sorted({round(x) for x in np.linspace(0, len(joins) - 1, _MAX_JOINS)})] if joins else []
-    pairs = [_sample(ready, join, len(joins)) for join in joins]
-    widths = {side.shape[1] for pair in pairs for side in pair}
-    if len(widths) != 1 or sum(len(one) for one, _ in pairs) < MIN_ROWS or widths == {1}:
+    starts = np.cumsum([0, *(num for _, num in measured.parts)]).tolist()
+    parts = [(join, start, num) for (join, num), start in zip(measured.parts, starts[:-1], strict=True)]
+    parts = [parts[i] for i in sorted({round(x) for x in np.linspace(0, len(parts) - 1, _MAX_JOINS)})] if parts else []
+    sides = [(opened.left[join.baseline], opened.right[join.target]) for join, _, _ in parts]
+    widths = {sum(block.width for block in side) for pair in sides for side in pair}
+    if len(widths) != 1 or widths == {1}:
         return QUIET
-    return find_channel(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    sums, num_rows, (width,) = np.zeros((2, len(KINDS), *widths)), 0, widths
+    odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
+    for (join, start, num), (left, right) in zip(parts, sides, strict=True):
+        at = _sample(num, width, len(parts))
+        at = at[~odd[start + at]]
+        _add(sums, left, right, (_chosen(join.baseline_rows, at), _chosen(join.target_rows, at)), num_rows)
+        num_rows += len(at)
+    return find_channel(sums, num_rows)
 
 
-def find_channel(baseline: Array, target: Array) -> Channel:
-    """The channel of two [rows, channels] float64 arrays whose gain is largest beside its noise."""
-    sound = np.isfinite(baseline).all(1) & np.isfinite(target).all(1)
-    baseline, target = baseline[sound], target[sound]
-    rows = len(baseline)
-    if rows < MIN_ROWS or baseline.shape[1] < 2:
+def _sample(num: int, width: int, num_joins: int) -> Array:
+    """Some of ``num`` rows, evenly apart."""
+    if not num:
+        return np.empty(0, np.int64)
+    wanted = max(1, min(num, _MAX_ROWS // num_joins, MAX_ELEMENTS // max(width, 1) // num_joins))
+    return np.unique(np.linspace(0, num - 1, wanted).astype(np.int64))
+
+
+def _chosen(rows: Rows, at: Array) -> Array:
+    return at + (rows.start or 0) if isinstance(rows, slice) else rows[at]
+
+
+def _add(sums: Array, left: list[Block], right: list[Block], rows: tuple[Array, Array], first: int) -> None:
+    """Add the sums of some rows, of which the first is the ``first`` of all."""
+    for offset, one, two in overlaps(left, right):
+        values, index = [], []
+        for side, some in zip((one, two), rows, strict=True):
+            values.append(side.rows(some) if side.values is None else side.values)
+            index.append(None if side.values is None else some)
+        sums[:, :, offset : offset + one.width] += channel_sums(*values, *index, first=first)
+
+
+def find_channel(sums: Array, num_rows: int) -> Channel:
+    """The channel whose gain is largest beside its noise, of :func:`~tapscope.kernels.native.channel_sums` over
+    ``num_rows`` rows."""
+    if num_rows < MIN_ROWS or sums.shape[2] < 2:
         return QUIET
-    diff, square = target - baseline, baseline * baseline
-    energy = square.sum(0)
-    size = np.maximum(energy, np.median(energy))  # beside the others a small channel's scale is nothing
-    effective = np.divide(energy**2, (square * square).sum(0), out=np.zeros_like(energy), where=energy > 0)
+    energy, fourth, product, squared, cubic = sums[0] + sums[1]
+    size = np.maximum(energy, median(energy))  # beside the others a small channel's scale is nothing
+    effective = np.divide(energy**2, fourth, out=np.zeros_like(energy), where=energy > 0)
     if not size.all():
         return QUIET
-    gain = (baseline * diff).sum(0) / size
-    # Errors are relative, so a row weighs by its square both in the gain and in the variance of the gain (White 1980).
-    scatter = np.sqrt((square * (diff - gain * baseline) ** 2).sum(0)) / size
+    gain = product / size
+    # Errors are relative, so a row weighs by its square both in the gain and in the variance of the gain (White 1980):
+    # the sum of b^2 (d - gain b)^2, multiplied out.
+    scatter = np.sqrt(np.maximum(squared - 2.0 * gain * cubic + gain * gain * fourth, 0.0)) / size
     few = 1.0 + 4.0 / np.maximum(effective, 1.0)
-    common = max(_QUARTILE * float(np.quantile(np.abs(gain), 0.25)), _LASTING * _lasting(square, baseline * diff))
+    common = max(_QUARTILE * _quartile(np.abs(gain)), _LASTING * _lasting(sums))
     noise = np.maximum(_SIGMA * few * scatter, common)
     noise = np.where(effective < MIN_ROWS, np.inf, np.maximum(noise, np.finfo(np.float32).tiny))
     worst = int(np.argmax(np.abs(gain) / noise))
     return Channel(worst, float(gain[worst]), float(noise[worst])) if np.isfinite(noise[worst]) else QUIET
 
 
-def _lasting(square: Array, products: Array) -> float:
+def _quartile(values: Array) -> float:
+    """The lower quartile, between two values where it falls between them."""
+    ordered = np.sort(values)
+    at, share = divmod(0.25 * (len(ordered) - 1), 1.0)
+    low, high = float(ordered[int(at)]), float(ordered[min(int(at) + 1, len(ordered) - 1)])
+    return low + share * (high - low)
+
+
+def _lasting(sums: Array) -> float:
     """The typical gain of a channel that is the same in two halves of the rows, so that no averaging removes it."""
     halves = []
-    for half in (slice(0, None, 2), slice(1, None, 2)):
-        energy = square[half].sum(0)
-        size = np.maximum(energy, np.median(energy))
-        halves.append(np.divide(products[half].sum(0), size, out=np.zeros_like(size), where=size > 0))
-    both, apart = (float(np.median(np.abs(halves[0] + sign * halves[1]))) for sign in (1.0, -1.0))
+    for energy, _, product, _, _ in sums:
+        size = np.maximum(energy, median(energy))
+        halves.append(np.divide(product, size, out=np.zeros_like(size), where=size > 0))
+    both, apart = (median(np.abs(halves[0] + sign * halves[1])) for sign in (1.0, -1.0))
     return 1.4826 * 0.5 * math.sqrt(max(both * both - apart * apart, 0.0))
-
-
-def _sample(ready: Prepared, join: Join, num_joins: int) -> tuple[Array, Array]:
-    """Some rows of a join on both sides, [rows, width] float64, evenly apart."""
-    one, two = ready.left[join.baseline], ready.right[join.target]
-    assert one.piece is not None
-    assert two.piece is not None
-    sides = blocks(one.piece, one.run, ready.layouts[0].axes), blocks(two.piece, two.run, ready.layouts[1].axes)
-    width = sum(block.width for block in sides[0])
-    rows = min(_num_rows(rows, side[0].num_rows) for rows, side in zip(_rows(join), sides, strict=True))
-    wanted = max(1, min(rows, _MAX_ROWS // num_joins, MAX_ELEMENTS // max(width, 1) // num_joins))
-    at = np.unique(np.linspace(0, rows - 1, wanted).astype(np.int64)) if rows else np.empty(0, np.int64)
-    found = []
-    for side, some in zip(sides, _rows(join), strict=True):
-        index = at + (some.start or 0) if isinstance(some, slice) else some[at]
-        found.append(np.concatenate([block.rows(index) for block in side], axis=1).astype(np.float64))
-    return found[0], found[1]
-
-
-def _rows(join: Join) -> tuple[Rows, Rows]:
-    return join.baseline_rows, join.target_rows
-
-
-def _num_rows(rows: Rows, num: int) -> int:
-    return len(range(*rows.indices(num))) if isinstance(rows, slice) else len(rows)

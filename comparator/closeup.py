@@ -9,7 +9,7 @@ import numpy as np
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows, blocks
 from tapscope.comparator.layout import Layout
-from tapscope.comparator.measure import Measured, measure
+from tapscope.comparator.measure import Measured, Opened, measure
 from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.rows import RowMap
 from tapscope.comparator.spread import row_errors
@@ -56,7 +56,7 @@ def closeup(ready: Prepared, rows: RowMap, tolerance: tuple[float, float] = (0.0
 
     Raises as :func:`.measure.measure`.
     """
-    measured = measure(ready, tolerance)
+    measured = measure(Opened(ready), tolerance)
     if not len(measured.rows):
         return None
     errors = row_errors(measured)

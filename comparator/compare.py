@@ -1,19 +1,17 @@
 """Compare: two runs in, a report out: load -> match -> assemble -> align -> measure -> judge -> localise."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tapscope.comparator.closeup import Closeup, closeup
-from tapscope.comparator.coverage import Coverage, cover
+from tapscope.comparator.coverage import cover
 from tapscope.comparator.damage import Damage, look, with_damage
 from tapscope.comparator.examine import Examined, Examiner
-from tapscope.comparator.explain.explain import Context, explain
-from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.finding import Finding
 from tapscope.comparator.flips import Flip, explain_flips
 from tapscope.comparator.hints import hints_of
 from tapscope.comparator.judge import Judge, Standards
@@ -22,6 +20,7 @@ from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.match import Pair, match
 from tapscope.comparator.models import check_models
 from tapscope.comparator.options import CompareOptions
+from tapscope.comparator.outcome import Report, header_of
 from tapscope.comparator.overrides import assume_meshes, of_baseline, override_dims
 from tapscope.comparator.pool import examine_all
 from tapscope.comparator.prepare import Preparer
@@ -40,66 +39,6 @@ from tapscope.run import Run, open_run
 
 Progress = Callable[[int, int], None]
 """Called with (sites done, sites in all)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a run is, for the head of a report."""
-
-    name: str
-    path: str
-    framework: str
-    model: str
-    dtype: str
-    mesh: dict[str, int]
-    steps: int
-    records: int
-    """Records selected."""
-    is_open: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The outcome of a comparison."""
-
-    baseline: Header
-    target: Header
-    findings: tuple[Finding, ...]
-    """In execution order."""
-    divergences: tuple[Divergence, ...]
-    """Producers, in execution order."""
-    coverage: Coverage
-    options: CompareOptions
-
-    @property
-    def first_divergence(self) -> Divergence | None:
-        """The culprit, or None when nothing differs as numbers."""
-        return self.divergences[0] if self.divergences else None
-
-    @property
-    def num_bad(self) -> int:
-        """Findings that speak against the target."""
-        return sum(f.verdict.is_bad for f in self.findings)
-
-    @property
-    def closest_call(self) -> Finding | None:
-        """The finding with the largest error beside its floor, among those that pass."""
-        passing = [f for f in self.findings if f.verdict is Verdict.CLOSE and f.floor > 0.0]
-        return max(passing, key=lambda f: f.ratio, default=None)
-
-    @property
-    def exit_code(self) -> int:
-        """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1; 3 when bytes
-        of either run are damaged (and that is not allowed)."""
-        if self.coverage.damaged and not self.options.allow_partial:
-            return 3
-        return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
-
-    def to_json(self) -> Iterator[dict[str, Any]]:
-        """One object a line: a header, the findings, a summary; see :mod:`.report.json`."""
-        from tapscope.comparator.report.json import lines
-
-        yield from lines(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +95,7 @@ def _compare(
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
     coverage = cover((baseline, target), seen.rows, seen.everything, findings, sum(seen.num_objects), seen.notes)
     coverage = with_damage(coverage, damage)
-    headers = _header(baseline, seen.num_records[0]), _header(target, seen.num_records[1])
+    headers = header_of(baseline, seen.num_records[0]), header_of(target, seen.num_records[1])
     return Comparison(Report(*headers, tuple(findings), tuple(divergences), coverage, options), seen)
 
 
@@ -168,6 +107,10 @@ def _judge(
     )
     findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
     placed = [_placed(each, seen) for each in divergences]
+    if not placed:
+        return findings, []
+    from tapscope.comparator.explain.explain import Context, explain
+
     return findings, explain(placed, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
 
 
@@ -264,9 +207,3 @@ def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
 def _examine(examiner: Examiner, pairs: Sequence[Pair], progress: Progress | None) -> list[Examined]:
     done = count(1)
     return examine_all(examiner, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
-
-
-def _header(run: Run, records: int) -> Header:
-    manifest = run.manifest
-    framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
-    return Header(run.name, str(run.path), framework, model, dtype, run.mesh, len(run.steps), records, not run.closed)

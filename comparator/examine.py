@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tapscope import dtypes
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.channels import MIN_ROWS, QUIET, worst_channel
-from tapscope.comparator.detail import Detail, detail_of
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
-from tapscope.comparator.measure import Measured, WidthError, are_masks, measure
+from tapscope.comparator.measure import Measured, Opened, WidthError, are_masks, measure
 from tapscope.comparator.pieces import Joined
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
@@ -23,6 +22,9 @@ from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
 from tapscope.errors import DataError
 from tapscope.kernels.native import relative_l2
+
+if TYPE_CHECKING:
+    from tapscope.comparator.detail import Detail
 
 Array = np.ndarray[Any, Any]
 
@@ -61,7 +63,7 @@ class Examined:
     """Rows that are not equal bit for bit as numbers; where only statistics were kept, firings whose hashes differ."""
     permuted: bool = False
     """Whether somewhere unequal tensors hold the same elements, in another order."""
-    detail: Detail | None = None
+    detail: "Detail | None" = None
     replicas: str = ""
     """What is wrong with the replicas of one side, if anything."""
     notes: tuple[str, ...] = ()
@@ -161,7 +163,8 @@ class Examiner:
             one = replace(one, replicas=replicas.problem, notes=said)
         if not all(w.has_values for w in ready.used) and not all(map(ready.equal_by_hash, joins)):
             return _examine_stats(one, ready)
-        measured = measure(ready, self.tolerance or (0.0, 0.0))
+        opened = Opened(ready)
+        measured = measure(opened, self.tolerance or (0.0, 0.0))
         numbers = _numbers(measured)
         if not numbers.count:
             return replace(one, numbers=numbers, spread=NOTHING, notes=(*one.notes, "empty on both sides"))
@@ -176,7 +179,7 @@ class Examiner:
             one,
             numbers=numbers,
             basis="values",
-            spread=spread_of(measured, errors, worst_channel(ready) if scans else QUIET),
+            spread=spread_of(measured, errors, worst_channel(opened, measured) if scans else QUIET),
             worst=self.place(measured, row, ready),
             steps=_steps(measured, errors, ready.right),
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
@@ -186,7 +189,9 @@ class Examiner:
             notes=(PERMUTED, *one.notes) if permuted else one.notes,
         )
 
-    def _detail(self, one: Examined, ready: Prepared) -> Detail:
+    def _detail(self, one: Examined, ready: Prepared) -> "Detail":
+        from tapscope.comparator.detail import detail_of
+
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
         known = [int(k) for config in configs if (k := config.get("num_experts_per_tok"))]
         return detail_of(ready, one.site, known[0] if known else None)

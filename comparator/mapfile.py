@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tapscope.comparator.yamlfile import read_yaml
 from tapscope.errors import ConfigError
 from tapscope.pattern import MAX_SUBJECT, safe_pattern
 
@@ -115,6 +114,8 @@ def read_maps(paths: Iterable[str | Path]) -> MapFile:
 
 
 def _parse(path: Path) -> MapFile:
+    from tapscope.comparator.yamlfile import read_yaml
+
     content = read_yaml(path)
     _known(str(path), content, ("rename", "split", "join", "dims", "rules"))
     fuse = [

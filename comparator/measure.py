@@ -39,6 +39,8 @@ class Measured:
     target_firing: Array
     target_rank: Array
     """Rank that holds the column of the largest difference; -1 where no single one does."""
+    parts: tuple[tuple[Join, int], ...] = ()
+    """The joins that were read, and how many rows each has here."""
     num_hashed: int = 0
     """Elements that were not read because equal hashes already say they are equal."""
 
@@ -48,8 +50,8 @@ class Measured:
         return self.rows.total()
 
 
-class _Opened:
-    """The column blocks of firings, laid out once each while a site is measured."""
+class _Side:
+    """The column blocks of one side's firings, laid out once each."""
 
     def __init__(self, wholes: Sequence[Whole], axes: tuple[int, ...]) -> None:
         self._wholes, self._axes = wholes, axes
@@ -63,17 +65,27 @@ class _Opened:
         return self._blocks[index]
 
 
-def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Measured:
+class Opened:
+    """The column blocks of both sides of a pair, by firing."""
+
+    def __init__(self, ready: Prepared) -> None:
+        self.ready = ready
+        self.left = _Side(ready.left, ready.layouts[0].axes)
+        self.right = _Side(ready.right, ready.layouts[1].axes)
+
+
+def measure(opened: Opened, tolerance: tuple[float, float] = (0.0, 0.0)) -> Measured:
     """Compare every join. ``tolerance`` is (atol, rtol), counted in :attr:`RowMeasures.over`.
 
     Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
     """
+    ready = opened.ready
     baseline, target, layouts = ready.left, ready.right, ready.layouts
     names = baseline[0].dtype, target[0].dtype
     # The most negative number that hides a place is the dtype's own.
     masks = are_masks(*names) or (names[0] != names[1] and is_mask(baseline[0].records[0].key.site))
-    left, right = _Opened(baseline, layouts[0].axes), _Opened(target, layouts[1].axes)
     parts: list[RowMeasures] = []
+    joins: list[tuple[Join, int]] = []
     columns: list[tuple[Array, ...]] = []
     hashed = 0
     for join in ready.plan.joins:
@@ -82,17 +94,20 @@ def measure(ready: Prepared, tolerance: tuple[float, float] = (0.0, 0.0)) -> Mea
             hashed += _num_elements(one, layouts[0], join)
             continue
         _check_width(one, two, layouts)
-        rows, at_worst, ranks = compare_blocks(left[join.baseline], right[join.target], join, tolerance, masks=masks)
+        left, right = opened.left[join.baseline], opened.right[join.target]
+        rows, at_worst, ranks = compare_blocks(left, right, join, tolerance, masks=masks)
         parts.append(rows)
+        joins.append((join, len(rows)))
         pairs = np.full(len(rows), -1, np.int64) if join.pairs is None else join.pairs
         firings = (np.full(len(rows), index, np.int64) for index in (join.baseline, join.target))
         columns.append((at_worst, pairs, *firings, ranks))
     if len(columns) == 1:
-        at_worst, pairs, baseline_firing, target_firing, ranks = columns[0]
+        ((at_worst, pairs, baseline_firing, target_firing, ranks),) = columns
     else:
         none = (np.empty(0, np.int64),) * 5
         at_worst, pairs, baseline_firing, target_firing, ranks = map(np.concatenate, zip(none, *columns, strict=True))
-    return Measured(RowMeasures.concat(parts), at_worst, pairs, baseline_firing, target_firing, ranks, hashed)
+    whole = RowMeasures.concat(parts)
+    return Measured(whole, at_worst, pairs, baseline_firing, target_firing, ranks, tuple(joins), hashed)
 
 
 def _num_elements(whole: Whole, layout: Layout, join: Join) -> int:

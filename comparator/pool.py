@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from tapscope import dtypes
 from tapscope.comparator.examine import Examined, Examiner, Look
@@ -33,6 +32,8 @@ def _looks(examiner: Examiner, pairs: Sequence[Pair]) -> Iterator[Look]:
     if len(large) < 2:
         yield from map(examiner.look, pairs)
         return
+    from concurrent.futures import Future, ThreadPoolExecutor
+
     pool = ThreadPoolExecutor(threads, "tapscope-measure")
     try:
         waiting: dict[int, Future[Look]] = {i: pool.submit(examiner.look, pairs[i]) for i in sorted(large)}

@@ -10,7 +10,7 @@ from tapscope.comparator.align import Join, Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.candidates import candidates
 from tapscope.comparator.match import Pair
-from tapscope.comparator.measure import WidthError, measure
+from tapscope.comparator.measure import Opened, WidthError, measure
 from tapscope.comparator.pieces import leaves
 from tapscope.comparator.places import active
 from tapscope.comparator.prepare import Prepared, Preparer
@@ -118,7 +118,7 @@ class Suggester:
         if not all(w.has_values for w in ready.used):
             return _Tried(text, math.nan)
         try:
-            total = measure(_some_rows(ready)).total
+            total = measure(Opened(_some_rows(ready))).total
             replicas = math.prod(ready.left[0].shape) <= _ELEMENTS and check_replicas(ready.used).problem
         except (WidthError, DataError):
             return None

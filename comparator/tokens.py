@@ -6,7 +6,7 @@ import numpy as np
 
 from tapscope.comparator.examine import Examined, Examiner
 from tapscope.comparator.finding import Finding, Place
-from tapscope.comparator.measure import WidthError, measure
+from tapscope.comparator.measure import Opened, WidthError, measure
 from tapscope.comparator.spread import row_errors
 from tapscope.errors import DataError
 
@@ -32,7 +32,7 @@ def tokens_of(
         return (), 0, finding.worst
     ready = examiner.preparer.prepare(one.pair)
     try:
-        measured = measure(ready)
+        measured = measure(Opened(ready))
     except (WidthError, DataError):
         return (), 0, finding.worst
     errors = row_errors(measured)

@@ -9,7 +9,7 @@ from tapscope.comparator.localise import Divergence
 from tapscope.site import compact_ranges, layer_of
 
 if TYPE_CHECKING:
-    from tapscope.comparator.compare import Report
+    from tapscope.comparator.outcome import Report
 
 _ALWAYS = (Verdict.SAME, Verdict.CLOSE, Verdict.DIFFERS)
 _WORDS = {

@@ -10,7 +10,7 @@ from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.report.answer import share
 
 if TYPE_CHECKING:
-    from tapscope.comparator.compare import Report
+    from tapscope.comparator.outcome import Report
 
 
 _ALONE = {Verdict.ONLY_BASELINE: "only in baseline", Verdict.ONLY_TARGET: "only in target"}

@@ -17,7 +17,7 @@ from tapscope.comparator.localise import Divergence
 from tapscope.ledger import Ledger
 
 if TYPE_CHECKING:
-    from tapscope.comparator.compare import Report
+    from tapscope.comparator.outcome import Report
 
 _AS_IT_IS = (str, int, bool)
 SCHEMA = 1

@@ -15,7 +15,7 @@ from tapscope.comparator.report.details import details
 from tapscope.comparator.report.fold import STRETCH, Row, fold
 
 if TYPE_CHECKING:
-    from tapscope.comparator.compare import Header, Report
+    from tapscope.comparator.outcome import Header, Report
 
 STYLES = {
     Verdict.SAME: "dim",

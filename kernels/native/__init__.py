@@ -4,6 +4,7 @@ Both backends give the same counts, extremes and digests bit for bit; sums agree
 precision of a float32 block.
 """
 
+from tapscope.kernels.native.channels import channel_sums
 from tapscope.kernels.native.compare import compare_rows
 from tapscope.kernels.native.filled import filled
 from tapscope.kernels.native.library import backend, use_backend
@@ -16,6 +17,7 @@ __all__ = [
     "RowMeasures",
     "Summary",
     "backend",
+    "channel_sums",
     "compare_rows",
     "digest_of",
     "filled",

@@ -35,21 +35,30 @@ def compare_rows(
     Raises ValueError for shapes, strides or tolerances that cannot be meant, IndexError for a row that does not
     exist, and RunCorruptError for a dtype that tapscope does not know.
     """
-    baseline, target = _matrix("baseline", baseline), _matrix("target", target)
-    if baseline.shape[1] != target.shape[1]:
-        raise ValueError(f"rows must have one width, not {baseline.shape[1]} (baseline) and {target.shape[1]} (target)")
     if not (0.0 <= atol < math.inf and 0.0 <= rtol < math.inf):
         raise ValueError(f"atol={atol} and rtol={rtol} must be finite and not negative")
-    left = _row_index("baseline_rows", baseline_rows, len(baseline))
-    right = _row_index("target_rows", target_rows, len(target))
-    pairs = len(baseline) if left is None else len(left)
-    if pairs != (len(target) if right is None else len(right)):
-        others = len(target) if right is None else len(right)
-        raise ValueError(f"rows must pair up: {pairs} on the baseline side, {others} on the target side")
+    baseline, target, left, right, pairs = checked_pair(baseline, target, baseline_rows, target_rows)
     functions = library.functions()
     if functions is None or not pairs or not baseline.shape[1]:
         return compare_reference(baseline, target, left, right, pairs=pairs, atol=atol, rtol=rtol)
     return _compare_native(functions, baseline, target, left, right, pairs, atol, rtol)
+
+
+def checked_pair(
+    baseline: Array, target: Array, baseline_rows: Array | None, target_rows: Array | None
+) -> tuple[Array, Array, Array | None, Array | None, int]:
+    """(both matrices, both row indices, number of row pairs) as native code reads them; raises as
+    :func:`compare_rows`."""
+    baseline, target = _matrix("baseline", baseline), _matrix("target", target)
+    if baseline.shape[1] != target.shape[1]:
+        raise ValueError(f"rows must have one width, not {baseline.shape[1]} (baseline) and {target.shape[1]} (target)")
+    left = _row_index("baseline_rows", baseline_rows, len(baseline))
+    right = _row_index("target_rows", target_rows, len(target))
+    pairs = len(baseline) if left is None else len(left)
+    others = len(target) if right is None else len(right)
+    if pairs != others:
+        raise ValueError(f"rows must pair up: {pairs} on the baseline side, {others} on the target side")
+    return baseline, target, left, right, pairs
 
 
 def _matrix(name: str, array: Array) -> Array:

@@ -38,6 +38,9 @@ class Functions(NamedTuple):
     """(data, count, dtype code, with bag, copy to or 0, out)"""
     compare_rows: Any
     """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, atol, rtol, out x2)"""
+    channel_sums: Any
+    """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, first, out); None where the
+    library lacks it, and numpy serves."""
 
 
 class _Choice(NamedTuple):
@@ -114,12 +117,14 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
     """The same file is a library and a module: calls at every hook are the module's, the others need no haste."""
     summary = [_ADDRESS, _INT64, ctypes.c_int, ctypes.c_int, _ADDRESS, _ADDRESS]
     rows = [_ADDRESS, _ADDRESS, ctypes.c_int, ctypes.c_int, _INT64, _INT64, _ADDRESS, _ADDRESS]
-    rows += [_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS]
+    measures = [_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS]
+    sums = getattr(library, "ts_channel_sums", None)
     return Functions(
         take=module.take,
         digest_of=module.digest_of,
         summarize=_function(library.ts_summarize, None, summary),
-        compare_rows=_function(library.ts_compare_rows, None, rows),
+        compare_rows=_function(library.ts_compare_rows, None, rows + measures),
+        channel_sums=sums and _function(sums, None, [*rows, _INT64, _INT64, _INT64, _ADDRESS]),
     )
 
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapscope.audit import audit
-from tapscope.dumpdir import find_dump, read_dump
 from tapscope.errors import ConfigError, RuleError, RunCorruptError
 from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, uncollected
 from tapscope.ledger import Ledger, StepLine, step_from_lines
-from tapscope.manifest import rank_dirs, read_manifest
+from tapscope.manifest import MANIFEST, rank_dirs, read_manifest
 from tapscope.payload import Payloads, SegmentPayloads
 from tapscope.record import Record
 from tapscope.site import Glob, describe_layers, layer_of
@@ -223,9 +222,12 @@ def open_run(path: str | Path) -> Run:
     """
     path = Path(path)
     with uncollected():
-        if (folder := find_dump(path)) is not None:
-            dump = read_dump(folder)
-            return Run(folder, dump.manifest, dump.ranks, dump.payloads)
+        if not (path / MANIFEST).exists():
+            from tapscope.dumpdir import find_dump, read_dump
+
+            if (folder := find_dump(path)) is not None:
+                dump = read_dump(folder)
+                return Run(folder, dump.manifest, dump.ranks, dump.payloads)
         manifest = read_manifest(path)
         ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
         return Run(path, manifest, ranks)

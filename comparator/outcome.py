@@ -1,0 +1,78 @@
+"""Outcome: the report of a comparison, as values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.comparator.coverage import Coverage
+from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.localise import Divergence
+from tapscope.comparator.options import CompareOptions
+from tapscope.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a run is, for the head of a report."""
+
+    name: str
+    path: str
+    framework: str
+    model: str
+    dtype: str
+    mesh: dict[str, int]
+    steps: int
+    records: int
+    """Records selected."""
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a comparison."""
+
+    baseline: Header
+    target: Header
+    findings: tuple[Finding, ...]
+    """In execution order."""
+    divergences: tuple[Divergence, ...]
+    """Producers, in execution order."""
+    coverage: Coverage
+    options: CompareOptions
+
+    @property
+    def first_divergence(self) -> Divergence | None:
+        """The culprit, or None when nothing differs as numbers."""
+        return self.divergences[0] if self.divergences else None
+
+    @property
+    def num_bad(self) -> int:
+        """Findings that speak against the target."""
+        return sum(f.verdict.is_bad for f in self.findings)
+
+    @property
+    def closest_call(self) -> Finding | None:
+        """The finding with the largest error beside its floor, among those that pass."""
+        passing = [f for f in self.findings if f.verdict is Verdict.CLOSE and f.floor > 0.0]
+        return max(passing, key=lambda f: f.ratio, default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1; 3 when bytes
+        of either run are damaged (and that is not allowed)."""
+        if self.coverage.damaged and not self.options.allow_partial:
+            return 3
+        return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
+
+    def to_json(self) -> Iterator[dict[str, Any]]:
+        """One object a line: a header, the findings, a summary; see :mod:`.report.json`."""
+        from tapscope.comparator.report.json import lines
+
+        yield from lines(self)
+
+
+def header_of(run: Run, records: int) -> Header:
+    """What a run is, of which ``records`` were selected."""
+    manifest = run.manifest
+    framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
+    return Header(run.name, str(run.path), framework, model, dtype, run.mesh, len(run.steps), records, not run.closed)
