@@ -12,8 +12,8 @@ import numpy as np
 
 from tapscope.comparator.blocks import Block, Rows
 from tapscope.comparator.measure import Measured, Opened, overlaps
-from tapscope.comparator.quantiles import median
 from tapscope.kernels.native.channels import KINDS, channel_sums
+from tapscope.kernels.native.overview import median
 
 Array = np.ndarray[Any, Any]
 

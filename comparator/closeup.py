@@ -12,7 +12,7 @@ from tapscope.comparator.layout import Layout
 from tapscope.comparator.measure import Measured, Opened, measure
 from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.rows import RowMap
-from tapscope.comparator.spread import row_errors
+from tapscope.kernels.native.overview import row_errors
 
 Array = np.ndarray[Any, Any]
 
@@ -59,7 +59,7 @@ def closeup(ready: Prepared, rows: RowMap, tolerance: tuple[float, float] = (0.0
     measured = measure(Opened(ready), tolerance)
     if not len(measured.rows):
         return None
-    errors = row_errors(measured)
+    errors = row_errors(measured.rows)
     worst = int(np.argmax(np.where(measured.rows.nonfinite_mismatch > 0, np.inf, errors)))
     steps = np.array([w.records[0].key.step for w in ready.right])[measured.target_firing]
     return Closeup(

@@ -1,6 +1,5 @@
 """Examine: everything about one matched pair of sites that can be known without looking at other sites."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,17 +15,19 @@ from tapscope.comparator.measure import Measured, Opened, WidthError, are_masks,
 from tapscope.comparator.pieces import Joined
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
+from tapscope.comparator.results import numbers_of, steps_of
 from tapscope.comparator.series import Series, recorded
-from tapscope.comparator.spread import NOTHING, Spread, row_errors, spread_of
+from tapscope.comparator.spread import NOTHING, Spread, spread_of
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
 from tapscope.errors import DataError
-from tapscope.kernels.native import relative_l2
+from tapscope.kernels.native import overview
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
 
 Array = np.ndarray[Any, Any]
+_NONE = np.empty(0, np.int64)
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
@@ -165,27 +166,29 @@ class Examiner:
             return _examine_stats(one, ready)
         opened = Opened(ready)
         measured = measure(opened, self.tolerance or (0.0, 0.0))
-        numbers = _numbers(measured)
+        if not len(measured.rows):
+            numbers, same = numbers_of(measured.total, measured.num_hashed), replace(one, spread=NOTHING)
+            if numbers.count:
+                return replace(same, numbers=numbers, basis="hash")
+            return replace(same, numbers=numbers, notes=(*one.notes, "empty on both sides"))
+        seen = overview(measured.rows, measured.at_worst)
+        numbers = numbers_of(seen.total, measured.num_hashed)
         if not numbers.count:
             return replace(one, numbers=numbers, spread=NOTHING, notes=(*one.notes, "empty on both sides"))
-        if not len(measured.rows):
-            return replace(one, numbers=numbers, basis="hash", spread=NOTHING)
-        errors = row_errors(measured)
-        row = int(np.argmax(np.where(measured.rows.nonfinite_mismatch > 0, np.inf, errors)))
-        odd = np.flatnonzero(measured.rows.equal < measured.rows.width)
-        permuted = _is_permuted(measured, odd, ready)
-        scans = len(odd) and len(errors) >= MIN_ROWS and not one.is_exact
+        odd = np.flatnonzero(measured.rows.equal < measured.rows.width) if seen.num_unequal else _NONE
+        permuted = seen.num_unequal > 0 and _is_permuted(measured, odd, ready)
+        scans = seen.num_unequal and len(measured.rows) >= MIN_ROWS and not one.is_exact
         return replace(
             one,
             numbers=numbers,
             basis="values",
-            spread=spread_of(measured, errors, worst_channel(opened, measured) if scans else QUIET),
-            worst=self.place(measured, row, ready),
-            steps=_steps(measured, errors, ready.right),
+            spread=spread_of(seen, worst_channel(opened, measured) if scans else QUIET),
+            worst=self.place(measured, seen.worst, ready),
+            steps=steps_of(measured, seen, ready.right),
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
-            num_unequal=len(odd),
+            num_unequal=seen.num_unequal,
             permuted=permuted,
-            detail=self._detail(one, ready) if self.detail and len(odd) else None,
+            detail=self._detail(one, ready) if self.detail and seen.num_unequal else None,
             notes=(PERMUTED, *one.notes) if permuted else one.notes,
         )
 
@@ -279,36 +282,3 @@ def _weaker(layouts: tuple[Layout, Layout]) -> str:
 def _no_rows(counts: RowCounts) -> str:
     reasons = [f"{n:,} {what}" for n, what in ((counts.forked, "forked"), (counts.unaligned, "unaligned")) if n]
     return f"no row in common here{': ' + ', '.join(reasons) if reasons else ''}"
-
-
-def _numbers(measured: Measured) -> Numbers:
-    total = measured.total
-    return Numbers(
-        total.max_abs,
-        total.mean_abs,
-        total.rel_l2,
-        total.rel,
-        total.cosine,
-        total.equal + measured.num_hashed,
-        total.count + measured.num_hashed,
-        total.over,
-        total.nonfinite_baseline,
-        total.nonfinite_target,
-        total.nonfinite_mismatch,
-    )
-
-
-def _steps(measured: Measured, errors: Array, right: Sequence[Whole]) -> tuple[StepResult, ...]:
-    """One result a target step, in order; steps whose hashes are equal have none."""
-    step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
-    order = np.argsort(step_of, kind="stable")
-    step_of = step_of[order]
-    starts = np.flatnonzero(np.concatenate([[True], step_of[1:] != step_of[:-1]]))
-    rows = measured.rows
-    largest = np.maximum.reduceat(rows.max_abs[order], starts).tolist()
-    diff, base = (np.add.reduceat(x[order], starts).tolist() for x in (rows.sum_sq_diff, rows.sum_sq_baseline))
-    worst = np.maximum.reduceat(errors[order], starts).tolist()
-    counts = np.diff(starts, append=len(order)).tolist()
-    relative = map(relative_l2, diff, base)
-    nonfinite = np.add.reduceat(rows.nonfinite_mismatch[order], starts).tolist()
-    return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst, nonfinite))

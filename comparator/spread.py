@@ -5,20 +5,10 @@ rows and the worst element of each row do not.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from tapscope.comparator.channels import QUIET, Channel
-from tapscope.comparator.measure import Measured
-from tapscope.comparator.quantiles import median, quantiles
-
-Array = np.ndarray[Any, Any]
-
-QUANTILES = (0.5, 0.9, 0.98, 1.0)
-"""Quantiles of the row errors, from the typical row to the worst."""
-_SMALL_ROW = 0.25
-"""A row smaller than this share of the median row is measured against that share: its direction is noise."""
+from tapscope.kernels.native import Overview
+from tapscope.kernels.native.overview import QUANTILES as QUANTILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +47,18 @@ NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
 """The spread of equal tensors."""
 
 
-def row_errors(measured: Measured) -> Array:
-    """[rows] relative error of each row; inf where only the target is not zero."""
-    rows = measured.rows
-    size = np.sqrt(rows.sum_sq_baseline)
-    typical = median(size) if len(size) else 0.0
-    return _ratio(np.sqrt(rows.sum_sq_diff), np.maximum(size, _SMALL_ROW * typical))
-
-
-def spread_of(measured: Measured, errors: Array, channel: Channel = QUIET) -> Spread:
-    """The spread over the rows that were read, given their :func:`row_errors`; rows known equal by their hash do not
-    dilute it."""
-    rows = measured.rows
-    if not len(rows) or not rows.sum_sq_diff.any():
+def spread_of(seen: Overview, channel: Channel = QUIET) -> Spread:
+    """The spread over the rows that were read; rows known equal by their hash do not dilute it."""
+    if seen.is_zero:
         return NOTHING
-    rms = np.sqrt(rows.sum_sq_baseline / np.maximum(rows.width, 1))
-    small = _SMALL_ROW * (median(rms) or float(rms.mean()))  # a row that is all zero has no scale of its own
-    element = _ratio(rows.max_abs, np.maximum(np.abs(measured.at_worst), np.maximum(rms, small)))
-    gains = np.divide(rows.dot, rows.sum_sq_baseline, out=np.ones(len(rows)), where=rows.sum_sq_baseline > 0) - 1
-    gain = median(gains)
     return Spread(
-        len(rows),
-        quantiles(errors, QUANTILES),
-        median(element),
-        gain,
-        1.4826 * median(np.abs(gains - gain)),
-        float(element.max()),
+        len(seen.errors),
+        seen.quantiles,
+        seen.element,
+        seen.gain,
+        seen.gain_sd,
+        seen.peak,
         channel.gain,
         channel.noise,
         channel.index,
     )
-
-
-def _ratio(part: Array, whole: Array) -> Array:
-    """part / whole, 0 where both are 0 and inf where only the whole is."""
-    missing = np.where(part > 0, np.inf, 0.0)
-    return np.divide(part, whole, out=missing, where=whole > 0)

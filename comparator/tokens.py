@@ -7,8 +7,8 @@ import numpy as np
 from tapscope.comparator.examine import Examined, Examiner
 from tapscope.comparator.finding import Finding, Place
 from tapscope.comparator.measure import Opened, WidthError, measure
-from tapscope.comparator.spread import row_errors
 from tapscope.errors import DataError
+from tapscope.kernels.native.overview import row_errors
 
 MAX_TOKENS = 8
 
@@ -35,7 +35,7 @@ def tokens_of(
         measured = measure(Opened(ready))
     except (WidthError, DataError):
         return (), 0, finding.worst
-    errors = row_errors(measured)
+    errors = row_errors(measured.rows)
     odd = measured.rows.nonfinite_mismatch > 0
     if finding.row_floor > 0.0:
         beyond = odd | (errors > finding.row_floor)

@@ -9,11 +9,13 @@ from tapscope.kernels.native.compare import compare_rows
 from tapscope.kernels.native.filled import filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures, relative_l2
+from tapscope.kernels.native.overview import Overview, overview
 from tapscope.kernels.native.reference import Summary
 from tapscope.kernels.native.summary import digest_of, summarize, summarize_array, take
 
 __all__ = [
     "Measure",
+    "Overview",
     "RowMeasures",
     "Summary",
     "backend",
@@ -21,6 +23,7 @@ __all__ = [
     "compare_rows",
     "digest_of",
     "filled",
+    "overview",
     "relative_l2",
     "summarize",
     "summarize_array",

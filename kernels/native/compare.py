@@ -116,11 +116,8 @@ def _compare_native(
         floats.ctypes.data,
         integers.ctypes.data,
     )
-    return RowMeasures(
-        **dict(zip(FLOATS, floats, strict=True)),
-        **dict(zip(INTEGERS, integers, strict=True)),
-        width=np.full(pairs, width, np.int64),
-    )
+    integers[-1] = width
+    return RowMeasures(floats, integers)
 
 
 # ---- the plain reference, which also serves where no library was built
@@ -166,23 +163,15 @@ def _compare_block(baseline: Array, target: Array, atol: float, rtol: float) -> 
     a, b = np.where(both, a, 0.0), np.where(both, b, 0.0)
     distance = _exact_distance(baseline, target) if _is_exact(baseline, target) else np.abs(a - b)
     over = both & (distance > atol + rtol * np.abs(a))
-    products = {"sum_sq_diff": distance * distance, "sum_sq_baseline": a * a, "sum_sq_target": b * b, "dot": a * b}
-    sums = {name: value.sum(axis=1) for name, value in products.items()}
     same = (both & (distance == 0)) | (~both & ~mismatch)
-    counts = {"equal": same, "over": over | mismatch, "finite": both, "nonfinite_mismatch": mismatch}
-    counts |= {"nonfinite_baseline": class_a != 0, "nonfinite_target": class_b != 0}
+    counts = (same, over | mismatch, both, class_a != 0, class_b != 0, mismatch, np.ones_like(both))
     ranked = np.where(both, distance, -1.0)
     worst = ranked.argmax(axis=1)
-    height, width = a.shape
-    largest = ranked[np.arange(height), worst]
-    return RowMeasures(
-        max_abs=np.maximum(largest, 0.0),
-        argmax=np.where(largest >= 0.0, worst, -1),
-        sum_abs=distance.sum(axis=1),
-        **sums,
-        **{name: value.sum(axis=1, dtype=np.int64) for name, value in counts.items()},
-        width=np.full(height, width, np.int64),
-    )
+    largest = ranked[np.arange(len(a)), worst]
+    sums = (value.sum(axis=1) for value in (distance, distance * distance, a * a, b * b, a * b))
+    floats = np.stack([np.maximum(largest, 0.0), *sums])
+    places = np.where(largest >= 0.0, worst, -1)
+    return RowMeasures(floats, np.stack([places, *(value.sum(axis=1, dtype=np.int64) for value in counts)]))
 
 
 def _class(values: Array) -> Array:

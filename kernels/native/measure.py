@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,16 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 FLOATS = ("max_abs", "sum_abs", "sum_sq_diff", "sum_sq_baseline", "sum_sq_target", "dot")
-INTEGERS = ("argmax", "equal", "over", "finite", "nonfinite_baseline", "nonfinite_target", "nonfinite_mismatch")
+INTEGERS = (
+    "argmax",
+    "equal",
+    "over",
+    "finite",
+    "nonfinite_baseline",
+    "nonfinite_target",
+    "nonfinite_mismatch",
+    "width",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,35 +50,72 @@ class Measure:
     nonfinite_mismatch: int
     """Positions where the sides are not both finite, both NaN, or the same infinity."""
 
+    @classmethod
+    def of(cls, sums: "Sequence[float]", counts: "Sequence[int]", row: int, column: int) -> "Measure":
+        """From the sums of :data:`FLOATS`, whose first is the largest difference, those of :data:`INTEGERS` but the
+        first, and where the largest difference is (-1: nowhere)."""
+        most, sum_abs, diff, base, target, dot = sums
+        equal, over, finite, nonfinite_baseline, nonfinite_target, mismatch, count = counts
+        return cls(
+            max_abs=most,
+            worst_row=row,
+            worst_col=column,
+            mean_abs=sum_abs / finite if finite else 0.0,
+            rel_l2=relative_l2(diff, base),
+            rel=_share(diff, base, target),
+            cosine=_cosine(dot, base, target),
+            equal=equal,
+            count=count,
+            over=over,
+            finite=finite,
+            nonfinite_baseline=nonfinite_baseline,
+            nonfinite_target=nonfinite_target,
+            nonfinite_mismatch=mismatch,
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+
+def _field(name: str) -> Any:
+    """A row of the matrix that holds it."""
+    if name in FLOATS:
+        real = FLOATS.index(name)
+        return property(lambda self: self.floats[real])
+    whole = INTEGERS.index(name)
+    return property(lambda self: self.integers[whole])
+
+
+@dataclass(frozen=True, eq=False)
 class RowMeasures:
     """Two matrices compared row by row: one float64 or int64 array a field, one element a row.
 
     Differences and sums are over positions where both sides are finite; see :class:`Measure` for the counts.
     """
 
-    max_abs: Array
+    floats: Array
+    """[6, rows] float64, in the order of :data:`FLOATS`."""
+    integers: Array
+    """[8, rows] int64, in the order of :data:`INTEGERS`."""
+
+    max_abs = _field("max_abs")
     """Largest abs(difference); 0 where nothing is finite on both sides."""
-    argmax: Array
+    argmax = _field("argmax")
     """Its first column; -1 where nothing is finite on both sides."""
-    sum_abs: Array
-    sum_sq_diff: Array
-    sum_sq_baseline: Array
-    sum_sq_target: Array
-    dot: Array
+    sum_abs = _field("sum_abs")
+    sum_sq_diff = _field("sum_sq_diff")
+    sum_sq_baseline = _field("sum_sq_baseline")
+    sum_sq_target = _field("sum_sq_target")
+    dot = _field("dot")
     """Sum of baseline * target."""
-    equal: Array
-    over: Array
-    finite: Array
-    nonfinite_baseline: Array
-    nonfinite_target: Array
-    nonfinite_mismatch: Array
-    width: Array
+    equal = _field("equal")
+    over = _field("over")
+    finite = _field("finite")
+    nonfinite_baseline = _field("nonfinite_baseline")
+    nonfinite_target = _field("nonfinite_target")
+    nonfinite_mismatch = _field("nonfinite_mismatch")
+    width = _field("width")
     """Elements of the row."""
 
     def __len__(self) -> int:
-        return len(self.width)
+        return int(self.floats.shape[1])
 
     def __add__(self, other: "RowMeasures") -> "RowMeasures":
         """The columns of ``other`` to the right of ours, for the same rows."""
@@ -87,50 +133,33 @@ class RowMeasures:
         column = np.where(other.argmax >= 0, other.argmax + offset, -1)
         earlier = (other.max_abs == self.max_abs) & (column < self.argmax)
         better = (column >= 0) & ((self.argmax < 0) | (other.max_abs > self.max_abs) | earlier)
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
-        return RowMeasures(
-            max_abs=np.where(better, other.max_abs, self.max_abs),
-            argmax=np.where(better, column, self.argmax),
-            **sums,
-        )
+        floats, integers = self.floats + other.floats, self.integers + other.integers
+        floats[0] = np.where(better, other.max_abs, self.max_abs)
+        integers[0] = np.where(better, column, self.argmax)
+        return RowMeasures(floats, integers)
 
     @staticmethod
     def concat(parts: "Sequence[RowMeasures]") -> "RowMeasures":
         """The rows of all parts, one below the other; no parts give no rows."""
         if len(parts) < 2:
             return parts[0] if parts else empty(0, 0)
-        return RowMeasures(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(RowMeasures)})
+        floats, integers = [part.floats for part in parts], [part.integers for part in parts]
+        return RowMeasures(np.concatenate(floats, axis=1), np.concatenate(integers, axis=1))
 
     def total(self) -> Measure:
         """All rows as one."""
-        count, finite = _sum(self.width), _sum(self.finite)
         distances = np.where(self.argmax >= 0, self.max_abs, -1.0)
         row = int(distances.argmax()) if len(distances) else -1
         row = row if row >= 0 and distances[row] >= 0.0 else -1
-        diff, base, target, dot = map(_sum, (self.sum_sq_diff, self.sum_sq_baseline, self.sum_sq_target, self.dot))
-        return Measure(
-            max_abs=float(self.max_abs[row]) if row >= 0 else 0.0,
-            worst_row=row,
-            worst_col=int(self.argmax[row]) if row >= 0 else -1,
-            mean_abs=_sum(self.sum_abs) / finite if finite else 0.0,
-            rel_l2=relative_l2(diff, base),
-            rel=_share(diff, base, target),
-            cosine=_cosine(dot, base, target),
-            count=count,
-            finite=finite,
-            **{name: _sum(getattr(self, name)) for name in _COUNTS},
-        )
-
-
-_COUNTS = ("equal", "over", "nonfinite_baseline", "nonfinite_target", "nonfinite_mismatch")
-_ADDED = tuple(f.name for f in fields(RowMeasures) if f.name not in ("max_abs", "argmax"))
+        most, column = (float(self.max_abs[row]), int(self.argmax[row])) if row >= 0 else (0.0, -1)
+        return Measure.of((most, *map(_sum, self.floats[1:])), [*map(_sum, self.integers[1:])], row, column)
 
 
 def empty(rows: int, width: int) -> RowMeasures:
     """Measures of ``rows`` rows before any column of their ``width`` was looked at."""
-    floats = {name: np.zeros(rows, np.float64) for name in FLOATS}
-    integers = {name: np.full(rows, -1 if name == "argmax" else 0, np.int64) for name in INTEGERS}
-    return RowMeasures(**floats, **integers, width=np.full(rows, width, np.int64))
+    integers = np.zeros((len(INTEGERS), rows), np.int64)
+    integers[0], integers[-1] = -1, width
+    return RowMeasures(np.zeros((len(FLOATS), rows)), integers)
 
 
 def _sum(values: Array) -> Any:

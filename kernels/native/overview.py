@@ -1,0 +1,130 @@
+"""The rows of a comparison as one: their global numbers, and how the errors of the rows are distributed."""
+
+import ctypes
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapscope.kernels.native import library
+from tapscope.kernels.native.measure import FLOATS, INTEGERS, Measure, RowMeasures
+
+Array = np.ndarray[Any, Any]
+
+QUANTILES = (0.5, 0.9, 0.98, 1.0)
+"""Quantiles of the row errors, from the typical row to the worst."""
+SMALL_ROW = 0.25
+"""A row smaller than this share of the median row is measured against that share: its direction is noise."""
+_LAYOUT = struct.Struct(f"={len(FLOATS) + len(QUANTILES) + 4}d{len(INTEGERS) + 3}q")  # struct Overview in overview.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What :func:`overview` finds."""
+
+    total: Measure
+    errors: Array
+    """[rows] float64: norm of the row's difference / norm of its baseline; inf where only the target is not zero."""
+    worst: int
+    """The first row whose error is largest; a mismatch of non-finite values is larger than any."""
+    num_unequal: int
+    """Rows of which an element differs."""
+    is_zero: bool
+    """Whether the squares of all differences are 0; then what follows is 0 as well."""
+    quantiles: tuple[float, ...]
+    """Of the errors, at :data:`QUANTILES`."""
+    element: float
+    """Median over rows of the largest element's difference / the larger of that element and the row's rms."""
+    gain: float
+    """Median over rows of (baseline . target) / (baseline . baseline), minus 1: a common scale of the target."""
+    gain_sd: float
+    """Its spread from row to row (1.4826 x median absolute deviation)."""
+    peak: float
+    """Largest over rows of what :attr:`element` is the median of."""
+
+
+def overview(rows: RowMeasures, at_worst: Array) -> Overview:
+    """Everything about rows, of which there is at least one, that does not depend on where they come from.
+
+    ``at_worst`` is the baseline's value where each row's largest difference is, [rows] float64.
+    """
+    functions = library.functions()
+    if functions is None or functions.overview is None:
+        return overview_reference(rows, at_worst)
+    floats, integers = np.ascontiguousarray(rows.floats), np.ascontiguousarray(rows.integers)
+    at_worst, errors = np.ascontiguousarray(at_worst, np.float64), np.empty(len(rows))
+    room = ctypes.create_string_buffer(_LAYOUT.size)
+    functions.overview(
+        floats.ctypes.data, integers.ctypes.data, at_worst.ctypes.data, len(rows), errors.ctypes.data, room
+    )
+    found = _LAYOUT.unpack(room)
+    sums, spread, counts = found[: len(FLOATS)], found[len(FLOATS) : -len(INTEGERS) - 3], found[-len(INTEGERS) - 3 :]
+    column, *others, row, worst, unequal = counts
+    total = Measure.of(sums, others, row, column if row >= 0 else -1)
+    few = len(QUANTILES)
+    return Overview(total, errors, worst, unequal, not sums[2], spread[:few], *spread[few:])
+
+
+# ---- the plain reference, which also serves where no library was built
+
+
+@np.errstate(all="ignore")
+def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
+    """The same in numpy."""
+    errors = row_errors(rows)
+    worst = int(np.argmax(np.where(rows.nonfinite_mismatch > 0, np.inf, errors)))
+    unequal = int((rows.equal < rows.width).sum())
+    if not rows.sum_sq_diff.any():
+        return Overview(rows.total(), errors, worst, unequal, True, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0, 0.0)
+    rms = np.sqrt(rows.sum_sq_baseline / np.maximum(rows.width, 1))
+    small = SMALL_ROW * (median(rms) or float(rms.mean()))  # a row that is all zero has no scale of its own
+    element = _ratio(rows.max_abs, np.maximum(np.abs(at_worst), np.maximum(rms, small)))
+    gains = np.divide(rows.dot, rows.sum_sq_baseline, out=np.ones(len(rows)), where=rows.sum_sq_baseline > 0) - 1
+    gain = median(gains)
+    return Overview(
+        rows.total(),
+        errors,
+        worst,
+        unequal,
+        False,
+        quantiles(errors, QUANTILES),
+        median(element),
+        gain,
+        1.4826 * median(np.abs(gains - gain)),
+        float(element.max()),
+    )
+
+
+def row_errors(rows: RowMeasures) -> Array:
+    """[rows] float64: relative error of each row; inf where only the target is not zero."""
+    size = np.sqrt(rows.sum_sq_baseline)
+    typical = median(size) if len(size) else 0.0
+    return _ratio(np.sqrt(rows.sum_sq_diff), np.maximum(size, SMALL_ROW * typical))
+
+
+def _ratio(part: Array, whole: Array) -> Array:
+    """part / whole, 0 where both are 0 and inf where only the whole is."""
+    missing = np.where(part > 0, np.inf, 0.0)
+    return np.divide(part, whole, out=missing, where=whole > 0)
+
+
+def median(values: Array) -> float:
+    """The median of a one-dimensional array that is not empty; NaN where a value is. For few values faster than
+    numpy's, which prepares for 20 to 40 microseconds."""
+    ordered = np.sort(values)
+    if ordered[-1] != ordered[-1]:  # NaN is sorted to the end
+        return math.nan
+    low, high = float(ordered[(len(ordered) - 1) // 2]), float(ordered[len(ordered) // 2])
+    return low if low == high else low + (high - low) / 2.0
+
+
+def quantiles(values: Array, shares: Sequence[float]) -> tuple[float, ...]:
+    """The smallest values that are not below each share of an array that is not empty; NaN where a value is."""
+    ordered = np.sort(values)
+    if ordered[-1] != ordered[-1]:
+        return (math.nan,) * len(shares)
+    last = len(ordered) - 1
+    return tuple(float(ordered[math.ceil(share * last)]) for share in shares)
