@@ -102,7 +102,11 @@ def _grammar(kind: str, text: str) -> str:
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "grammar":
         return llguidance.LLMatcher.grammar_from_lark(text)
-    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+    schema = json.loads(text)
+    if schema is not True and not isinstance(schema, dict):
+        raise ValueError("a schema that anything satisfies is a JSON object or true")
+    schema = {} if schema is True else schema
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
 
 
 def _first_line(text: str) -> str:
