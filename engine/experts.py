@@ -8,28 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
+from tapscope.engine.moe_config import MoeConfig
 from tapscope.engine.parallel import TensorParallel, span
-from tapscope.engine.weights import Piece, Weighted
+from tapscope.engine.weights import Piece, Weighted, parameter
 
 CHOICES = "t k # tp:replicated"
 """Dims of what a router says of each of a token's ``k`` experts."""
 _ALIGNMENT = 16  # bytes: what grouped_mm asks of the rows of its operands
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertShape:
-    """How many experts of what size there are, and what a checkpoint calls the parts of one."""
-
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    block: str = "mlp"
-    """What a checkpoint calls the module that is ``mlp`` here: Mixtral's say ``block_sparse_moe``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +30,35 @@ class ExpertShare:
     features: tuple[int, int]
 
     @classmethod
-    def of(cls, tp: TensorParallel, shape: ExpertShape) -> "ExpertShare":
+    def of(cls, tp: TensorParallel, config: MoeConfig) -> "ExpertShare":
         """Each of ``tp.ep`` groups of neighbouring ranks holds a block of experts and shares their features.
 
         Neither needs to divide: the last groups hold fewer experts, the last ranks fewer features, or none.
         """
         group_size = tp.size // tp.ep
         group, member = divmod(tp.rank, group_size)
-        return cls(span(shape.num_experts, group, tp.ep), span(shape.intermediate_size, member, group_size))
+        return cls(span(config.num_experts, group, tp.ep), span(config.intermediate_size, member, group_size))
 
 
 class Experts(Weighted):
-    """down(silu(gate(x)) * up(x)) of each token's chosen experts, weighted and summed; this rank's share of it.
+    """down(act(gate(x)) * up(x)) of each token's chosen experts, weighted and summed; this rank's share of it.
 
     Parameters are stacked as in transformers: `gate_up_proj` [experts, 2 * features, hidden], gate's rows first, and
     `down_proj` [experts, hidden, features].
     """
 
-    def __init__(self, shape: ExpertShape, tp: TensorParallel, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.shape, self.tp = shape, tp
-        self.share = ExpertShare.of(tp, shape)
+        self.config, self.hidden_size, self.tp = config, hidden_size, tp
+        self.share = ExpertShare.of(tp, config)
         self.first, end = self.share.experts
         self.num_local = end - self.first
         features = self.share.features[1] - self.share.features[0]
-        self.gate_up_proj = _parameter(self.num_local, 2 * features, shape.hidden_size, dtype=dtype)
-        self.down_proj = _parameter(self.num_local, shape.hidden_size, features, dtype=dtype)
-        self.act_fn = PairSiLU()
+        self.gate_up_proj = parameter(self.num_local, 2 * features, hidden_size, dtype=dtype)
+        self.down_proj = parameter(self.num_local, hidden_size, features, dtype=dtype)
+        self.act_fn = PairActivation(activation)
         self.partial = Probe(PARTIAL)
         choices = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), CHOICES)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | choices
@@ -100,38 +92,45 @@ class Experts(Weighted):
 
     def layouts(self, path: str) -> Iterator[list[Piece]]:
         """A matrix for each expert and part, as most checkpoints are, or stacked as the parameters are."""
-        paths = dict.fromkeys((in_block(path, self.shape.block), path))
+        paths = dict.fromkeys((in_block(path, self.config.block), path))
         for stored in paths:
             yield list(self._each_matrix(stored))
         for stored in paths:
             yield list(self._stacked(stored))
 
     def _each_matrix(self, path: str) -> Iterator[Piece]:
-        size, start = self.shape.intermediate_size, self.share.features[0]
-        up_shape, down_shape = (size, self.shape.hidden_size), (self.shape.hidden_size, size)
-        for expert, (gate, up, down) in self._matrices():
-            names = [f"{path}.{expert}.{part}.weight" for part in self.shape.parts]
+        size, start = self.config.intermediate_size, self.share.features[0]
+        up_shape, down_shape = (size, self.hidden_size), (self.hidden_size, size)
+        for expert in range(self.config.num_experts):
+            names = [f"{path}.{expert}.{part}.weight" for part in self.config.parts]
+            gate, up, down = self._matrices(expert)
             yield Piece(names[0], up_shape, gate, 0, start)
             yield Piece(names[1], up_shape, up, 0, start)
             yield Piece(names[2], down_shape, down, 1, start)
 
     def _stacked(self, path: str) -> Iterator[Piece]:
-        count, hidden, size = self.shape.num_experts, self.shape.hidden_size, self.shape.intermediate_size
-        start = self.share.features[0]
-        for expert, (gate, up, down) in self._matrices():
-            yield Piece(f"{path}.gate_up_proj", (count, 2 * size, hidden), gate, 0, start, index=expert)
-            yield Piece(f"{path}.gate_up_proj", (count, 2 * size, hidden), up, 0, size + start, index=expert)
-            yield Piece(f"{path}.down_proj", (count, hidden, size), down, 1, start, index=expert)
+        count, size, start = self.config.num_experts, self.config.intermediate_size, self.share.features[0]
+        up_shape, down_shape = (count, 2 * size, self.hidden_size), (count, self.hidden_size, size)
+        for expert in range(count):
+            gate, up, down = self._matrices(expert)
+            yield Piece(f"{path}.gate_up_proj", up_shape, gate, 0, start, index=expert)
+            yield Piece(f"{path}.gate_up_proj", up_shape, up, 0, size + start, index=expert)
+            yield Piece(f"{path}.down_proj", down_shape, down, 1, start, index=expert)
 
-    def _matrices(self) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """(expert's number, its gate, up and down on this rank), as views of the parameters."""
-        for i in range(self.num_local):
-            gate, up = self.gate_up_proj[i].chunk(2)
-            yield self.first + i, (gate, up, self.down_proj[i])
+    def _matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of an expert's gate, up and down on this rank; without rows and columns when it is on another.
+
+        Other ranks' experts are part of the checkpoint too: their names are known and their shapes are checked.
+        """
+        if not 0 <= expert - self.first < self.num_local:
+            nothing = self.gate_up_proj.new_empty(0, self.hidden_size)
+            return nothing, nothing, nothing.T
+        gate, up = self.gate_up_proj[expert - self.first].chunk(2)
+        return gate, up, self.down_proj[expert - self.first]
 
 
-class PairSiLU(nn.SiLU):
-    """x * sigmoid(x) of (token, expert) pairs, by expert."""
+class PairActivation(Activation):
+    """The activation of (token, expert) pairs, sorted by expert."""
 
     tap_dims: dict[str, str] = {"in[input]": "pair h[tp]", "out": "pair h[tp]"}  # noqa: RUF012  (read-only by contract)
 
@@ -158,7 +157,3 @@ def in_block(path: str, block: str) -> str:
     """``path`` with its last ``mlp`` called ``block``, as a checkpoint may have it."""
     head, _, tail = path.rpartition(".mlp.")
     return f"{head}.{block}.{tail}"
-
-
-def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

@@ -87,7 +87,7 @@ def _refuse_the_unknown(reader: Reader) -> None:
     reader.refuse("use_bidirectional_attention", (False,), "only causal attention is supported")
 
 
-def _one_kind(reader: Reader, shared: Fields, kind: str) -> tuple[str, ...]:
+def one_kind(reader: Reader, shared: Fields, kind: str) -> tuple[str, ...]:
     """All layers are of ``kind``; transformers does not read ``layer_types`` here, so they must say the same."""
     derived = [kind] * shared["num_layers"]
     reader.refuse("layer_types", (derived,), f"this architecture has layers of {kind} only")
@@ -102,7 +102,7 @@ def _no_softcaps(reader: Reader) -> None:
 def _llama(reader: Reader, shared: Fields) -> Fields:
     _no_softcaps(reader)
     bias = reader.flag("attention_bias")
-    kinds = _one_kind(reader, shared, FULL)
+    kinds = one_kind(reader, shared, FULL)
     biases = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": reader.flag("mlp_bias")}
     return one_rope(reader, shared) | biases | windows(reader, kinds, None)
 
@@ -111,7 +111,7 @@ def _mistral(reader: Reader, shared: Fields) -> Fields:
     _no_softcaps(reader)
     reader.refuse("attention_bias", (False,), "this architecture has no biases")
     window = reader.optional_count("sliding_window", 4096)
-    kinds = _one_kind(reader, shared, FULL if window is None else SLIDING)
+    kinds = one_kind(reader, shared, FULL if window is None else SLIDING)
     return one_rope(reader, shared) | windows(reader, kinds, window)
 
 

@@ -5,10 +5,13 @@ from pathlib import Path
 
 from tapscope.engine.config_reader import Reader
 from tapscope.engine.families import DENSE, SLIDING, Family, shared_fields
+from tapscope.engine.mla_config import MlaConfig
+from tapscope.engine.moe_config import MoeConfig
+from tapscope.engine.moe_families import SPARSE
 from tapscope.engine.rope_config import Rope
 from tapscope.errors import CheckpointError, UsageError
 
-FAMILIES: dict[str, Family] = DENSE
+FAMILIES: dict[str, Family] = DENSE | SPARSE
 """What this engine can build, by the name that ``architectures`` of config.json gives it."""
 
 
@@ -48,6 +51,12 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    moe: MoeConfig | None = None
+    """Experts; None in dense models."""
+    mla: MlaConfig | None = None
+    """Latent attention, with ``head_dim`` for the rotated part of a head; None where heads have keys of their own."""
+    num_skipped_layers: int = 0
+    """Layers that follow the last one in the checkpoint and are not computed (DeepSeek-V3 predicts with them)."""
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -64,6 +73,7 @@ class ModelConfig:
 
     def facts(self) -> dict[str, int | float]:
         """The numbers that tell how tensors are made up, under the names of config.json."""
+        parts = [part.facts() for part in (self.moe, self.mla) if part is not None]
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -73,11 +83,20 @@ class ModelConfig:
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "rms_norm_eps": self.rms_norm_eps,
-        }
+        } | {name: value for part in parts for name, value in part.items()}
 
     def check_split(self, tp: int) -> None:
-        """Raise UsageError when ``tp`` ranks cannot share heads and features evenly; the vocabulary may be uneven."""
-        for name, count in (("key/value heads", self.num_kv_heads), ("intermediate features", self.intermediate_size)):
+        """Raise UsageError when ``tp`` ranks cannot share heads and features evenly.
+
+        The vocabulary, the experts and their features may be uneven.
+        """
+        moe = self.moe
+        has_dense = moe is None or any(layer in moe.dense_layers for layer in range(self.num_layers))
+        for name, count in (
+            ("heads", self.num_heads) if self.mla else ("key/value heads", self.num_kv_heads),
+            ("intermediate features", self.intermediate_size if has_dense else 0),
+            ("features of the shared experts", 0 if moe is None else moe.shared_size),
+        ):
             if count % tp:
                 raise UsageError(f"tp={tp} does not divide the model's {count} {name}; use a divisor of {count}")
 

@@ -5,46 +5,27 @@ logits, weights and choices are sites of every router.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from tapscope.engine.experts import CHOICES, in_block
 from tapscope.engine.layers.probe import WHOLE
-from tapscope.engine.weights import Piece, Weighted
+from tapscope.engine.moe_config import MoeConfig
+from tapscope.engine.weights import Piece, Weighted, parameter
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Logits, weights, expert ids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """How experts are chosen."""
-
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    is_normalized: bool = True
-    """Whether a token's weights are divided by their sum."""
-    scale: float = 1.0
-    """``routed_scaling_factor``: what weights are multiplied by in the end."""
-    num_groups: int = 1
-    top_groups: int = 1
-    """Only the experts of the best ``top_groups`` of ``num_groups`` groups may be chosen."""
-    block: str = "mlp"
-    """As :attr:`tapscope.engine.experts.ExpertShape.block`."""
-
-
 class Router(Weighted):
     """Whole on every rank: all must choose alike."""
 
-    def __init__(self, routing: Routing, dtype: torch.dtype) -> None:
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.routing = routing
-        shape = (routing.num_experts, routing.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.config = config
+        self.weight = parameter(config.num_experts, hidden_size, dtype=dtype)
         self.chosen: Tensor | None = None
         """Expert ids of the last forward [tokens, k]."""
         logits = "t e # tp:replicated"
@@ -62,7 +43,7 @@ class Router(Weighted):
 
     def layouts(self, path: str) -> Iterator[list[Piece]]:
         """The weight, whole, under the module's name in the checkpoint or here."""
-        for stored in dict.fromkeys((in_block(path, self.routing.block), path)):
+        for stored in dict.fromkeys((in_block(path, self.config.block), path)):
             yield list(self.pieces(stored))
 
     def pieces(self, path: str) -> Iterator[Piece]:
@@ -79,8 +60,8 @@ class TopKRouter(Router):
     def route(self, hidden_states: Tensor) -> Routed:
         """Logits in the model's dtype, weights in float32."""
         logits = functional.linear(hidden_states, self.weight)
-        weights, chosen = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.routing.top_k, dim=-1)
-        if self.routing.is_normalized:
+        weights, chosen = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.config.top_k, dim=-1)
+        if self.config.is_normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, weights, chosen
 
@@ -104,11 +85,11 @@ class DeepseekV2Router(Router):
         """Logits and weights in float32."""
         logits = self._wide_logits(hidden_states)
         scores = logits.softmax(dim=-1)
-        if self.routing.num_groups > 1:
-            best = _by_group(scores, self.routing).amax(dim=-1)
-            scores = scores.masked_fill(_outside(best, self.routing), 0.0)
-        weights, chosen = torch.topk(scores, self.routing.top_k, dim=-1, sorted=False)
-        return logits, weights * self.routing.scale, chosen
+        if self.config.num_groups > 1:
+            best = _by_group(scores, self.config).amax(dim=-1)
+            scores = scores.masked_fill(_outside(best, self.config), 0.0)
+        weights, chosen = torch.topk(scores, self.config.top_k, dim=-1, sorted=False)
+        return logits, weights * self.config.scale, chosen
 
 
 class DeepseekV3Router(Router):
@@ -120,37 +101,37 @@ class DeepseekV3Router(Router):
 
     e_score_correction_bias: Tensor
 
-    def __init__(self, routing: Routing, dtype: torch.dtype) -> None:
-        super().__init__(routing, dtype)
-        self.register_buffer("e_score_correction_bias", torch.zeros(routing.num_experts))
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(config, hidden_size, dtype)
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
 
     def route(self, hidden_states: Tensor) -> Routed:
         """Logits and weights in float32."""
         logits = self._wide_logits(hidden_states)
         scores = logits.sigmoid()
         merits = scores + self.e_score_correction_bias
-        if self.routing.num_groups > 1:
-            best = _by_group(merits, self.routing).topk(2, dim=-1).values.sum(dim=-1)
-            merits = merits.masked_fill(_outside(best, self.routing), float("-inf"))
-        chosen = torch.topk(merits, self.routing.top_k, dim=-1, sorted=False).indices
+        if self.config.num_groups > 1:
+            best = _by_group(merits, self.config).topk(2, dim=-1).values.sum(dim=-1)
+            merits = merits.masked_fill(_outside(best, self.config), float("-inf"))
+        chosen = torch.topk(merits, self.config.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(1, chosen)
-        if self.routing.is_normalized:
+        if self.config.is_normalized:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return logits, weights * self.routing.scale, chosen
+        return logits, weights * self.config.scale, chosen
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """Weight and bias, whole; the bias stays in float32."""
         yield from super().pieces(path)
-        yield Piece(f"{path}.e_score_correction_bias", (self.routing.num_experts,), self.e_score_correction_bias)
+        yield Piece(f"{path}.e_score_correction_bias", (self.config.num_experts,), self.e_score_correction_bias)
 
 
-def _by_group(scores: Tensor, routing: Routing) -> Tensor:
+def _by_group(scores: Tensor, config: MoeConfig) -> Tensor:
     """[tokens, experts] -> [tokens, groups, experts of each]."""
-    return scores.view(len(scores), routing.num_groups, -1)
+    return scores.view(len(scores), config.num_groups, -1)
 
 
-def _outside(best: Tensor, routing: Routing) -> Tensor:
+def _outside(best: Tensor, config: MoeConfig) -> Tensor:
     """Worth of each group [tokens, groups] -> whether each expert is in none of the best groups [tokens, experts]."""
-    chosen = torch.topk(best, routing.top_groups, dim=-1, sorted=False).indices
+    chosen = torch.topk(best, config.top_groups, dim=-1, sorted=False).indices
     outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, value=False)
-    return outside.repeat_interleave(routing.num_experts // routing.num_groups, dim=-1)
+    return outside.repeat_interleave(config.num_experts // config.num_groups, dim=-1)

@@ -36,7 +36,8 @@ class Runner:
         self.device = device_of(config.device, tp.rank)
         with self.device:
             self.model = build_model(model_config, tp, dtype).eval()
-        load_weights(self.model, Path(config.model), TIED if model_config.tie_word_embeddings else {})
+        skipped = tuple(f"model.layers.{model_config.num_layers + i}." for i in range(model_config.num_skipped_layers))
+        load_weights(self.model, Path(config.model), TIED if model_config.tie_word_embeddings else {}, skipped)
         layout = self.model.cache_layout()
         self.num_pages = num_pages(config, model_config.max_positions, layout.position_width * dtype.itemsize)
         cache = KVCache(layout, self.num_pages, config.page_size, dtype, self.device)

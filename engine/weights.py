@@ -45,15 +45,16 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-def load_weights(model: nn.Module, folder: Path, tied: dict[str, str]) -> None:
+def load_weights(model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = ()) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 
     ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has
-    both they must be equal. Raises CheckpointError for missing, unexpected, misshaped or unreadable tensors.
+    both they must be equal. Tensors whose names begin with one of ``skipped`` are left alone.
+    Raises CheckpointError for missing, unexpected, misshaped or unreadable tensors.
     """
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         pieces = _stored_pieces(model, checkpoint)
-        _check_names({piece.name for piece in pieces}, checkpoint, tied)
+        _check_names({piece.name for piece in pieces}, checkpoint, tied, skipped)
         for piece in pieces:
             count = piece.into.shape[piece.dim]
             piece.into.copy_(checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count, piece.index))
@@ -75,8 +76,8 @@ def _num_held(layout: list[Piece], names: set[str]) -> int:
     return sum(piece.name in names for piece in layout)
 
 
-def _check_names(wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str]) -> None:
-    found = set(checkpoint.names)
+def _check_names(wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...]) -> None:
+    found = {name for name in checkpoint.names if not name.startswith(skipped)}
     missing = sorted(wanted - found)
     if missing:
         raise CheckpointError(f"{checkpoint.folder}: {_listed(missing)} missing from the checkpoint")

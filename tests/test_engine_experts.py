@@ -13,9 +13,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from tapscope.engine.experts import Experts, ExpertShape
+from tapscope.engine.experts import Experts
+from tapscope.engine.moe_config import MoeConfig
 from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.routers import DeepseekV2Router, DeepseekV3Router, Qwen3MoeRouter, Router, Routing, TopKRouter
+from tapscope.engine.routers import DeepseekV2Router, DeepseekV3Router, Qwen3MoeRouter, Router, TopKRouter
 
 
 def fill(module: nn.Module, seed: int) -> None:
@@ -31,9 +32,9 @@ def rank_of(rank: int, size: int, ep: int) -> TensorParallel:
 
 
 @torch.no_grad()
-def share_of(whole: nn.Module, shape: ExpertShape, tp: TensorParallel, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+def share_of(whole: nn.Module, moe: MoeConfig, tp: TensorParallel, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """One rank's summand, its weights cut from transformers' stacked parameters."""
-    experts = Experts(shape, tp, x.dtype)
+    experts = Experts(moe, x.shape[1], tp, x.dtype)
     for piece in list(experts.layouts("layers.0.mlp.experts"))[-1]:
         matrix = getattr(whole, piece.name.rpartition(".")[2])[piece.index]
         assert tuple(whole.get_parameter(piece.name.rpartition(".")[2]).shape) == piece.shape
@@ -63,15 +64,15 @@ def test_the_ranks_summands_add_up_to_transformers_experts_for_any_split(
     x = torch.randn(num_tokens, hidden)
     ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, top_k)
-    shape = ExpertShape(num_experts=num_experts, hidden_size=hidden, intermediate_size=features)
+    moe = MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=features)
     size, ep = ranks
-    shares = [share_of(whole, shape, rank_of(rank, size, ep), x, ids, weights) for rank in range(size)]
+    shares = [share_of(whole, moe, rank_of(rank, size, ep), x, ids, weights) for rank in range(size)]
     torch.testing.assert_close(sum(shares), whole(x, ids, weights), atol=1e-5, rtol=1e-5)
 
 
 def test_expert_groups_hold_different_experts_and_share_their_features() -> None:
-    shape = ExpertShape(num_experts=5, hidden_size=8, intermediate_size=6)
-    shares = [Experts(shape, rank_of(rank, 4, 2), torch.float32).share for rank in range(4)]
+    moe = MoeConfig(num_experts=5, top_k=2, intermediate_size=6)
+    shares = [Experts(moe, 8, rank_of(rank, 4, 2), torch.float32).share for rank in range(4)]
     assert [(share.experts, share.features) for share in shares] == [
         ((0, 3), (0, 3)),
         ((0, 3), (3, 6)),
@@ -122,14 +123,19 @@ ROUTERS: dict[str, tuple[Any, type[nn.Module], type[Router], dict[str, Any]]] = 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_routers_choose_and_weigh_as_transformers_do(name: str, dtype: torch.dtype) -> None:
-    config, reference, ours, settings_given = ROUTERS[name]
+    config, reference, ours, given_fields = ROUTERS[name]
     config.hidden_size = 16
     expected_router = reference(config).to(dtype)
     fill(expected_router, 5)
     if hasattr(expected_router, "e_score_correction_bias"):
         expected_router.e_score_correction_bias = expected_router.e_score_correction_bias.float()
-    routing = Routing(num_experts=12, hidden_size=16, top_k=config.num_experts_per_tok, **settings_given)
-    router = ours(routing, dtype)
+    moe = MoeConfig(
+        num_experts=12,
+        top_k=config.num_experts_per_tok,
+        intermediate_size=8,
+        **({"is_normalized": True} | given_fields),
+    )
+    router = ours(moe, 16, dtype)
     router.load_state_dict(expected_router.state_dict())
     x = torch.randn(200, 16, dtype=dtype)
     for actual, expected in zip(router(x), expected_router(x), strict=True):

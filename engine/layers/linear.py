@@ -71,3 +71,45 @@ class RowParallelLinear(Weighted):
         yield Piece(f"{path}.weight", self.shape, self.weight, 1, self.tp.span(self.shape[1])[0])
         if self.bias is not None:
             yield Piece(f"{path}.bias", self.shape[:1], self.bias)
+
+
+class ColumnParallelLinear(Weighted):
+    """A linear whose output features are split."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.tp = (out_features, in_features), tp
+        self.weight = parameter(out_features // tp.size, in_features, dtype=dtype)
+        self.bias = parameter(out_features // tp.size, dtype=dtype) if bias else None
+        self.tap_dims = {"in[input]": WHOLE, "out": SHARD}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features / tp]."""
+        return functional.linear(input, self.weight, self.bias)
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """This rank's rows."""
+        start = self.tp.span(self.shape[0])[0]
+        yield Piece(f"{path}.weight", self.shape, self.weight, 0, start)
+        if self.bias is not None:
+            yield Piece(f"{path}.bias", self.shape[:1], self.bias, 0, start)
+
+
+class ReplicatedLinear(Weighted):
+    """A linear that every rank computes whole."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = parameter(out_features, in_features, dtype=dtype)
+        self.bias = parameter(out_features, dtype=dtype) if bias else None
+        self.tap_dims = {"in[input]": WHOLE, "out": WHOLE}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features]."""
+        return functional.linear(input, self.weight, self.bias)
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """The whole weight and bias."""
+        yield Piece(f"{path}.weight", tuple(self.weight.shape), self.weight)
+        if self.bias is not None:
+            yield Piece(f"{path}.bias", tuple(self.bias.shape), self.bias)

@@ -4,6 +4,7 @@ Dims (see :mod:`tapscope.dims`): t packed tokens, h features, v vocabulary, d he
 """
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 WHOLE = "t h # tp:replicated"
 SHARD = "t h[tp]"
@@ -27,3 +28,9 @@ class Probe(nn.Module):
     def forward(self, output: Tensor) -> Tensor:
         """``output`` itself."""
         return output
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody would see a call of ``module``: a hook on it, or on all modules."""
+    own = module._forward_hooks or module._forward_pre_hooks
+    return bool(own or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)

@@ -140,6 +140,10 @@ class CausalLM(nn.Module):
         self.tap_dims = inputs | {"out[logits]": "t v # tp:replicated"}
         self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
 
+    def routed_experts(self) -> Tensor | None:
+        """Experts of the last step's rows [layers, tokens, k]; None in a model without."""
+        return None
+
     def cache_layout(self) -> CacheLayout:
         """What this rank caches of each position."""
         heads, dim = self.config.num_kv_heads // self.tp.size, self.config.head_dim

@@ -4,6 +4,7 @@ import torch
 
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.decoder import CausalLM
+from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from tapscope.engine.models.llama import (
     LlamaForCausalLM,
@@ -11,6 +12,7 @@ from tapscope.engine.models.llama import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+from tapscope.engine.models.moe import MixtralForCausalLM, Qwen3MoeForCausalLM
 from tapscope.engine.parallel import TensorParallel
 
 MODELS: dict[str, type[CausalLM]] = {
@@ -22,6 +24,10 @@ MODELS: dict[str, type[CausalLM]] = {
         Qwen3ForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
+        MixtralForCausalLM,
+        Qwen3MoeForCausalLM,
+        DeepseekV2ForCausalLM,
+        DeepseekV3ForCausalLM,
     )
 }
 """Architecture name -> class; the same names as ``model_config.FAMILIES``, which can be read without torch."""

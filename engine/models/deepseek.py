@@ -1,0 +1,194 @@
+"""DeepSeek-V2 and V3 under Hugging Face's names: latent attention and, after the first layers, experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.cache import CacheLayout, StepCache
+from tapscope.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from tapscope.engine.layers.norm import RMSNorm
+from tapscope.engine.layers.probe import ANGLE_INPUTS, ANGLES, SHARD, TOKENS, WHOLE, Probe, is_watched
+from tapscope.engine.layers.rope import attention_scaling, inverse_frequencies, rotate, yarn_mscale
+from tapscope.engine.mla import LatentAttention
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.models.decoder import Decoder
+from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.routers import DeepseekV2Router, DeepseekV3Router
+
+_NORM_EPS = 1e-6  # of the latents' norms: transformers leaves its default, whatever rms_norm_eps is
+
+
+class DeepseekAttention(nn.Module):
+    """Multi-head latent attention, arXiv:2405.04434, with this rank's share of the heads.
+
+    Every submodule of transformers' attention is here and called; ``kv_b_proj`` on the step's own rows, and
+    in a step that absorbs it (:mod:`tapscope.engine.mla`) only where somebody watches it. Beside them `query` shows
+    the rotated queries, `latent` what is cached, `attn` the output of the attention core.
+    """
+
+    absorb = True
+    """Whether rows that decode attend to latents; False expands keys and values of all positions in every step."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.mla is not None, "latent attention needs ModelConfig.mla"
+        self.layer, self.mla = layer, config.mla
+        self.scale = self.mla.head_dim**-0.5 * yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
+        self._make_query(config, tp, dtype)
+        rank, heads = self.mla.kv_lora_rank, config.num_heads
+        self.kv_a_proj_with_mqa = ReplicatedLinear(config.hidden_size, rank + self.mla.rope_dim, config.qkv_bias, dtype)
+        self.kv_a_layernorm = RMSNorm(rank, _NORM_EPS, dtype)
+        self.kv_b_proj = ColumnParallelLinear(rank, heads * (self.mla.nope_dim + self.mla.value_dim), False, tp, dtype)
+        self.query, self.latent, self.attn = Probe("t num_heads[tp] d"), Probe(WHOLE), Probe(SHARD)
+        self.o_proj = RowParallelLinear(heads * self.mla.value_dim, config.hidden_size, config.o_bias, tp, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
+
+    def _make_query(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
+        rank, features = self.mla.q_lora_rank, config.num_heads * self.mla.head_dim
+        if rank is None:
+            self.q_proj = ColumnParallelLinear(config.hidden_size, features, False, tp, dtype)
+            return
+        self.q_a_proj = ReplicatedLinear(config.hidden_size, rank, config.qkv_bias, dtype)
+        self.q_a_layernorm = RMSNorm(rank, _NORM_EPS, dtype)
+        self.q_b_proj = ColumnParallelLinear(rank, features, False, tp, dtype)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
+    ) -> tuple[Tensor, None]:
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        mla = self.mla
+        query, rotated_query = torch.split(self._project_query(hidden_states), [mla.nope_dim, mla.rope_dim], dim=-1)
+        compressed = self.kv_a_proj_with_mqa(hidden_states)
+        latent, rotated_key = torch.split(compressed, [mla.kv_lora_rank, mla.rope_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        rotated_query = self.rotate(rotated_query, position_embeddings)
+        rotated_key = self.rotate(rotated_key.unsqueeze(1), position_embeddings).squeeze(1)
+        query = self.query(torch.cat((query, rotated_query), dim=-1))
+        cached = self.latent(torch.cat((latent, rotated_key), dim=-1))
+        output = self._attend(query, latent, cached, past_key_values)
+        return self.o_proj(self.attn(output.flatten(1))), None
+
+    def rotate(self, states: Tensor, position_embeddings: Any) -> Tensor:
+        """Rotary embedding of [tokens, heads, rope] by what the model's ``rotary_emb`` returned."""
+        raise NotImplementedError
+
+    def _project_query(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, heads, nope + rope]."""
+        if self.mla.q_lora_rank is None:
+            query = self.q_proj(hidden_states)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        heads: Tensor = query.view(len(query), -1, self.mla.head_dim)
+        return heads
+
+    def _attend(self, query: Tensor, latent: Tensor, cached: Tensor, cache: StepCache) -> Tensor:
+        """[tokens, heads, nope + rope] -> [tokens, heads, value], the step's latents cached."""
+        cache.write(self.layer, cached.unsqueeze(1), cached.new_empty(len(cached), 1, 0))
+        core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
+        if not self.absorb:
+            return core.expanded(query, self.kv_b_proj(latent), cache)
+        if cache.max_count > 1:
+            return core.mixed(query, self.kv_b_proj(latent), cache)
+        if is_watched(self.kv_b_proj):
+            self.kv_b_proj(latent)
+        return core.absorbed(query, cache)
+
+
+class DeepseekV3Attention(DeepseekAttention):
+    """transformers' DeepseekV3Attention."""
+
+    def rotate(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """By cosines and sines [tokens, rope]; neighbouring pairs come out halves apart, as in transformers."""
+        cos, sin = position_embeddings
+        if not self.mla.is_interleaved:
+            return rotate(states, cos, sin)
+        cos, sin = cos.chunk(2, dim=-1)[0].unsqueeze(1), sin.chunk(2, dim=-1)[0].unsqueeze(1)
+        first, second = states[..., 0::2], states[..., 1::2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class DeepseekV3DecoderLayer(MoeDecoderLayer):
+    """transformers' DeepseekV3DecoderLayer."""
+
+    router = DeepseekV3Router
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return DeepseekV3Attention(config, layer, tp, dtype)
+
+
+class LatentCausalLM(MoeCausalLM):
+    """A model that caches latents."""
+
+    def cache_layout(self) -> CacheLayout:
+        """One latent a position, whole on every rank; values are made from it."""
+        assert self.config.mla is not None
+        width = self.config.mla.kv_lora_rank + self.config.mla.rope_dim
+        return CacheLayout(num_layers=self.config.num_layers, kv_heads=1, key_dim=width, value_dim=0)
+
+
+class DeepseekV3ForCausalLM(LatentCausalLM):
+    """DeepSeek-V3 and R1, arXiv:2412.19437; transformers' `modeling_deepseek_v3.py`."""
+
+    layer_class = DeepseekV3DecoderLayer
+
+
+class DeepseekV2Rotary(nn.Module):
+    """Rotations as complex numbers of length ``attention_scaling``; transformers' DeepseekV2RotaryEmbedding."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inverse_frequencies(config.rope, config.head_dim), persistent=False)
+        self.attention_scaling = attention_scaling(config.rope)
+        self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out": ANGLES}
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Positions [tokens] -> [tokens, rope / 2] complex64."""
+        angles = position_ids[:, None].float() * self.inv_freq
+        return torch.polar(torch.full_like(angles, self.attention_scaling), angles)
+
+
+class DeepseekV2Decoder(Decoder):
+    """transformers' DeepseekV2Model."""
+
+    def make_rotary(self, config: ModelConfig) -> nn.Module:
+        """Complex rotations."""
+        return DeepseekV2Rotary(config)
+
+
+class DeepseekV2Attention(DeepseekAttention):
+    """transformers' DeepseekV2Attention: rotates in float32 and leaves pairs where they are."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.tap_dims |= {"in[position_embeddings]": ANGLES}
+
+    def rotate(self, states: Tensor, position_embeddings: Tensor) -> Tensor:
+        """By complex numbers [tokens, rope / 2]."""
+        pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * position_embeddings.unsqueeze(1)).flatten(-2).to(states.dtype)
+
+
+class DeepseekV2DecoderLayer(MoeDecoderLayer):
+    """transformers' DeepseekV2DecoderLayer."""
+
+    router = DeepseekV2Router
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.tap_dims |= {"in[position_embeddings]": ANGLES}
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return DeepseekV2Attention(config, layer, tp, dtype)
+
+
+class DeepseekV2ForCausalLM(LatentCausalLM):
+    """DeepSeek-V2, arXiv:2405.04434; transformers' `modeling_deepseek_v2.py`."""
+
+    layer_class = DeepseekV2DecoderLayer
+    decoder_class = DeepseekV2Decoder

@@ -1,0 +1,76 @@
+"""Mixtures of experts under Hugging Face's names: the sparse block, Mixtral and Qwen3-MoE."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.experts import Experts
+from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.models.decoder import CausalLM, DecoderLayer
+from tapscope.engine.models.mlp import GatedMLP
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.routers import Qwen3MoeRouter, Router, TopKRouter
+
+
+class SparseMoeBlock(nn.Module):
+    """Routed experts, and beside them the shared ones where a model has them."""
+
+    def __init__(self, config: ModelConfig, router: type[Router], tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None, "a sparse block needs ModelConfig.moe"
+        self.experts = Experts(config.moe, config.hidden_size, config.activation, tp, dtype)
+        self.gate = router(config.moe, config.hidden_size, dtype)
+        size = config.moe.shared_size
+        self.shared_experts = GatedMLP(config, size, tp, dtype) if size else None
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        _, weights, chosen = self.gate(hidden_states)
+        output: Tensor = self.experts(hidden_states, chosen, weights)
+        return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
+
+
+class MoeDecoderLayer(DecoderLayer):
+    """A layer whose MLP is a sparse block, except in the model's dense layers."""
+
+    router: ClassVar[type[Router]] = TopKRouter
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``mlp`` of layer ``layer``."""
+        if config.moe is None or layer in config.moe.dense_layers:
+            return super().make_mlp(config, layer, tp, dtype)
+        return SparseMoeBlock(config, self.router, tp, dtype)
+
+
+class MoeCausalLM(CausalLM):
+    """A model that can say which experts its tokens went to."""
+
+    layer_class = MoeDecoderLayer
+
+    def routed_experts(self) -> Tensor | None:
+        """Experts of the last step's rows [layers, tokens, k] int64, -1 in dense layers; None before the first."""
+        chosen = [getattr(getattr(layer.mlp, "gate", None), "chosen", None) for layer in self.model.layers]
+        seen = next((ids for ids in chosen if ids is not None), None)
+        if seen is None:
+            return None
+        none = torch.full_like(seen, -1)
+        return torch.stack([none if ids is None else ids for ids in chosen])
+
+
+class MixtralForCausalLM(MoeCausalLM):
+    """Mixtral, arXiv:2401.04088; transformers' `modeling_mixtral.py`."""
+
+
+class Qwen3MoeDecoderLayer(MoeDecoderLayer):
+    """transformers' Qwen3MoeDecoderLayer."""
+
+    router = Qwen3MoeRouter
+
+
+class Qwen3MoeForCausalLM(MoeCausalLM):
+    """Qwen3-MoE, arXiv:2505.09388; transformers' `modeling_qwen3_moe.py`."""
+
+    layer_class = Qwen3MoeDecoderLayer

@@ -1,0 +1,93 @@
+"""Tiny real Hugging Face checkpoints of mixtures of experts for tests, made by transformers itself; no test in here."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import VOCAB_SIZE, tokenizer_json
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.1,
+    "num_experts_per_tok": 2,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"routed_scaling_factor": 1.5}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "num_nextn_predict_layers": 0},
+    ),
+}
+
+
+def make_moe(
+    path: Path, family: str, *, seed: int = 0, dtype: str = "float32", stacked: bool = False, **config: Any
+) -> Path:
+    """Save a random model of ``family`` (a key of FAMILIES; hidden 64, 3 layers) with a tokenizer and return ``path``.
+
+    ``stacked`` stores experts as transformers has them in memory, else one by one as published checkpoints do.
+    Norms, biases and the choice bias of DeepSeek-V3 are random too, so that a wrong one shows.
+    """
+    config_class, model_class, settings = FAMILIES[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(COMMON | settings | config)))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name:
+                torch.nn.init.normal_(tensor, 1.0, 0.1)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(tensor, 0.0, 0.1)
+            elif name.endswith("gate.weight"):
+                torch.nn.init.normal_(tensor, 0.0, 0.5)
+    model.to(getattr(torch, dtype)).save_pretrained(path, save_original_format=not stacked)
+    (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    return path
