@@ -34,7 +34,7 @@ def rank_of(rank: int, size: int, ep: int) -> TensorParallel:
 @torch.no_grad()
 def share_of(whole: nn.Module, moe: MoeConfig, tp: TensorParallel, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """One rank's summand, its weights cut from transformers' stacked parameters."""
-    experts = Experts(moe, x.shape[1], tp, x.dtype)
+    experts = Experts(moe, x.shape[1], "silu", tp, x.dtype)
     for piece in list(experts.layouts("layers.0.mlp.experts"))[-1]:
         matrix = getattr(whole, piece.name.rpartition(".")[2])[piece.index]
         assert tuple(whole.get_parameter(piece.name.rpartition(".")[2]).shape) == piece.shape
@@ -72,7 +72,7 @@ def test_the_ranks_summands_add_up_to_transformers_experts_for_any_split(
 
 def test_expert_groups_hold_different_experts_and_share_their_features() -> None:
     moe = MoeConfig(num_experts=5, top_k=2, intermediate_size=6)
-    shares = [Experts(moe, 8, rank_of(rank, 4, 2), torch.float32).share for rank in range(4)]
+    shares = [Experts(moe, 8, "silu", rank_of(rank, 4, 2), torch.float32).share for rank in range(4)]
     assert [(share.experts, share.features) for share in shares] == [
         ((0, 3), (0, 3)),
         ((0, 3), (3, 6)),
