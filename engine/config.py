@@ -7,12 +7,13 @@ from typing import Any
 
 from tapscope.errors import ConfigError
 
-_COUNTS = ("tp", "ep", "page_size", "max_running", "kv_bytes")
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "logits": ("last", "all"),
     "device": ("auto", "cpu", "cuda"),
 }
+_COUNTS = ("tp", "ep", "page_size", "max_running", "ageing_steps", "kv_bytes")
+_TIMEOUTS = ("waiting_timeout_s", "running_timeout_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,21 @@ class EngineConfig:
     num_pages: int | None = None
     """Pages of the KV cache; None takes as many as ``max_running`` longest requests need, within ``kv_bytes``."""
     max_running: int = 64
-    """Requests computed in one step; the rest wait in order of arrival."""
+    """Requests computed in one step; the rest wait."""
     max_tokens_per_step: int | None = None
     """Rows of one step; longer prompts take several steps. None is 512 on a CPU and 8192 on a GPU."""
+    prefix_cache: bool = True
+    """Keep the pages of computed tokens, so that a prompt that begins with them need not compute them again."""
+    watermark: float = 0.01
+    """Share of the pages that must be left when a request joins others: room for them to grow."""
+    ageing_steps: int = 256
+    """A waiting request gains on later ones of higher priority: one level of priority after so many steps."""
+    waiting_timeout_s: float | None = None
+    """A request not started after so long is aborted; None never is."""
+    running_timeout_s: float | None = None
+    """A request not finished so long after it started is aborted; None never is."""
+    check: bool = False
+    """Walk all the scheduler's books after every step and fail it when they do not add up; slow."""
     kv_bytes: int = 1 << 30
     """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
     logits: str = "last"
@@ -57,9 +70,15 @@ class EngineConfig:
         rule, tokens = "must be a whole number above 0, or None for the device's default", self.max_tokens_per_step
         _require(tokens is None or _is_count(tokens), "max_tokens_per_step", tokens, rule)
         _require(type(self.seed) is int and self.seed >= 0, "seed", self.seed, "must be a whole number from 0")
-        timeout = self.rank_timeout_s
-        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        _require(is_number and timeout > 0, "rank_timeout_s", timeout, "must be a number of seconds above 0")
+        rule, timeout = "must be a number of seconds above 0", self.rank_timeout_s
+        _require(_is_number(timeout) and timeout > 0, "rank_timeout_s", timeout, rule)
+        for name in _TIMEOUTS:
+            limit = getattr(self, name)
+            _require(limit is None or (_is_number(limit) and limit > 0), name, limit, f"{rule}, or None")
+        for name in ("prefix_cache", "check"):
+            _require(type(getattr(self, name)) is bool, name, getattr(self, name), "must be true or false")
+        mark = self.watermark
+        _require(_is_number(mark) and 0 <= mark < 1, "watermark", mark, "must be a number from 0, below 1")
 
     def step_tokens(self, device_type: str) -> int:
         """``max_tokens_per_step`` on a device of this type."""
@@ -81,6 +100,10 @@ class EngineConfig:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:

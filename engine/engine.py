@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
+from tapscope.engine.policy import Policy
 from tapscope.engine.ranks import Ranks
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
@@ -39,16 +41,18 @@ class Engine:
             self.runner = Runner(config, self.model_config, TensorParallel(), observer)
         else:
             self._ranks, self.runner = _start(config, self.model_config, observer)
-        self.scheduler = Scheduler(
-            self.runner.num_pages,
-            config.page_size,
-            config.max_running,
-            self.model_config.eos_token_ids,
-            self.runner.max_tokens,
+        policy = Policy.build(
+            config,
+            num_pages=self.runner.num_pages,
+            max_tokens=self.runner.max_tokens,
+            eos_token_ids=self.model_config.eos_token_ids,
+            window=_common_window(self.model_config),
+            shareable=self.model_config.is_prefix_shareable,
         )
         tokenizer = Path(config.model) / "tokenizer.json"
         vocab, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self.sampler = Sampler(vocab, eos, config.seed, self.runner.device, Grammars(tokenizer, vocab, eos))
+        self.scheduler = Scheduler(policy)
         # Also runs when the engine is dropped, or the program ends, without close().
         self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, num_threads)
 
@@ -93,7 +97,7 @@ class Engine:
                 f"request {request.id!r} asks for {asked} positions (prompt {len(request.prompt_ids)}, "
                 f"{request.max_new_tokens} new) but the model has {limit}; shorten the prompt or lower max_new_tokens"
             )
-        self.scheduler.check(request)
+        self.scheduler.validate(request)
         self.sampler.enter(request)
         self.scheduler.add(request)
         self._live[request.id] = request
@@ -104,8 +108,9 @@ class Engine:
         Raises RankLostError, and from then on only that.
         """
         self._check_usable()
-        if not self.scheduler.has_work:
-            return []
+        late = [self._output(request) for request in self.scheduler.expire()]
+        if late or not self.scheduler.has_work:
+            return late
         observer = self.runner.observer
         plan = self.scheduler.plan(
             all_logits=self.config.logits == "all", epoch=None if observer is None else observer.epoch
@@ -129,15 +134,18 @@ class Engine:
             "architecture": self.model_config.architecture,
             "dtype": self.runner.dtype,
             "tp": config.tp,
-            "max_positions": min(self.model_config.max_positions, scheduler.pages.num_pages * config.page_size),
+            "max_positions": min(self.model_config.max_positions, scheduler.policy.num_pages * config.page_size),
             "page_size": config.page_size,
             "max_running": config.max_running,
             "logits": config.logits,
-            "kv_pages_total": scheduler.pages.num_pages,
-            "kv_pages_used": scheduler.pages.num_used,
+            "kv_pages_total": scheduler.policy.num_pages,
+            "kv_pages_used": scheduler.paging.num_used,
+            "kv_pages_cached": scheduler.paging.tree.num_evictable,
+            "kv_pages_evicted": scheduler.paging.num_evicted,
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_steps": scheduler.num_steps,
+            **asdict(scheduler.counters),
         }
 
     def close(self) -> None:
@@ -167,6 +175,7 @@ class Engine:
             logprobs=tuple(request.logprobs[first:]) if request.params.wants_logprobs else None,
             prompt_logprobs=tuple(request.prompt_logprobs) if request.prompt_logprobs and not first else None,
             prompt_tokens=len(request.prompt_ids),
+            cached_tokens=request.cached_tokens,
         )
 
     def _check_usable(self) -> None:
@@ -196,6 +205,13 @@ class Engine:
         self._ranks.abandon()
         self.runner.model.tp.disconnect()
         self._lost = error
+
+
+def _common_window(config: ModelConfig) -> int | None:
+    """How far back any layer looks at most; None when one sees everything."""
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    widest = max(window or config.max_positions for window in windows)
+    return widest if widest < config.max_positions else None
 
 
 def _num_new(request: Request) -> int:

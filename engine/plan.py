@@ -1,6 +1,6 @@
 """StepPlan: what rank 0 decided that every rank computes in one step, and its form on the wire."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,8 @@ class Share:
     row: int = 0
     """Row of the page table on every rank; a request keeps its row while it runs."""
     position: int
-    visit: int
+    visits: tuple[tuple[int, int], ...]
+    """(rows, how many times they had been computed before), in order of rows."""
     tokens: tuple[int, ...]
     page_start: int = 0
     pages: tuple[int, ...]
@@ -28,6 +29,13 @@ class Share:
     """Whether a token is drawn from the last row."""
     prompt_length: int = 0
     """Tokens of the request's prompt; dynamic rope turns by it."""
+
+    def runs(self, slot: int) -> Iterator[RowRun]:
+        """The share as observers see it, its first row being row ``slot``."""
+        done = 0
+        for count, visit in self.visits:
+            yield RowRun(self.request, self.position + done, count, visit, slot + done)
+            done += count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +75,7 @@ class StepPlan:
 
     def info(self) -> StepInfo:
         """The step as observers see it."""
-        rows = (
-            RowRun(share.request, share.position, len(share.tokens), share.visit, slot)
-            for slot, share in zip(self.slots, self.shares, strict=True)
-        )
+        rows = (run for slot, share in zip(self.slots, self.shares, strict=True) for run in share.runs(slot))
         return StepInfo(
             step=self.step,
             phase=self.phase,
@@ -99,8 +104,8 @@ _PLAN = tuple(field.name for field in fields(StepPlan) if field.name != "shares"
 
 def _share(values: list[Any]) -> Share:
     named = zip(_SHARE, values, strict=True)
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
-    return Share(**fields)
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
+    return Share(**given | {"visits": tuple((count, visit) for count, visit in given["visits"])})
 
 
 def phase_of(is_prefill: Iterable[bool]) -> str:

@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tapscope.engine.logprob import TokenLogprob
+from tapscope.engine.radix import Node
 from tapscope.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,10 +49,8 @@ class Request:
     """Tokens to take instead of the sampled ones, while they last (teacher forcing)."""
     tokens: list[int] = field(init=False)
     """Prompt and generated tokens: everything known."""
-    num_computed: int = 0
-    """Leading tokens whose keys and values are in the cache; work is what this lags behind ``tokens``."""
-    pages: tuple[int, ...] = ()
-    """Cache pages in order of position; set at admission, for the request's whole life."""
+    priority: int = 0
+    """The higher is served first; waiting makes up for it (:attr:`EngineConfig.ageing_steps`)."""
     seed: int = 0
     """Seed of its draws; set at submit."""
     constraint: "Constraint | None" = None
@@ -64,8 +64,38 @@ class Request:
     """The token that ended it."""
     reason: str = ""
     """Why it was aborted, one sentence."""
+
+    # Set by Scheduler
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache; work is what this lags behind ``tokens``."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held when the request was first admitted."""
+    num_preemptions: int = 0
+    row: int = -1
+    """Row of the page tables while it runs, else -1."""
+    urgency: tuple[int, int] = (0, 0)
+    """The lesser is served first."""
+    submitted_s: float = 0.0
+    started_s: float | None = None
+    """When it was first admitted."""
+    spans: list[list[int]] = field(default_factory=list)
+    """[start, end) positions computed, once for each time; a visit is a span passed before."""
+
+    # Set by Paging
+    pages: list[int] = field(default_factory=list)
+    """Page table: cache pages in order of position."""
+    num_shared: int = 0
+    """Leading pages that are the prefix cache's."""
+    num_passed: int = 0
+    """Leading pages given back because no row looks so far back."""
+    num_sent: int = 0
+    """Leading pages that the ranks know."""
+    node: Node | None = None
+    """Where in the prefix cache the shared pages end."""
+
+    # Set by Engine
     num_emitted: int = 0
-    """Generated tokens that outputs have told of; set by Engine."""
+    """Generated tokens that outputs have told of."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -89,6 +119,29 @@ class Request:
     def max_positions(self) -> int:
         """Positions that may be computed: the last generated token never is."""
         return len(self.prompt_ids) + self.max_new_tokens - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all it lacks is the row of the token sampled last."""
+        return len(self.prompt_ids) <= self.num_computed == len(self.tokens) - 1
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether logits of every prompt row are asked for, so that none may come from the prefix cache."""
+        return self.params.prompt_logprobs is not None
+
+    def record(self, start: int, count: int) -> None:
+        """Positions from ``start`` on were computed."""
+        if self.spans and self.spans[-1][1] == start:
+            self.spans[-1][1] = start + count
+        else:
+            self.spans.append([start, start + count])
+        self.num_computed = start + count
+
+    def visits(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """(rows, times computed before) of positions [start, end), in runs."""
+        cuts = sorted({start, end, *(cut for span in self.spans for cut in span if start < cut < end)})
+        return tuple((b - a, sum(first <= a < last for first, last in self.spans)) for a, b in pairwise(cuts))
 
     def append(self, sampled: int, eos_token_ids: Collection[int]) -> None:
         """Take the next token, forced or ``sampled``, and note whether the request is finished by it.

@@ -1,33 +1,48 @@
 """Scheduler: which tokens each step computes. Rank 0 only.
 
-One rule: *computed tokens catch up with known tokens*. A new request lags by its whole prompt, a running one by
-the token sampled last, so prefill and decode are the same thing and requests join at any step. A request is
-admitted, in order of arrival, once the cache has pages for all it may ever need; hence nothing is preempted.
+One rule: *computed tokens catch up with known tokens*. A new request lags by its whole prompt, a running one by the
+token sampled last, a preempted one by all it had; so prefill, decode, prefix hits and recompute are the same thing, and
+requests join at any step. A step has a budget of rows: requests that decode come first, one row each, then prompts take
+what is left, in chunks.
+
+Requests have one total order, their *urgency*: the higher priority first, then the older. Waiting makes a request older
+than what arrives later with a higher priority, so everything is served in the end. The most urgent waiting request
+enters when the pages of all its known tokens fit; when a running request needs a page and none is to be had, the least
+urgent running one is preempted: it gives up its pages and waits to be computed again, where its prefix may still be.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+import heapq
+import time
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
 
-from tapscope.engine.pages import PageAllocator
+from tapscope.engine.counters import Counters
+from tapscope.engine.paging import Paging
 from tapscope.engine.plan import Share, StepPlan, phase_of
+from tapscope.engine.policy import Policy
+from tapscope.engine.radix import Key, Node
 from tapscope.engine.request import Request
-from tapscope.errors import UsageError
+from tapscope.errors import InvariantError, UsageError
 
 
 class Scheduler:
     """Owns every live request and every page."""
 
-    def __init__(
-        self, num_pages: int, page_size: int, max_running: int, eos_token_ids: Sequence[int], max_tokens: int = 512
-    ) -> None:
-        self.waiting: deque[Request] = deque()
+    def __init__(self, policy: Policy, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy = policy
+        self.waiting: list[Request] = []
+        """Most urgent first; preempted ones among them."""
         self.running: list[Request] = []
-        self.pages = PageAllocator(num_pages)
-        self._page_size = page_size
-        self._max_running = max_running
-        self._eos = frozenset(eos_token_ids)
-        self._max_tokens = max_tokens
-        self._planned: list[tuple[Request, int]] = []
+        """Most urgent first."""
+        self.paging = Paging(policy.num_pages, policy.page_size, prefix_cache=policy.prefix_cache, window=policy.window)
+        self.counters = Counters()
+        self._eos = frozenset(policy.eos_token_ids)
+        self._clock = clock
+        self._free_rows = list(range(policy.max_running))
+        self._planned: list[tuple[Request, Share]] = []
+        self._coming: set[tuple[Node, Key]] = set()
+        self._budget = 0
+        self._num_added = 0
         self._next_step = 0
 
     @property
@@ -41,70 +56,67 @@ class Scheduler:
         return self._next_step
 
     def live(self) -> Iterator[Request]:
-        """Running requests in batch order, then waiting ones in order of arrival."""
+        """Running requests, then waiting ones, the most urgent first."""
         yield from self.running
         yield from self.waiting
 
-    def check(self, request: Request) -> None:
+    def validate(self, request: Request) -> None:
         """Raise UsageError when ``request`` can never run: its id is taken, or it needs more pages than there are."""
         if any(other.id == request.id for other in self.live()):
             raise UsageError(f"request id {request.id!r} is in use by a live request; choose another or wait for it")
-        needed = self._num_pages(request)
-        if needed > self.pages.num_pages:
+        needed, policy = self.paging.most_pages(request.max_positions), self.policy
+        if needed > policy.num_pages:
             raise UsageError(
-                f"request {request.id!r} needs {needed} pages of {self._page_size} tokens (prompt "
-                f"{len(request.prompt_ids)}, {request.max_new_tokens} new) but the cache has {self.pages.num_pages}; "
+                f"request {request.id!r} needs {needed} pages of {policy.page_size} tokens (prompt "
+                f"{len(request.prompt_ids)}, {request.max_new_tokens} new) but the cache has {policy.num_pages}; "
                 "raise num_pages or shorten the request"
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request that passed :meth:`check`."""
-        self.waiting.append(request)
+        """Queue a request that passed :meth:`validate`."""
+        request.urgency = (self._next_step - request.priority * self.policy.ageing_steps, self._num_added)
+        request.submitted_s = self._clock()
+        self._num_added += 1
+        insort(self.waiting, request, key=_urgency)
 
-    def abort(self, request_id: str) -> Request | None:
-        """Take a live request out, between steps; None when there is none of this id."""
+    def abort(self, request_id: str, reason: str = "") -> Request | None:
+        """Take a live request out, whatever state it is in; None when there is none of this id."""
         request = next((r for r in self.live() if r.id == request_id), None)
-        if request is None:
-            return None
-        request.finish_reason = "abort"
-        if request in self.running:
-            self._release(request)
-        else:
-            self.waiting.remove(request)
+        if request is not None:
+            self._end(request, "abort", reason)
         return request
 
-    def plan(self, *, all_logits: bool, epoch: int | None) -> StepPlan:
-        """Admit what fits and give every running request its uncomputed tokens; needs :attr:`has_work`."""
-        self._admit()
-        budget, shares = self._max_tokens, []
-        self._planned = []
-        rows = {request.id: row for row, request in enumerate(self.running)}
-        for request in sorted(self.running, key=lambda r: r.num_computed < len(r.prompt_ids)):  # decoding rows first
-            start = request.num_computed
-            tokens = tuple(request.tokens[start : start + budget])
-            if not tokens:
-                break
-            budget -= len(tokens)
-            ends = start + len(tokens) == len(request.tokens)
-            shares.append(
-                Share(
-                    request=request.id,
-                    row=rows[request.id],
-                    position=start,
-                    visit=0,
-                    tokens=tokens,
-                    pages=request.pages,
-                    num_logits=len(tokens) if all_logits or _tells_prompt(request) else int(ends),
-                    samples=ends,
-                    prompt_length=len(request.prompt_ids),
-                )
-            )
-            self._planned.append((request, start + len(tokens)))
+    def expire(self) -> list[Request]:
+        """Take out the requests that have waited or run for too long; call it before each step."""
+        now, policy, late = self._clock(), self.policy, []
+        for request in list(self.live()):
+            if request.started_s is None:
+                limit, since, doing = policy.waiting_timeout_s, request.submitted_s, "waited"
+            else:
+                limit, since, doing = policy.running_timeout_s, request.started_s, "run"
+            if limit is not None and now - since > limit:
+                self._end(request, "abort", f"it had {doing} for {now - since:.3g} s; the limit is {limit:g} s")
+                late.append(request)
+        return late
+
+    def plan(self, *, all_logits: bool = False, epoch: int | None = None) -> StepPlan:
+        """Decide the next step; needs :attr:`has_work`. A plan that is not committed is planned anew."""
+        self._planned, self._coming, self._budget = [], set(), self.policy.max_tokens
+        num_preempted = self.counters.preemptions
+        decoding = [request for request in self.running if request.is_decoding]
+        prefilling = [request for request in self.running if not request.is_decoding]
+        for request in decoding + prefilling:
+            self._schedule(request, all_logits)
+        if num_preempted == self.counters.preemptions:
+            self._admit(all_logits)
+        shares = tuple(share for _, share in self._planned)
+        if not shares:
+            raise InvariantError(f"step {self._next_step} has nothing to compute for {len(self.running)} requests")
         plan = StepPlan(
             step=self._next_step,
-            phase=phase_of(request.num_computed < len(request.prompt_ids) for request, _ in self._planned),
-            shares=tuple(shares),
-            kv_pages_used=self.pages.num_used,
+            phase=phase_of(share.position < len(request.prompt_ids) for request, share in self._planned),
+            shares=shares,
+            kv_pages_used=self.paging.num_used,
             greedy=all(request.params.is_plain for request, _ in self._planned),
             epoch=epoch,
         )
@@ -112,35 +124,165 @@ class Scheduler:
         return plan
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
-        """Append a token to each request that caught up, in the plan's order; returns the finished, pages freed."""
+        """The step was computed: append a token to each request that caught up; returns those that are finished.
+
+        ``sampled`` has one token for each share that samples, in the plan's order; what a request aborted since the
+        plan would have got is dropped.
+        """
         tokens = iter(sampled)
-        for request, end in self._planned:
-            request.num_computed = end
-            if end == len(request.tokens):
-                request.append(next(tokens), self._eos)
-        finished = [request for request, _ in self._planned if request.finish_reason]
-        for request in finished:
-            self._release(request)
+        finished: list[Request] = []
+        for request, share in self._planned:
+            token = next(tokens) if share.samples else None
+            if request.finish_reason is not None:
+                continue
+            self.counters.count(share, len(request.prompt_ids))
+            request.record(share.position, len(share.tokens))
+            request.num_sent = len(request.pages)
+            self.paging.settle(request)
+            if token is not None:
+                request.append(token, self._eos)
+            if request.finish_reason is not None:
+                self._end(request, request.finish_reason, request.reason)
+                finished.append(request)
+        self._planned = []
+        if self.policy.check:
+            self.check()
         return finished
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_running:
-            needed = self._num_pages(self.waiting[0])
-            if needed > self.pages.num_free:
-                break
-            request = self.waiting.popleft()
-            request.pages = tuple(self.pages.take(needed))
-            self.running.append(request)
+    def flush(self) -> int:
+        """Empty the prefix cache but for what running requests hold; returns how many pages that freed."""
+        return self.paging.flush()
 
-    def _num_pages(self, request: Request) -> int:
-        return -(-request.max_positions // self._page_size)
+    def recompute(self) -> None:
+        """Forget every computed token, of running requests too: for weights that changed."""
+        for request in list(self.running):
+            self._preempt(request)
+        self.flush()
 
-    def _release(self, request: Request) -> None:
+    def check(self) -> None:
+        """Walk everything; raises InvariantError for the first thing that does not add up. For between two steps."""
+        self.paging.check(self.running)
+        rows = sorted([*self._free_rows, *(request.row for request in self.running)])
+        _require(rows == list(range(self.policy.max_running)), f"rows {rows} are not every row once")
+        names = [request.id for request in self.live()]
+        _require(len(names) == len(set(names)), "a request is live twice")
+        for queue in (self.running, self.waiting):
+            _require(queue == sorted(queue, key=_urgency), "a queue is out of order")
+        for request in self.live():
+            _require(request.finish_reason is None, f"{request.id!r} is finished and still live")
+            _require(request.num_computed < len(request.tokens), f"{request.id!r} has nothing to compute")
+        for request in self.waiting:
+            idle = request.row == -1 and not request.pages and request.node is None and not request.num_computed
+            _require(idle, f"{request.id!r} waits and holds something")
+
+    def _schedule(self, request: Request, all_logits: bool) -> None:
+        """Give a running request its share of the step, as far as budget and pages go."""
+        if request.row < 0 or self._budget == 0:
+            return
+        self._match(request)
+        if self._is_coming(request):
+            return
+        while (room := self.paging.room(request)) < 1:
+            planned = [other for other, _ in self._planned]
+            victim = next(other for other in reversed(self.running) if other not in planned)
+            self._preempt(victim)
+            if victim is request:
+                return
+        start = request.num_computed
+        end = min(start + min(self._budget, room), len(request.tokens))
+        self.paging.grow(request, end)
+        self._expect(request, end)
+        samples = end == len(request.tokens)
+        every = all_logits or (request.wants_prompt_rows and start < len(request.prompt_ids))
+        share = Share(
+            request=request.id,
+            row=request.row,
+            position=start,
+            visits=request.visits(start, end),
+            tokens=tuple(request.tokens[start:end]),
+            page_start=request.num_sent,
+            pages=tuple(request.pages[request.num_sent :]),
+            num_logits=end - start if every else int(samples),
+            samples=samples,
+            prompt_length=len(request.prompt_ids),
+        )
+        self._planned.append((request, share))
+        self._budget -= end - start
+
+    def _admit(self, all_logits: bool) -> None:
+        """Let waiting requests in, in order of urgency, until one does not fit."""
+        for request in list(self.waiting):
+            if not self._free_rows or self._budget == 0:
+                return
+            self._match(request)
+            if self._is_coming(request):
+                self._unmatch(request)
+                continue
+            reserve = int(self.policy.watermark * self.policy.num_pages) if self.running else 0
+            missing = sum(self.paging.missing(other) for other in self.running) + self.paging.missing(request)
+            if missing + reserve > self.paging.num_available:
+                self._unmatch(request)
+                return
+            self._enter(request)
+            self._schedule(request, all_logits)
+
+    def _match(self, request: Request) -> None:
+        """Skip what the prefix cache has; what it saves a preempted request is no saving, it was computed for it."""
+        before = request.num_computed
+        self.paging.match(request)
+        if request.num_preemptions == 0:
+            request.cached_tokens += request.num_computed - before
+            self.counters.cached_tokens += request.num_computed - before
+
+    def _unmatch(self, request: Request) -> None:
+        """The waiting request goes on waiting."""
+        if request.num_preemptions == 0:
+            self.counters.cached_tokens -= request.cached_tokens
+            request.cached_tokens = 0
+        self.paging.release(request)
+
+    def _enter(self, request: Request) -> None:
+        if request.started_s is None:
+            request.started_s = self._clock()
+        self.waiting.remove(request)
+        request.row = heapq.heappop(self._free_rows)
+        insort(self.running, request, key=_urgency)
+
+    def _leave(self, request: Request) -> None:
+        """Out of the running ones, holding nothing."""
         self.running.remove(request)
-        self.pages.give_back(request.pages)
-        request.pages = ()
+        heapq.heappush(self._free_rows, request.row)
+        request.row = -1
+        self.paging.release(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        insort(self.waiting, request, key=_urgency)
+        self.counters.preemptions += 1
+        request.num_preemptions += 1
+
+    def _end(self, request: Request, finish_reason: str, reason: str = "") -> None:
+        if request.row < 0:
+            self.waiting.remove(request)
+        else:
+            self._leave(request)
+        request.finish_reason, request.reason = finish_reason, reason
+
+    def _is_coming(self, request: Request) -> bool:
+        """Whether another request computes this one's next page in this very step: then it can be had from the next."""
+        return bool(self._coming) and self.paging.next_page(request) in self._coming
+
+    def _expect(self, request: Request, end: int) -> None:
+        """Note the page that the request completes by computing up to ``end``."""
+        page = self.paging.next_page(request)
+        if page is not None and (request.num_shared + 1) * self.policy.page_size <= end:
+            self._coming.add(page)
 
 
-def _tells_prompt(request: Request) -> bool:
-    """Whether the rows at hand are of a prompt whose log-probabilities were asked for."""
-    return request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_ids)
+def _urgency(request: Request) -> tuple[int, int]:
+    return request.urgency
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantError(f"scheduler: {message}")

@@ -15,6 +15,7 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
+from tapscope.engine.policy import Policy
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
 from tapscope.engine.sampling_params import SamplingParams
@@ -58,7 +59,17 @@ class ThreadRanks:
         self.model_config = ModelConfig.read(path)
         self._pool = ThreadPoolExecutor(tp)
         self.runners = list(self._pool.map(lambda rank: self._build(store, rank), range(tp)))
-        self.scheduler = Scheduler(self.runners[0].num_pages, self.config.page_size, 8, (), self.runners[0].max_tokens)
+        self.scheduler = Scheduler(self._policy(self.runners[0]))
+
+    def _policy(self, runner: Runner) -> Policy:
+        return Policy(
+            num_pages=runner.num_pages,
+            page_size=self.config.page_size,
+            max_running=8,
+            max_tokens=runner.max_tokens,
+            prefix_cache=False,
+            check=True,
+        )
 
     def _build(self, store: Path, rank: int) -> Runner:
         tp = TensorParallel() if self.config.tp == 1 else TensorParallel.connect(store, rank, self.config.tp, 20)
@@ -70,7 +81,7 @@ class ThreadRanks:
             for i, prompt in enumerate(prompts)
         ]
         for request in requests:
-            self.scheduler.check(request)
+            self.scheduler.validate(request)
             self.scheduler.add(request)
         while self.scheduler.has_work:
             plan = self.scheduler.plan(all_logits=True, epoch=None)

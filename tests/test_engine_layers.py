@@ -73,7 +73,7 @@ def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
         spans = {i: slice(done[i], done[i] + cuts[i][step]) for i in live}
         shares = [
             Share(
-                request=str(i), row=i, position=done[i], visit=0, tokens=(0,) * cuts[i][step],
+                request=str(i), row=i, position=done[i], visits=((cuts[i][step], 0),), tokens=(0,) * cuts[i][step],
                 pages=tuple(pages[i]) if step == 0 else (),
             )
             for i in live
@@ -115,7 +115,7 @@ def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(tmp_path: Path)
         share = Share(
             request="a",
             position=start,
-            visit=0,
+            visits=((end - start, 0),),
             tokens=tokens[start:end],
             pages=(9, 3, 5, 4, 0),
             num_logits=end - start,

@@ -1,90 +1,319 @@
 """The scheduler's invariants hold for any traffic, and a plan survives the wire."""
 
+from typing import Any
+
+import pytest
+from engine_fake import VOCAB, FakeRank, continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tapscope.engine.pages import PageAllocator
 from tapscope.engine.plan import Share, StepPlan
+from tapscope.engine.policy import Policy
 from tapscope.engine.request import Request
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.scheduler import Scheduler
-from tapscope.errors import UsageError
+from tapscope.errors import InvariantError, UsageError
 from tapscope.wire import decode, encode
 
-EOS = 1
-PAGE_SIZE = 4
-NUM_PAGES = 12
-
-arrivals = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=12
-)
+BASES = [[0, 1, 2, 3, 4] * 6, [3, 1, 4, 1] * 7, [2] * 28]
 
 
-def _check_pages(scheduler: Scheduler) -> None:
-    owned = [page for request in scheduler.running for page in request.pages]
-    assert len(owned) == len(set(owned)), "a page has two owners"
-    assert len(owned) + scheduler.pages.num_free == NUM_PAGES, "a page leaked"
-    assert all(not request.pages for request in scheduler.waiting)
+class Traffic(RuleBasedStateMachine):
+    """Requests come, go, are aborted; steps fail; every one ends with the tokens it gets alone."""
+
+    @initialize(
+        num_pages=st.integers(4, 24),
+        page_size=st.sampled_from([1, 2, 3, 5]),
+        max_running=st.integers(1, 5),
+        max_tokens=st.sampled_from([1, 2, 5, 16, 64]),
+        prefix_cache=st.booleans(),
+        window=st.none() | st.integers(1, 6),
+        watermark=st.sampled_from([0.0, 0.2]),
+        ageing_steps=st.sampled_from([1, 20]),
+    )
+    def start(self, **settings: Any) -> None:
+        self.now = 0.0
+        policy = Policy(**settings, waiting_timeout_s=50, running_timeout_s=80, check=True)
+        self.policy = policy
+        self.scheduler = Scheduler(policy, clock=lambda: self.now)
+        self.rank = FakeRank(policy.page_size, policy.window)
+        self.requests: dict[str, Request] = {}
+        self.ended: list[str] = []
+        self.computed: dict[tuple[str, int], int] = {}
+
+    @rule(
+        base=st.sampled_from(BASES),
+        cut=st.integers(0, 24),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+        new=st.integers(1, 12),
+        priority=st.integers(-2, 2),
+        rows=st.sampled_from([None, None, None, 0]),
+    )
+    def submit(self, base: list[int], cut: int, tail: list[int], new: int, priority: int, rows: int | None) -> None:
+        request = Request(
+            id=str(len(self.requests)),
+            prompt_ids=(*base[:cut], *tail),
+            params=SamplingParams(max_new_tokens=new, prompt_logprobs=rows),
+            priority=priority,
+        )
+        if self.scheduler.paging.most_pages(request.max_positions) > self.policy.num_pages:
+            with pytest.raises(UsageError, match=f"the cache has {self.policy.num_pages}"):
+                self.scheduler.validate(request)
+            return
+        self.scheduler.validate(request)
+        self.scheduler.add(request)
+        self.requests[request.id] = request
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.scheduler.has_work:
+                self._step(commit=True)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule()
+    def a_step_that_fails(self) -> None:
+        self._step(commit=False)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data(), during=st.booleans())
+    def abort(self, data: st.DataObject, during: bool) -> None:
+        name = data.draw(st.sampled_from([request.id for request in self.scheduler.live()]))
+        if during:
+            self._step(commit=True, aborting=name)
+            return
+        assert self.scheduler.abort(name, "client gone") is self.requests[name]
+        self.ended.append(name)
+        assert self.scheduler.abort(name) is None
+
+    @rule(seconds=st.sampled_from([1.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for request in self.scheduler.expire():
+            assert request.finish_reason == "abort"
+            assert "the limit is" in request.reason
+            self.ended.append(request.id)
+
+    @rule(deep=st.booleans())
+    def flush(self, deep: bool) -> None:
+        self.scheduler.recompute() if deep else self.scheduler.flush()
+        assert self.scheduler.paging.tree.num_evictable == 0
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_work:
+                break
+            self._step(commit=True)
+        assert not self.scheduler.has_work, "requests starve"
+        self.scheduler.check()
+        assert self.scheduler.paging.num_used == 0
+        self.scheduler.flush()
+        assert self.scheduler.paging.pages.num_free == self.policy.num_pages
+        assert sorted(self.ended) == sorted(self.requests), "a request ended twice or never"
+        for name, request in self.requests.items():
+            alone = continuation(request.prompt_ids, request.max_new_tokens)
+            assert list(request.generated) == alone[: len(request.generated)]
+            assert request.finish_reason == "abort" or len(request.generated) == request.max_new_tokens
+            assert 0 <= request.cached_tokens < len(request.prompt_ids)
+            if request.wants_prompt_rows and request.finish_reason == "length":
+                assert all(self.computed[name, position] for position in range(len(request.prompt_ids)))
+
+    def _step(self, *, commit: bool, aborting: str | None = None) -> None:
+        plan = self.scheduler.plan()
+        assert 0 < plan.num_tokens <= self.policy.max_tokens
+        assert len({share.row for share in plan.shares}) == len(plan.shares) <= self.policy.max_running
+        for share in plan.shares:
+            past = [self.computed.get((share.request, share.position + i), 0) for i in range(len(share.tokens))]
+            assert past == [visit for count, visit in share.visits for _ in range(count)]
+            at_end = share.position + len(share.tokens) == len(self.requests[share.request].tokens)
+            assert share.samples == at_end
+            request = self.requests[share.request]
+            in_prompt = request.wants_prompt_rows and share.position < len(request.prompt_ids)
+            wanted = len(share.tokens) if in_prompt else int(at_end)
+            assert share.num_logits == wanted
+        sampled = self.rank.execute(plan, self.requests)
+        if not commit:
+            return
+        if aborting is not None:
+            self.scheduler.abort(aborting)
+            self.ended.append(aborting)
+        self.ended += [request.id for request in self.scheduler.commit(sampled)]
+        for share in plan.shares:
+            if share.request != aborting:
+                for i in range(len(share.tokens)):
+                    place = (share.request, share.position + i)
+                    self.computed[place] = self.computed.get(place, 0) + 1
 
 
-@settings(max_examples=150, deadline=None)
-@given(arrivals=arrivals, aborts=st.sets(st.integers(0, 11)), sampled=st.integers(0, 5), max_running=st.integers(1, 5))
-def test_every_position_is_computed_once_in_order_and_no_page_leaks(
-    arrivals: list[tuple[int, int, int, bool]], aborts: set[int], sampled: int, max_running: int
+Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTraffic = Traffic.TestCase
+
+
+def _scheduler(**given: Any) -> Scheduler:
+    defaults = {"num_pages": 12, "page_size": 4, "max_running": 4, "max_tokens": 16, "check": True}
+    return Scheduler(Policy(**defaults | given))
+
+
+def _add(scheduler: Scheduler, name: str, num_prompt: int, new: int = 4, priority: int = 0, first: int = 0) -> Request:
+    prompt = (first, *(2 + i % 3 for i in range(num_prompt - 1)))
+    request = Request(
+        id=name, prompt_ids=prompt, params=SamplingParams(max_new_tokens=new, ignore_eos=True), priority=priority
+    )
+    scheduler.validate(request)
+    scheduler.add(request)
+    return request
+
+
+def _step(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
+    """Position and rows of each request in the step, which is committed."""
+    plan = scheduler.plan()
+    scheduler.commit([1] * len(plan.sampled_logits))
+    return {share.request: (share.position, len(share.tokens)) for share in plan.shares}
+
+
+def test_decoding_rows_come_first_and_a_long_prompt_takes_what_is_left() -> None:
+    scheduler = _scheduler(num_pages=40, max_tokens=8)
+    _add(scheduler, "a", 3)
+    assert _step(scheduler) == {"a": (0, 3)}
+    _add(scheduler, "long", 30, first=1)
+    assert list(_step(scheduler).items()) == [("a", (3, 1)), ("long", (0, 7))]
+    assert list(_step(scheduler).items()) == [("a", (4, 1)), ("long", (7, 7))]
+
+
+def test_a_prefix_in_the_cache_is_not_computed_again_but_for_its_last_token() -> None:
+    scheduler = _scheduler()
+    _add(scheduler, "a", 8, new=1)
+    assert _step(scheduler) == {"a": (0, 8)}
+    again = _add(scheduler, "b", 8, new=1)
+    assert _step(scheduler) == {"b": (4, 4)}  # two pages are known, but the second holds the last token
+    longer = _add(scheduler, "c", 11, new=1)
+    assert _step(scheduler) == {"c": (8, 3)}
+    assert (again.cached_tokens, longer.cached_tokens, scheduler.counters.cached_tokens) == (4, 8, 12)
+    assert scheduler.counters.prefill_tokens == 8 + 4 + 3
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    scheduler = _scheduler(max_tokens=64)
+    for name in "abc":
+        _add(scheduler, name, 10)
+    assert _step(scheduler) == {"a": (0, 10)}
+    assert _step(scheduler) == {"a": (10, 1), "b": (8, 2), "c": (8, 2)}
+
+
+def test_the_higher_priority_is_served_first_and_ageing_lets_the_lower_in_at_last() -> None:
+    scheduler = _scheduler(max_running=1, ageing_steps=5)
+    low = _add(scheduler, "low", 2, new=1, priority=0)
+    served = []
+    for i in range(40):
+        _add(scheduler, f"high-{i}", 2, new=1, priority=2)
+        served += _step(scheduler)
+        if low.finish_reason:
+            break
+    assert served == [*(f"high-{i}" for i in range(10)), "low"]  # ten steps make up for two levels of priority
+
+
+@pytest.mark.parametrize(("num_pages", "resumed_at", "visits"), [(5, 2, ((2, 1), (1, 0))), (7, 6, ((1, 0),))])
+def test_out_of_pages_the_least_urgent_is_preempted_and_resumes_from_what_the_cache_kept(
+    num_pages: int, resumed_at: int, visits: tuple[tuple[int, int], ...]
 ) -> None:
-    scheduler = Scheduler(NUM_PAGES, PAGE_SIZE, max_running, [EOS])
-    pending = list(enumerate(arrivals))
-    computed: dict[str, int] = {}
-    finished: list[Request] = []
-    entered: list[str] = []
-    step = 0
-    while pending or scheduler.has_work:
-        while pending and pending[0][1][0] <= step:
-            index, (_, prompt, new, ignore) = pending.pop(0)
-            request = Request(
-                id=str(index), prompt_ids=(2,) * prompt, params=SamplingParams(max_new_tokens=new, ignore_eos=ignore)
-            )
-            try:
-                scheduler.check(request)
-            except UsageError:
-                assert -(-(prompt + new - 1) // PAGE_SIZE) > NUM_PAGES
-                continue
-            scheduler.add(request)
-        if step in aborts:
-            scheduler.abort(str(step))
-            _check_pages(scheduler)
-        if scheduler.has_work:
-            plan = scheduler.plan(all_logits=False, epoch=None)
-            assert 0 < len(plan.shares) <= max_running
-            for share in plan.shares:
-                assert share.position == computed.get(share.request, 0)
-                assert len(share.tokens) >= 1
-                computed[share.request] = share.position + len(share.tokens)
-                assert computed[share.request] <= len(share.pages) * PAGE_SIZE
-                if share.position == 0:
-                    entered.append(share.request)
-            finished += scheduler.commit([sampled] * len(plan.sampled_logits))
-            _check_pages(scheduler)
-        step += 1
-        assert step < 500, "requests starve"
-    assert scheduler.pages.num_free == NUM_PAGES
-    assert entered == sorted(entered, key=int), "a later request overtook an earlier one"
-    for request in finished:
-        assert computed[request.id] == len(request.tokens) - 1
-        stopped = sampled == EOS and not request.params.ignore_eos
-        assert request.finish_reason == ("stop" if stopped else "length")
-        assert len(request.generated) == (1 if stopped else request.max_new_tokens)
+    scheduler = _scheduler(num_pages=num_pages, page_size=2, max_tokens=64)
+    first, second = _add(scheduler, "a", 4, new=5), _add(scheduler, "b", 4, new=6, first=1)
+    shares = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        shares += plan.shares
+        scheduler.commit([1] * len(plan.sampled_logits))
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert [share.position for share in shares if share.request == "a"] == [0, 4, 5, 6, 7]
+    end = shares.index(next(share for share in shares if share.request == "a" and share.position == 7))
+    assert {share.request for share in shares[end:]} == {"a", "b"}
+    resumed = shares[end + 1]  # "b" entered when "a" had gone, and not before: no page was taken from it twice
+    assert (resumed.request, resumed.position, resumed.visits) == ("b", resumed_at, visits)
+    assert scheduler.counters.recomputed_tokens == sum(count for count, visit in visits if visit)
+    assert second.finish_reason == "length"
+
+
+def test_without_a_prefix_cache_a_preempted_request_is_computed_from_its_start() -> None:
+    scheduler = _scheduler(num_pages=7, page_size=2, max_tokens=64, prefix_cache=False)
+    _add(scheduler, "a", 4, new=5)
+    _add(scheduler, "b", 4, new=6, first=1)
+    runs = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        runs += [(run.request, run.position, run.count, run.visit) for run in plan.info().rows if run.visit]
+        scheduler.commit([1] * len(plan.sampled_logits))
+    assert runs == [("b", 0, 6, 1)]
+
+
+def test_a_prompt_longer_than_the_cache_runs_where_every_layer_has_a_window() -> None:
+    scheduler = _scheduler(num_pages=4, page_size=4, window=5, max_tokens=16)
+    request = _add(scheduler, "a", 50, new=30)
+    while scheduler.has_work:
+        _step(scheduler)
+        assert scheduler.paging.num_used <= 4
+    assert request.finish_reason == "length"
+    with pytest.raises(UsageError, match=r"needs 4 pages .* but the cache has 3"):
+        _add(_scheduler(num_pages=3, window=5), "a", 50)
+
+
+def test_a_request_that_waits_or_runs_too_long_ends_with_the_reason() -> None:
+    now = [0.0]
+    policy = Policy(num_pages=12, page_size=4, max_running=1, waiting_timeout_s=5, running_timeout_s=8, check=True)
+    scheduler = Scheduler(policy, clock=lambda: now[0])
+    running, waiting = _add(scheduler, "a", 4), _add(scheduler, "b", 4)
+    _step(scheduler)
+    now[0] = 6.0
+    assert scheduler.expire() == [waiting]
+    assert waiting.reason == "it had waited for 6 s; the limit is 5 s"
+    now[0] = 9.0
+    assert scheduler.expire() == [running]
+    assert (running.finish_reason, running.reason) == ("abort", "it had run for 9 s; the limit is 8 s")
+    assert not scheduler.has_work
+    assert scheduler.paging.num_used == 0
+
+
+@pytest.mark.parametrize("damage", ["leak", "twice", "row", "refs", "count", "alive"])
+def test_the_check_finds_what_does_not_add_up(damage: str) -> None:
+    scheduler = _scheduler()
+    request = _add(scheduler, "a", 10)
+    _step(scheduler)
+    paging = scheduler.paging
+    if damage == "leak":
+        paging.pages.take(1)
+    elif damage == "twice":
+        paging.pages.give_back([request.pages[0]])
+    elif damage == "row":
+        scheduler._free_rows.append(request.row)
+    elif damage == "refs":
+        request.node.refs += 1
+    elif damage == "count":
+        paging.tree.num_evictable += 1
+    else:
+        request.finish_reason = "stop"
+    with pytest.raises(InvariantError):
+        scheduler.check()
 
 
 @st.composite
 def _shares(draw: st.DrawFn) -> Share:
     tokens = tuple(draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=6)))
-    samples = draw(st.booleans())
+    samples, cut = draw(st.booleans()), draw(st.integers(1, len(tokens)))
+    runs = ((cut, draw(st.integers(0, 5))), (len(tokens) - cut, 0))
     return Share(
         request=draw(st.text(min_size=1, max_size=8)),
         row=draw(st.integers(0, 100)),
         position=draw(st.integers(0, 2**40)),
-        visit=draw(st.integers(0, 5)),
+        visits=tuple(run for run in runs if run[0]),
         tokens=tokens,
         page_start=draw(st.integers(0, 100)),
         pages=tuple(draw(st.lists(st.integers(0, 2**31), max_size=6))),
@@ -115,7 +344,8 @@ def test_a_plans_rows_tile_the_grid_and_logit_rows_end_each_share(plan: StepPlan
     assert slots == list(range(plan.num_tokens))
     assert info.grid == (plan.num_tokens,)
     assert len(info.token_ids) == info.num_rows == plan.num_tokens
-    ends = [run.slot + run.count for run in info.rows]
+    starts = dict.fromkeys(plan.slots)
+    ends = [slot + len(share.tokens) for slot, share in zip(starts, plan.shares, strict=True)]
     wanted = [row for end, share in zip(ends, plan.shares, strict=True) for row in range(end - share.num_logits, end)]
     assert list(info.row_sets["logits"]) == wanted
     sampled = [end - 1 for end, share in zip(ends, plan.shares, strict=True) if share.samples]

@@ -17,6 +17,7 @@ from tapscope.engine import LLM
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.policy import Policy
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
 from tapscope.engine.scheduler import Scheduler
@@ -88,7 +89,9 @@ def _observe(observer: Callable[[Any, RankInfo], StepObserver], config: EngineCo
 
 
 def _drive(config: EngineConfig, setup: Setup, runners: list[Runner], each: Any) -> None:
-    scheduler = Scheduler(runners[0].num_pages, config.page_size, config.max_running, (), runners[0].max_tokens)
+    pages, rows = runners[0].num_pages, runners[0].max_tokens
+    policy = Policy.build(config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None)
+    scheduler = Scheduler(policy)
     for r in requests(setup.workload, setup.seed, setup.order):
         scheduler.add(Request(id=r.name, prompt_ids=r.prompt, max_new_tokens=len(r.forced) + 1, forced=r.forced))
     while scheduler.has_work:

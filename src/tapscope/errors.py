@@ -12,6 +12,7 @@
     │   ├── RequestError         a field of a served request; knows the field and a word for programs
     │   └── StepError            step() nested, or closed twice
     ├── EvaluationError          a condition that could not be decided for these values; counted, never shown to a model
+    ├── InvariantError           a bug of ours that a self-check found, with what does not add up
     ├── DataError                exit 3: what lies on disk cannot be used
     │   ├── RunNotFoundError     no run at this path
     │   ├── RunVersionError      written by a newer format version
@@ -84,6 +85,10 @@ class StepError(UsageError):
 
 class EvaluationError(TapscopeError):
     """A condition could not be decided for the values at hand; whoever evaluates counts it."""
+
+
+class InvariantError(TapscopeError):
+    """A self-check found that the program's own books do not add up: a bug, never the user's doing."""
 
 
 class DataError(TapscopeError):

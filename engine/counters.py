@@ -1,0 +1,29 @@
+"""Counters: what the scheduler has done since the engine was made, for metrics."""
+
+from dataclasses import dataclass
+
+from tapscope.engine.plan import Share
+
+
+@dataclass(slots=True)
+class Counters:
+    """Numbers that only go up."""
+
+    prefill_tokens: int = 0
+    """Prompt rows computed for the first time."""
+    cached_tokens: int = 0
+    """Prompt rows that the prefix cache saved."""
+    decode_tokens: int = 0
+    """Rows after the prompt computed for the first time."""
+    recomputed_tokens: int = 0
+    """Rows computed again, after a preemption."""
+    preemptions: int = 0
+
+    def count(self, share: Share, num_prompt: int) -> None:
+        """Add a computed share of a request with ``num_prompt`` prompt tokens."""
+        again = sum(count for count, visit in share.visits if visit)
+        fresh, end = len(share.tokens) - again, share.position + len(share.tokens)
+        prompt = min(fresh, max(0, min(end, num_prompt) - share.position))
+        self.prefill_tokens += prompt
+        self.decode_tokens += fresh - prompt
+        self.recomputed_tokens += again

@@ -1,0 +1,133 @@
+"""RadixCache: a tree of the KV pages whose tokens are known, so that equal prefixes are computed once.
+
+Every edge is one full page: its key is the page's tokens, its node holds the page's number. A path from the root spells
+a prefix. A request holds every node of its own path (``refs``); a node nobody holds stays as a gift to later requests
+until its page is needed. Whoever holds a node holds its ancestors, hence only leaves are evicted, the one used longest
+ago first.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from tapscope.errors import InvariantError
+
+Key = tuple[int, ...]
+"""Tokens of one page."""
+
+
+class Node:
+    """One page of a known prefix."""
+
+    __slots__ = ("children", "key", "last_used", "page", "parent", "refs")
+
+    def __init__(self, parent: "Node | None", key: Key, page: int) -> None:
+        self.parent = parent
+        """None for the root, and for a node that was evicted."""
+        self.key = key
+        self.page = page
+        self.children: dict[Key, Node] = {}
+        self.refs = 0
+        """Requests that hold this node."""
+        self.last_used = 0
+
+
+class RadixCache:
+    """Owns the pages in the tree; where they came from and go to is the caller's business."""
+
+    def __init__(self) -> None:
+        self.root = Node(None, (), -1)
+        self.num_pages = 0
+        """Pages in the tree."""
+        self.num_evictable = 0
+        """Pages nobody holds: all of them can be had by :meth:`evict`."""
+        self._clock = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        """Heap of (last_used, number, leaf). Entries whose node was held, grew or went since are passed over."""
+        self._num_pushed = 0
+
+    def hold(self, node: Node) -> None:
+        """One request more uses ``node``; it must hold the parent already."""
+        if node.refs == 0:
+            self.num_evictable -= 1
+        node.refs += 1
+
+    def insert(self, parent: Node, key: Key, page: int) -> Node:
+        """Give ``page`` to the tree as a new child of a held ``parent``; the caller holds it."""
+        node = Node(parent, key, page)
+        node.refs = 1
+        parent.children[key] = node
+        self.num_pages += 1
+        return node
+
+    def release(self, node: Node) -> None:
+        """One request less uses ``node`` and its ancestors."""
+        self._clock += 1
+        leaf = node
+        while node.parent is not None:
+            node.refs -= 1
+            node.last_used = self._clock
+            if node.refs == 0:
+                self.num_evictable += 1
+            node = node.parent
+        self._offer(leaf)
+
+    def evict(self, count: int) -> list[int]:
+        """Take the ``count`` pages used longest ago out of the tree, fewer when fewer are evictable."""
+        pages: list[int] = []
+        while len(pages) < count and self._leaves:
+            stamp, _, node = heapq.heappop(self._leaves)
+            if not _is_evictable(node) or node.last_used != stamp:
+                continue
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key]
+            node.parent = None
+            pages.append(node.page)
+            self.num_pages -= 1
+            self.num_evictable -= 1
+            self._offer(parent)
+        return pages
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Walk the whole tree; raises InvariantError for the first thing that does not add up."""
+        nodes = list(self.nodes())
+        offered = {id(node) for stamp, _, node in self._leaves if node.last_used == stamp}
+        for node in nodes:
+            where = f"prefix cache: page {node.page}"
+            _require(node.parent is not None and node.parent.children.get(node.key) is node, f"{where} lost its parent")
+            _require(node.refs >= sum(child.refs for child in node.children.values()), f"{where} is held too little")
+            _require(not _is_evictable(node) or id(node) in offered, f"{where} can never be evicted")
+        pages = [node.page for node in nodes]
+        _require(len(pages) == len(set(pages)), "prefix cache: a page has two places")
+        _require(len(pages) == self.num_pages, f"prefix cache: {len(pages)} pages, counted {self.num_pages}")
+        free = sum(node.refs == 0 for node in nodes)
+        _require(free == self.num_evictable, f"prefix cache: {free} pages evictable, counted {self.num_evictable}")
+
+    def _offer(self, node: Node) -> None:
+        """Make a node that may be evicted known to :meth:`evict`; what is stale goes once it is the greater part."""
+        if not _is_evictable(node):
+            return
+        if len(self._leaves) > 2 * self.num_pages + 64:
+            self._leaves = [
+                entry for entry in self._leaves if _is_evictable(entry[2]) and entry[0] == entry[2].last_used
+            ]
+            heapq.heapify(self._leaves)
+        self._num_pushed += 1
+        heapq.heappush(self._leaves, (node.last_used, self._num_pushed, node))
+
+
+def _is_evictable(node: Node) -> bool:
+    return node.parent is not None and node.refs == 0 and not node.children
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantError(message)
