@@ -14,16 +14,16 @@ class Counters:
     cached_tokens: int = 0
     """Prompt rows that the prefix cache saved."""
     decode_tokens: int = 0
-    """Rows after the prompt computed for the first time."""
+    """Tokens generated."""
     recomputed_tokens: int = 0
     """Rows computed again, after a preemption."""
-    preemptions: int = 0
+    num_preemptions: int = 0
+    """Requests put back to be computed again later."""
 
     def count(self, share: Share, num_prompt: int) -> None:
         """Add a computed share of a request with ``num_prompt`` prompt tokens."""
         again = sum(count for count, visit in share.visits if visit)
-        fresh, end = len(share.tokens) - again, share.position + len(share.tokens)
-        prompt = min(fresh, max(0, min(end, num_prompt) - share.position))
-        self.prefill_tokens += prompt
-        self.decode_tokens += fresh - prompt
+        end = share.position + len(share.tokens)
+        self.prefill_tokens += min(len(share.tokens) - again, max(0, min(end, num_prompt) - share.position))
         self.recomputed_tokens += again
+        self.decode_tokens += share.samples

@@ -102,12 +102,12 @@ class Scheduler:
     def plan(self, *, all_logits: bool = False, epoch: int | None = None) -> StepPlan:
         """Decide the next step; needs :attr:`has_work`. A plan that is not committed is planned anew."""
         self._planned, self._coming, self._budget = [], set(), self.policy.max_tokens
-        num_preempted = self.counters.preemptions
+        num_preempted = self.counters.num_preemptions
         decoding = [request for request in self.running if request.is_decoding]
         prefilling = [request for request in self.running if not request.is_decoding]
         for request in decoding + prefilling:
             self._schedule(request, all_logits)
-        if num_preempted == self.counters.preemptions:
+        if num_preempted == self.counters.num_preemptions:
             self._admit(all_logits)
         shares = tuple(share for _, share in self._planned)
         if not shares:
@@ -258,7 +258,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._leave(request)
         insort(self.waiting, request, key=_urgency)
-        self.counters.preemptions += 1
+        self.counters.num_preemptions += 1
         request.num_preemptions += 1
 
     def _end(self, request: Request, finish_reason: str, reason: str = "") -> None:

@@ -54,7 +54,7 @@ def test_a_small_cache_makes_requests_wait_and_give_way_and_changes_no_token(pat
     with LLM(path, page_size=4, num_pages=12, observer=Memory) as llm:
         generations = llm.generate(PROMPTS, max_new_tokens=10, ignore_eos=True)
         assert len(llm.observer.steps[0].rows) < len(PROMPTS)
-        assert llm.engine.scheduler.counters.preemptions > 0
+        assert llm.engine.scheduler.counters.num_preemptions > 0
         used = [metrics["kv_pages_used"] for metrics in llm.observer.metrics]
         assert max(used) <= 12
         assert llm.engine.scheduler.paging.num_available == 12

@@ -18,6 +18,8 @@ _COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "decode_tokens": "Tokens generated.",
     "num_steps": "Steps computed.",
+    "recomputed_tokens": "Rows computed again after a preemption.",
+    "kv_pages_evicted": "Pages taken from the prefix cache to make room.",
     "num_preemptions": "Requests put back to be recomputed later.",
 }
 _GAUGES = {
