@@ -100,3 +100,18 @@ def _compute(runner: Runner, plan: StepPlan) -> list[int]:
     tokens = runner.execute(received)
     runner.finish(received)
     return tokens
+
+
+def check_parity(path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int) -> list[Request]:
+    """Logits at every position, on every rank, and tokens that are transformers' greedy choice after those before."""
+    ranks = ThreadRanks(path, path.parent / "store", tp, page_size=4)
+    requests = ranks.generate(prompts, num_new)
+    for request in requests:
+        expected = reference_logits(path, request.tokens[:-1])
+        assert list(request.generated) == expected.argmax(-1)[-num_new:].tolist()
+        for runner in ranks.runners:
+            actual = runner.observer.logits_of(request.id)
+            assert actual.shape == expected.shape
+            assert (actual - expected).abs().max() <= 1e-4
+    ranks.close()
+    return requests

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_llama
+from checkpoints import FAMILIES, make_checkpoint, make_llama
 from engine_helpers import ThreadRanks, reference
 from engine_observers import Memory
 
@@ -39,27 +39,53 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [item for item in output if isinstance(item, torch.Tensor)]
 
 
-def test_every_hugging_face_module_fires_once_per_forward_with_its_values(path: Path) -> None:
+def _transformers_values(path: Path) -> dict[str, list[Any]]:
+    """Outputs of every module of transformers' own model, without the attention weights that eager attention has."""
     hf = reference(path)
-    expected, handles = _hook_all(hf)
+    seen, handles = _hook_all(hf)
     with torch.no_grad():
         hf(torch.tensor([PROMPT]))
     for handle in handles:
         handle.remove()
+    return seen | {name: [outputs[0][0]] for name, outputs in seen.items() if name.endswith(".self_attn")}
+
+
+def _packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """transformers' value without the batch axis, and heads after tokens (Gemma 3 normalises them before)."""
+    tensor = tensor.squeeze(0)
+    heads_first = name.endswith((".q_norm", ".k_norm")) and tensor.shape[-2] == len(PROMPT)
+    return tensor.transpose(0, 1) if heads_first else tensor
+
+
+def _times(family: str, name: str) -> int:
+    return 2 if family == "gemma3" and name == "model.rotary_emb" else 1  # once for each type of layer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_hugging_face_module_fires_once_per_forward_with_its_values(tmp_path: Path, family: str) -> None:
+    biases = {"mlp_bias": True, "attention_bias": True} if family == "llama" else {}
+    path = make_checkpoint(tmp_path / "model", family, seed=1, **biases)
+    expected = _transformers_values(path)
     with LLM(path, logits="all") as llm:
         actual, _ = _hook_all(llm.model)
         llm.generate([PROMPT], max_new_tokens=1)
+        inherits = [name for name, _ in reference(path).named_modules() if name not in dict(llm.model.named_modules())]
+    assert inherits == []
     assert len(expected) > 40
     for name, outputs in expected.items():
-        assert len(outputs) == 1, name
-        assert len(actual[name]) == 1, f"{name or 'the root'} fired {len(actual[name])} times"
-        theirs, ours = _tensors(outputs[0]), _tensors(actual[name][0])
-        assert len(theirs) == len(ours), name
-        for a, b in zip(theirs, ours, strict=True):
-            assert a.squeeze(0).shape == b.shape, name
-            assert (a.squeeze(0) - b).abs().max() <= 1e-4, name
+        assert len(outputs) == len(actual[name]) == _times(family, name), name or "the root"
+        for firing in actual[name]:
+            theirs, ours = ([_tensors(out) for out in outputs], _tensors(firing))
+            # transformers calls Gemma 3's rotary embedding for the types of layer in the order of a set.
+            assert any(_equal(name, values, ours) for values in theirs), name
     extra = {name.rpartition(".")[2] for name in actual} - {name.rpartition(".")[2] for name in expected}
     assert extra == {"qkv_proj", "gate_up_proj", "attn", "partial", "sampler"}
+
+
+def _equal(name: str, theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
+    pairs = [(_packed(name, a), b) for a, b in zip(theirs, ours, strict=True)]
+    assert all(a.shape == b.shape for a, b in pairs), name
+    return all((a - b).abs().max() <= 1e-4 for a, b in pairs)
 
 
 def _assemble(shards: list[torch.Tensor], annotation: str) -> torch.Tensor:
@@ -74,14 +100,11 @@ def _assemble(shards: list[torch.Tensor], annotation: str) -> torch.Tensor:
     return torch.stack(shards).sum(0) if shard.partial else torch.cat(shards, dim=axis)
 
 
-def test_what_two_ranks_show_assembles_by_its_dims_to_hugging_faces_values(tmp_path: Path) -> None:
-    path = make_llama(tmp_path / "model", seed=2, attention_bias=True, mlp_bias=True, vocab_size=523)
-    hf = reference(path)
-    expected, handles = _hook_all(hf)
-    with torch.no_grad():
-        hf(torch.tensor([PROMPT]))
-    for handle in handles:
-        handle.remove()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_what_two_ranks_show_assembles_by_its_dims_to_hugging_faces_values(tmp_path: Path, family: str) -> None:
+    biases = {"mlp_bias": True} if family == "llama" else {}
+    path = make_checkpoint(tmp_path / "model", family, seed=2, attention_bias=True, vocab_size=523, **biases)
+    expected = _transformers_values(path)
     ranks = ThreadRanks(path, tmp_path / "store", 2)
     actual = [_hook_all(runner.model)[0] for runner in ranks.runners]
     ranks.generate([PROMPT], 1)
@@ -92,7 +115,7 @@ def test_what_two_ranks_show_assembles_by_its_dims_to_hugging_faces_values(tmp_p
         found = [text for port, text in model.get_submodule(name).tap_dims.items() if port.startswith("out")]
         for i, tensor in enumerate(theirs):
             whole = _assemble([shards[i] for shards in ours], found[i])
-            assert (tensor.squeeze(0) - whole).abs().max() <= 1e-4, name
+            assert (_packed(name, tensor) - whole).abs().max() <= 1e-4, name
     partials = [name for name in actual[0] if name.endswith(".partial")]
     assert len(partials) == 2 * 3
     for name in partials:
@@ -143,7 +166,9 @@ def test_the_sampler_shows_the_models_own_choice_even_when_another_token_is_forc
     assert chosen.tolist() == seen[""][0].logits.argmax(-1).tolist()
 
 
-def test_every_declared_dims_annotation_parses_and_fits_the_tensor_at_its_port(path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_declared_dims_annotation_parses_and_fits_the_tensor_at_its_port(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(tmp_path / "model", family)
     with LLM(path, observer=Memory) as llm:
         checked = set()
 

@@ -1,14 +1,12 @@
 """The engine computes what transformers computes, for every shape of Llama, on one rank and on several."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import LLAMA3_ROPE, make_llama
-from engine_helpers import ThreadRanks, reference_logits, reference_tokens
-from engine_observers import Memory
+from engine_helpers import ThreadRanks, check_parity, reference_tokens
 
 from tapscope.engine import LLM
 
@@ -31,17 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_fp32_logits_equal_transformers_at_every_position_and_greedy_tokens_are_identical(
     tmp_path: Path, shape: str, tp: int
 ) -> None:
-    path = make_llama(tmp_path / "model", seed=3, **SHAPES[shape])
-    ranks = ThreadRanks(path, tmp_path / "store", tp, page_size=4)
-    requests = ranks.generate(PROMPTS, NUM_NEW)
-    for request in requests:
-        assert list(request.generated) == reference_tokens(path, request.prompt_ids, NUM_NEW)
-        expected = reference_logits(path, request.tokens[:-1])
-        for runner in ranks.runners:
-            actual = runner.observer.logits_of(request.id)
-            assert actual.shape == expected.shape
-            assert (actual - expected).abs().max() <= 1e-4
-    ranks.close()
+    check_parity(make_llama(tmp_path / "model", seed=3, **SHAPES[shape]), tp, PROMPTS, NUM_NEW)
 
 
 def test_more_ranks_than_two_share_heads_features_and_an_uneven_vocabulary(tmp_path: Path) -> None:
@@ -52,32 +40,6 @@ def test_more_ranks_than_two_share_heads_features_and_an_uneven_vocabulary(tmp_p
     assert ranks.runners[3].model.lm_head.weight.shape[0] == 0
     assert list(request.generated) == reference_tokens(path, [5, 8, 2, 0], 12)
     ranks.close()
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_bf16_logits_stay_within_bf16_rounding_of_transformers(tmp_path: Path, tp: int) -> None:
-    path = make_llama(tmp_path / "model", seed=5, dtype="bfloat16", attention_bias=True)
-    ranks = ThreadRanks(path, tmp_path / "store", tp)
-    (request,) = ranks.generate([PROMPTS[1]], 8)
-    actual, expected = ranks.runners[0].observer.logits_of("0"), reference_logits(path, request.tokens[:-1])
-    assert actual.dtype == torch.bfloat16
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 2**-6  # a few of bf16's half-ulps (2^-9), accumulated over three layers
-    ranks.close()
-
-
-def test_the_old_rope_scaling_spelling_means_the_same_as_rope_parameters(tmp_path: Path) -> None:
-    path = make_llama(tmp_path / "model", rope_parameters=LLAMA3_ROPE)
-    with LLM(path, logits="all", observer=Memory) as llm:
-        llm.generate([PROMPTS[1]], max_new_tokens=1)
-        new = llm.observer.logits_of("0")
-    config = json.loads((path / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    (path / "config.json").write_text(json.dumps(config))
-    with LLM(path, logits="all", observer=Memory) as llm:
-        llm.generate([PROMPTS[1]], max_new_tokens=1)
-        assert torch.equal(llm.observer.logits_of("0"), new)
 
 
 def test_sharded_checkpoints_load_like_single_files(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""The engine computes what transformers computes, for every family, in shapes nobody would train."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
+from engine_helpers import ThreadRanks, check_parity, reference_logits, reference_tokens
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from tapscope.engine import LLM
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_family_continues_ragged_prompts_as_transformers_does(tmp_path: Path, family: str, tp: int) -> None:
+    """Windows of 7 to 11 positions are crossed within prompts, at their ends, and while decoding."""
+    path = make_checkpoint(tmp_path / "model", family, seed=3)
+    requests = check_parity(path, tp, PROMPTS, 64 if tp == 1 else 12)
+    if tp == 1:
+        assert list(requests[1].generated) == reference_tokens(path, PROMPTS[1], 64)
+
+
+WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": LLAMA3_ROPE,
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}
+
+
+@st.composite
+def odd_models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A family and a configuration nobody would train."""
+    family = draw(st.sampled_from(list(FAMILIES)))
+    kv_heads, group, layers = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    config: dict[str, Any] = {
+        "vocab_size": draw(st.integers(31, 99)),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * group,
+        "hidden_size": kv_heads * group * draw(st.integers(2, 9)),
+        "head_dim": 2 * draw(st.integers(2, 13)),
+        "intermediate_size": draw(st.integers(2, 70)),
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": draw(st.booleans()),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
+        "max_position_embeddings": 64,
+    }
+    rope = {"rope_theta": draw(st.sampled_from([100.0, 10000.0]))} | ROPES[draw(st.sampled_from(list(ROPES)))]
+    config["rope_parameters"] = rope
+    if family not in ("mistral", "qwen2"):
+        config["attention_bias"] = draw(st.booleans())
+    if family == "llama":
+        config |= {"mlp_bias": draw(st.booleans()), "hidden_act": draw(st.sampled_from(["silu", "gelu", "relu"]))}
+    if family in WINDOWED:
+        config["sliding_window"] = draw(st.integers(1, 12))
+    if family in WINDOWED[1:]:
+        config["use_sliding_window"] = True
+        kinds = st.sampled_from(["full_attention", "sliding_attention"])
+        config["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    if family.startswith("gemma"):
+        config["query_pre_attn_scalar"] = draw(st.integers(1, 40))
+        config["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
+    if family == "gemma2":
+        config["attn_logit_softcapping"] = draw(st.sampled_from([None, 1.0, 50.0]))
+    if family == "gemma3":
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    return family, config
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(model=odd_models(), prompt=st.lists(st.integers(0, 30), min_size=1, max_size=30), tp=st.integers(1, 2))
+def test_odd_configurations_have_transformers_logits(
+    model: tuple[str, dict[str, Any]], prompt: list[int], tp: int
+) -> None:
+    family, config = model
+    if tp == 2 and (config["num_key_value_heads"] % 2 or config["intermediate_size"] % 2):
+        tp = 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_checkpoint(Path(folder) / "model", family, seed=9, **config)
+        ranks = ThreadRanks(path, Path(folder) / "store", tp, page_size=3)
+        (request,) = ranks.generate([prompt], 3)
+        hf = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+        with torch.no_grad():
+            expected = hf(torch.tensor([request.tokens[:-1]])).logits[0]
+        for runner in ranks.runners:
+            assert (runner.observer.logits_of(request.id) - expected).abs().max() <= 1e-4
+        ranks.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path, family: str) -> None:
+    """Prompts and continuations pass the 32 trained positions, in chunks and beside each other."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    ropes = {"full_attention": rope, "sliding_attention": dict(rope)} if family == "gemma3" else rope
+    path = make_checkpoint(tmp_path / "model", family, max_position_embeddings=32, rope_parameters=ropes)
+    prompts = [[5, 6, 7], list(range(40, 75)), list(range(100, 165))]
+    expected = []
+    for prompt in prompts:
+        reference_tokens(path, [1], 1)  # transformers' rope remembers the longest call; a short one makes it forget
+        expected.append(reference_tokens(path, prompt, 32))
+    for max_tokens in (512, 13):
+        with LLM(path, max_tokens_per_step=max_tokens) as llm:
+            assert not llm.engine.model_config.is_prefix_shareable
+            actual = llm.generate(prompts, max_new_tokens=32, ignore_eos=True)
+        assert [list(generation.token_ids) for generation in actual] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "dtype"),
+    [
+        *((family, 1, "bfloat16") for family in FAMILIES),
+        ("llama", 2, "bfloat16"),
+        ("qwen3", 1, "float16"),
+        ("gemma2", 2, "float16"),
+    ],
+)
+def test_16_bit_logits_stay_within_rounding_of_transformers(tmp_path: Path, family: str, tp: int, dtype: str) -> None:
+    path = make_checkpoint(tmp_path / "model", family, seed=5, dtype=dtype)
+    ranks = ThreadRanks(path, tmp_path / "store", tp)
+    (request,) = ranks.generate([PROMPTS[1]], 4)
+    actual, expected = ranks.runners[0].observer.logits_of("0"), reference_logits(path, request.tokens[:-1])
+    assert actual.dtype == getattr(torch, dtype)
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 4 * torch.finfo(actual.dtype).eps / 2  # a few half-ulps, accumulated over three layers
+    ranks.close()
