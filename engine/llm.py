@@ -105,8 +105,11 @@ class LLM:
         request_id: str | None = None,
         forced: Sequence[int] = (),
         ignore_eos: bool | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
+
+        A higher ``priority`` is served first, and is the last to give up its pages when there are too few.
 
         Without ``request_id`` requests are called "0", "1", ... in order. An id may come again once its request
         is done, but observers then see the same (request, position) twice.
@@ -114,11 +117,14 @@ class LLM:
         name = self._new_id() if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise UsageError(f"request id {name!r}: it must be a text of at least one character")
+        if type(priority) is not int:
+            raise UsageError(f"priority={priority!r}: it must be a whole number")
         request = Request(
             id=name,
             prompt_ids=tuple(self._encode(prompt) if isinstance(prompt, str) else prompt),
             params=_params(params, max_new_tokens, ignore_eos),
             forced=tuple(forced),
+            priority=priority,
         )
         if request.params.stop and self.tokenizer is None:
             raise UsageError(f"{self.config.model} has no tokenizer.json; stop strings need one")

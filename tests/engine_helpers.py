@@ -55,7 +55,7 @@ class ThreadRanks:
     """An engine whose ranks are threads of this process: real gloo and real plans, no time spent on spawning."""
 
     def __init__(self, path: Path, store: Path, tp: int, **settings: Any) -> None:
-        self.config = EngineConfig(model=str(path), tp=tp, logits="all", **settings)
+        self.config = EngineConfig(model=str(path), tp=tp, logits="all", **{"prefix_cache": False} | settings)
         self.model_config = ModelConfig.read(path)
         self._pool = ThreadPoolExecutor(tp)
         self.runners = list(self._pool.map(lambda rank: self._build(store, rank), range(tp)))
@@ -67,7 +67,7 @@ class ThreadRanks:
             page_size=self.config.page_size,
             max_running=8,
             max_tokens=runner.max_tokens,
-            prefix_cache=False,
+            prefix_cache=self.config.prefix_cache,
             check=True,
         )
 

@@ -63,7 +63,8 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
 
     observer = partial(make_observer, out=str(args.out.absolute()), config=config, force=args.force)
     forced = any(work.forced)
-    with LLM(args.model, dtype=args.dtype, tp=args.tp, logits="all", observer=observer) as llm:
+    settings = {"dtype": args.dtype, "tp": args.tp, "logits": "all", "prefix_cache": False}  # every row is to be seen
+    with LLM(args.model, observer=observer, **settings) as llm:
         if forced:
             ids = [
                 llm.submit(p, max_new_tokens=n, request_id=name, forced=f, ignore_eos=True)
