@@ -57,6 +57,11 @@ class Tokenizer:
         return tuple(token.content for token in self._inner.get_added_tokens_decoder().values() if token.special)
 
     @cached_property
+    def plain_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that are plain text: no added ones, which mean something to the model."""
+        return tuple(token for token in range(self._inner.get_vocab_size()) if token not in self._added)
+
+    @cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(self._inner.get_added_tokens_decoder())
 

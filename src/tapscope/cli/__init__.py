@@ -34,6 +34,7 @@ VERBS = {
     "dump": _Verb("capture", "dump", "DumpCommand", "run a model once and record its tensors"),
     "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP, its taps steered at run time"),
     "ctl": _Verb("capture", "ctl", "CtlCommand", "steer a running dumper: state, configure, capture, reset, sites"),
+    "bench": _Verb("measure", "bench", "BenchCommand", "measure a server under load, or the engine alone"),
     "info": _Verb("look", "info", "InfoCommand", "what a run holds, and what looks wrong in it"),
     "ls": _Verb("look", "ls", "LsCommand", "list records, one per line"),
     "show": _Verb("look", "show", "ShowCommand", "one tensor: statistics, histogram, values"),

@@ -83,6 +83,10 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help=text)
     text = "what clients must send as 'Authorization: Bearer' or 'x-api-key' (better: set TAPSCOPE_API_KEY)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
+    text = "how the model writes tool calls: hermes (Qwen too), llama3, none (default: as its chat template says)"
+    parser.add_argument("--tool-format", metavar="FORM", help=text)
+    text = "think: answers may begin with <think>; none (default: as the chat template says)"
+    parser.add_argument("--reasoning-format", metavar="FORM", help=text)
     text = "append a line of JSON for every request that ended"
     parser.add_argument("--request-log", metavar="FILE", help=text)
     text = "longest body in bytes (default: 33554432)"
@@ -99,6 +103,8 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
     given = {
         "model_name": args.served_model_name,
         "api_key": args.api_key or os.environ.get("TAPSCOPE_API_KEY") or None,
+        "tool_format": args.tool_format,
+        "reasoning_format": args.reasoning_format,
         "request_log": args.request_log,
         "max_body_bytes": args.max_body_bytes,
         "max_waiting": args.max_waiting,

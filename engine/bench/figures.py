@@ -1,0 +1,67 @@
+"""Figures: percentiles of what requests took, and the result that is written down."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(slots=True)
+class Timing:
+    """One request as the client saw it; times are in seconds of one clock."""
+
+    began: float
+    """When it was sent."""
+    ended: float = 0.0
+    first: float | None = None
+    """When the first text came."""
+    gaps: list[float] = field(default_factory=list)
+    """Between pieces of text; a piece may hold several tokens."""
+    num_prompt: int = 0
+    num_output: int = 0
+    num_cached: int = 0
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None when there is no second."""
+        if self.first is None or self.num_output < 2:
+            return None
+        return (self.ended - self.first) / (self.num_output - 1)
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, deviation, percentiles and extremes in milliseconds of ``values`` in seconds; None of none."""
+    if not values:
+        return None
+    array = 1000 * np.asarray(values)
+    points = {f"p{p}": float(np.percentile(array, p)) for p in PERCENTILES}
+    return {"mean": float(array.mean()), "std": float(array.std())} | points | {"max": float(array.max())}
+
+
+def summary(timings: Sequence[Timing], duration_s: float, peak: int) -> dict[str, Any]:
+    """What a load test found, as plain values; times are in milliseconds."""
+    done = [timing for timing in timings if timing.error is None]
+    prompt, output = sum(t.num_prompt for t in done), sum(t.num_output for t in done)
+    errors = Counter(timing.error for timing in timings if timing.error is not None)
+    return {
+        "duration_s": duration_s,
+        "completed": len(done),
+        "failed": len(timings) - len(done),
+        "errors": [{"error": text, "count": count} for text, count in errors.most_common(10)],
+        "peak_concurrency": peak,
+        "prompt_tokens": prompt,
+        "cached_tokens": sum(timing.num_cached for timing in done),
+        "output_tokens": output,
+        "requests_per_s": len(done) / duration_s,
+        "output_tokens_per_s": output / duration_s,
+        "total_tokens_per_s": (prompt + output) / duration_s,
+        "ttft_ms": spread([t.first - t.began for t in done if t.first is not None]),
+        "tpot_ms": spread([t.tpot_s for t in done if t.tpot_s is not None]),
+        "itl_ms": spread([gap for timing in done for gap in timing.gaps]),
+        "e2e_ms": spread([timing.ended - timing.began for timing in done]),
+    }

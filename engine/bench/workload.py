@@ -1,0 +1,126 @@
+"""Workloads: the prompts of a benchmark and how many tokens each shall be answered with."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from tapscope.engine.tokenizer import Tokenizer
+from tapscope.errors import DataError, UsageError
+
+_WORDS = (
+    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
+    *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
+    *("program", "question", "work", "number", "night", "point", "home", "water", "room", "mother", "area", "money"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One request of a benchmark."""
+
+    prompt: str | tuple[int, ...]
+    """Text, or token ids."""
+    num_prompt: int
+    """Tokens of the prompt; words where there is no tokenizer."""
+    num_output: int
+    """Tokens to generate."""
+
+
+class Writer:
+    """Makes prompts of a wanted length: of random token ids, or of random words where there is no tokenizer."""
+
+    def __init__(self, seed: int, tokenizer: Tokenizer | None, *, as_text: bool) -> None:
+        self._random = random.Random(seed)
+        self._tokenizer = tokenizer
+        self._as_text = as_text
+
+    def length(self, middle: int, spread: float) -> int:
+        """A length drawn evenly from ``middle`` ± ``spread`` (a share of it)."""
+        return max(1, self._random.randint(round(middle * (1 - spread)), round(middle * (1 + spread))))
+
+    def pieces(self, count: int) -> list[Any]:
+        """So many random tokens, or words."""
+        if self._tokenizer is None:
+            return self._random.choices(_WORDS, k=count)
+        ids = self._tokenizer.plain_ids
+        return self._random.choices(ids, k=count)
+
+    def item(self, pieces: Sequence[Any], num_output: int) -> Item:
+        """A request of these pieces."""
+        prompt: str | tuple[int, ...] = tuple(pieces)
+        if self._tokenizer is None:
+            prompt = " ".join(pieces)
+        elif self._as_text:
+            prompt = self._tokenizer.decode(list(pieces))
+        return Item(prompt=prompt, num_prompt=len(pieces), num_output=num_output)
+
+    def shuffle(self, items: list[Item]) -> None:
+        """Put ``items`` into a random order."""
+        self._random.shuffle(items)
+
+
+def random_items(writer: Writer, count: int, *, num_prompt: int, num_output: int, spread: float) -> list[Item]:
+    """Unrelated prompts; both lengths vary by ``spread``."""
+    return [
+        writer.item(writer.pieces(writer.length(num_prompt, spread)), writer.length(num_output, spread))
+        for _ in range(count)
+    ]
+
+
+def shared_prefix_items(
+    writer: Writer, count: int, *, groups: int, num_prefix: int, num_prompt: int, num_output: int, spread: float
+) -> list[Item]:
+    """Prompts in ``groups``, each with a prefix of its own (a system prompt), in random order."""
+    prefixes = [writer.pieces(num_prefix) for _ in range(groups)]
+    items = [
+        writer.item(
+            [*prefixes[index % groups], *writer.pieces(writer.length(num_prompt, spread))],
+            writer.length(num_output, spread),
+        )
+        for index in range(count)
+    ]
+    writer.shuffle(items)
+    return items
+
+
+def sharegpt_items(
+    path: Path, count: int, *, tokenizer: Tokenizer | None, seed: int, num_output: int | None, max_tokens: int
+) -> tuple[list[Item], int]:
+    """(requests, conversations left out) of a ShareGPT file: a first question, as long an answer as the stored one.
+
+    Conversations of fewer than two turns, and those with a side under 4 tokens or beyond ``max_tokens`` together, are
+    left out; when there are too few they come again. Raises DataError.
+    """
+    pairs = _first_turns(path)
+    random.Random(seed).shuffle(pairs)
+    items: list[Item] = []
+    skipped = 0
+    for question, reply in pairs:
+        if len(items) == count:
+            break
+        num_prompt, num_reply = _count(question, tokenizer), num_output or _count(reply, tokenizer)
+        if min(num_prompt, num_reply) < 4 or num_prompt + num_reply > max_tokens:
+            skipped += 1
+            continue
+        items.append(Item(prompt=question, num_prompt=num_prompt, num_output=num_reply))
+    if not items:
+        raise UsageError(f"{path} has no conversation of 4 to {max_tokens} tokens; raise --max-tokens")
+    return list(islice(cycle(items), count)), skipped
+
+
+def _first_turns(path: Path) -> list[tuple[str, str]]:
+    try:
+        stored: Any = json.loads(path.read_text(encoding="utf-8"))
+        talks = [entry.get("conversations") or entry.get("conversation") or [] for entry in stored]
+        return [(str(talk[0]["value"]), str(talk[1]["value"])) for talk in talks if len(talk) >= 2]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        form = '[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, ...]'
+        raise DataError(f"{path} is no ShareGPT file, {form}: {error!r}") from None
+
+
+def _count(text: str, tokenizer: Tokenizer | None) -> int:
+    return len(text.split()) if tokenizer is None else len(tokenizer.encode(text))

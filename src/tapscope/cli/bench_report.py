@@ -1,0 +1,98 @@
+"""Results of `tapscope bench` as lines of text."""
+
+from typing import Any
+
+_TIMES = (("ttft_ms", "first token"), ("tpot_ms", "per token"), ("itl_ms", "between"), ("e2e_ms", "whole"))
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result of one benchmark."""
+    return {"serving": _serving, "batch": _batch, "latency": _latency}[result["kind"]](result)
+
+
+def _serving(result: dict[str, Any]) -> list[str]:
+    rate = "all at once" if result["rate"] is None else f"{result['rate']:g} requests/s"
+    most = "" if result["max_concurrency"] is None else f", at most {result['max_concurrency']} at once"
+    found = [
+        f"serving   {result['model']} at {result['target']} ({result['endpoint']}); {_workload(result)}",
+        f"load      {rate}{most}; peak {result['peak_concurrency']} under way",
+        f"requests  {result['completed']} completed, {result['failed']} failed in {result['duration_s']:.2f} s: "
+        f"{result['requests_per_s']:.2f}/s",
+        f"tokens    {_tokens(result)}",
+    ]
+    if "flops_share" in result:
+        found[-1] += f"; {_compute(result, result['machine'])}"
+    found += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
+    for key, label in _TIMES:
+        found.append(_row(label, result[key]))
+    return found + [f"failed    {item['count']} x {item['error']}" for item in result["errors"]]
+
+
+def _batch(result: dict[str, Any]) -> list[str]:
+    machine = result["machine"]
+    return [
+        f"batch     {_model(result)}; {_workload(result)}",
+        f"requests  {result['requests']} in {result['duration_s']:.2f} s: {result['requests_per_s']:.2f}/s, "
+        f"{result['steps']} steps",
+        f"tokens    {_tokens(result)}",
+        f"compute   {_compute(result, machine)}",
+        f"memory    {_memory(result, machine)}",
+    ]
+
+
+def _latency(result: dict[str, Any]) -> list[str]:
+    machine, batch, repeats = result["machine"], result["batch_size"], result["repeats"]
+    found = [
+        f"latency   {_model(result)}; batch {batch}, {result['prompt_tokens']} prompt and {result['output_tokens']} "
+        f"output tokens, {repeats} times",
+        f"prefill   {result['prefill_ms']['p50']:.2f} ms, {result['prefill_tokens_per_s']:,.0f} tok/s; "
+        f"{_compute(result['prefill'], machine)}",
+    ]
+    if "decode" in result:
+        step = f"{result['step_ms']['p50']:.2f} ms a step, {result['decode_tokens_per_s']:,.0f} tok/s"
+        found.append(f"decode    {step}; {_memory(result['decode'], machine)}")
+    found += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
+    for key, label in (("prefill_ms", "prefill"), ("step_ms", "step"), ("latency_ms", "whole")):
+        found.append(_row(label, result.get(key)))
+    return found
+
+
+def _model(result: dict[str, Any]) -> str:
+    ranks = f", {result['tp']} ranks" if result["tp"] > 1 else ""
+    return f"{result['model']} ({result['dtype']}, {result['device']}, {result['machine']['threads']} threads{ranks})"
+
+
+def _workload(result: dict[str, Any]) -> str:
+    kind = result["dataset"]
+    if kind == "sharegpt":
+        return f"sharegpt, {result['num_prompts']} conversations"
+    prefix = f"{result['prefix_len']} shared + " if kind == "shared-prefix" else ""
+    lengths = f"{prefix}{result['input_len']} prompt and {result['output_len']} output tokens"
+    return f"{kind}, {result['num_prompts']} x {lengths}"
+
+
+def _tokens(result: dict[str, Any]) -> str:
+    cached = f" ({result['cached_tokens']:,} cached)" if result["cached_tokens"] else ""
+    counts = f"{result['prompt_tokens']:,} prompt{cached}, {result['output_tokens']:,} output"
+    return f"{counts}: {result['output_tokens_per_s']:,.1f} output tok/s, {result['total_tokens_per_s']:,.1f} in all"
+
+
+def _compute(found: dict[str, Any], machine: dict[str, Any]) -> str:
+    limit = f"{_size(machine['flops_per_s'])}FLOP/s of {machine['dtype']} that this machine multiplies"
+    return f"{_size(found['tflops_per_s'] * 1e12)}FLOP/s, {found['flops_share']:.1%} of the {limit}"
+
+
+def _memory(found: dict[str, Any], machine: dict[str, Any]) -> str:
+    limit = f"{_size(machine['read_bytes_per_s'])}B/s that this machine reads"
+    return f"{_size(found['gb_per_s'] * 1e9)}B/s, {found['bytes_share']:.1%} of the {limit}"
+
+
+def _size(value: float) -> str:
+    """In giga, or tera from 1000 giga on."""
+    return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
+
+
+def _row(label: str, values: dict[str, float] | None) -> str:
+    if values is None:
+        return f"{label:<14}" + "".join(f"{'-':>10}" for _ in range(6))
+    return f"{label:<14}" + "".join(f"{values[name]:>10.2f}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))
