@@ -15,14 +15,15 @@ from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.policy import Policy
-from tapscope.engine.ranks import Ranks
+from tapscope.engine.ranks import Ranks, change_weights
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.sampling.step import SampledStep
 from tapscope.engine.scheduler import Scheduler
-from tapscope.errors import RankLostError, UsageError
+from tapscope.errors import CheckpointError, RankLostError, UsageError
 from tapscope.observe import ObserverFactory
+from tapscope.wire import Message
 
 
 class Engine:
@@ -126,6 +127,38 @@ class Engine:
         request = self.scheduler.abort(request_id)
         return None if request is None else self._output(request)
 
+    def update_weights(self, folder: Path, *, partial: bool = False) -> None:
+        """Replace the weights on every rank by ``folder``'s, with ``partial`` only those that it has.
+
+        Live requests go on: what is cached of them is computed again. Raises CheckpointError, UsageError (the
+        config.json there describes another model) with the old weights in place; RankLostError when reading failed
+        half way, after which nothing can be computed.
+        """
+        self._check_usable()
+        if not partial and ModelConfig.read(folder) != self.model_config:
+            raise UsageError(f"{folder / 'config.json'} describes another model than {self.config.model}")
+        self._on_every_rank(folder, partial=partial, apply=False)
+        try:
+            self._on_every_rank(folder, partial=partial, apply=True)
+        except CheckpointError as error:
+            self._leave(RankLostError(f"the weights are half replaced, restart the engine: {error}"))
+            assert self._lost is not None
+            raise self._lost from error
+        self.scheduler.recompute()
+
+    def _on_every_rank(self, folder: Path, *, partial: bool, apply: bool) -> None:
+        """Check or load weights everywhere at once; raises CheckpointError with what the first rank says."""
+        fields = {"folder": str(folder.absolute()), "partial": partial, "apply": apply}
+        message = Message("weights", fields)
+        if self._ranks is not None:
+            self._ranks.ask(message)
+        errors = {0: change_weights(self.runner, message)}
+        if self._ranks is not None:
+            errors |= self._ranks.answers()
+        for rank, error in sorted(errors.items()):
+            if error is not None:
+                raise CheckpointError(error if rank == 0 else f"rank {rank}: {error}")
+
     def state(self) -> dict[str, Any]:
         """Settings and load, as plain values for a status page."""
         config, scheduler = self.config, self.scheduler
@@ -201,9 +234,9 @@ class Engine:
 
     def _leave(self, error: RankLostError) -> None:
         """The ranks are out of step, or gone: nothing can be computed any more."""
-        assert self._ranks is not None
-        self._ranks.abandon()
-        self.runner.model.tp.disconnect()
+        if self._ranks is not None:
+            self._ranks.abandon()
+            self.runner.model.tp.disconnect()
         self._lost = error
 
 

@@ -1,22 +1,34 @@
 """LLM: the engine's public face. Offline by `generate`; a server drives `submit`, `step` and `abort` itself."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tapscope.engine.chat_template import ChatTemplate
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.engine import Engine
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.output import Assembly, Output
+from tapscope.engine.prompts import (
+    Messages,
+    Params,
+    Prompt,
+    children,
+    one_each,
+    params_each,
+    params_of,
+    several,
+    token_ids,
+)
 from tapscope.engine.request import Generation, Request
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.errors import UsageError
 from tapscope.observe import ObserverFactory, StepObserver
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+if TYPE_CHECKING:
+    from tapscope.engine.concurrent import Concurrent
 
 
 class LLM:
@@ -34,11 +46,13 @@ class LLM:
         self.engine = Engine(config, observer)
         self._num_named = 0
         self._assemblies: dict[str, Assembly] = {}
+        self._concurrent: Concurrent | None = None
+        self._chat_template = ChatTemplate.find(Path(config.model))
 
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         max_new_tokens: int | None = None,
         request_ids: Sequence[str] | None = None,
@@ -52,14 +66,11 @@ class LLM:
         ... ``forced[i]`` are tokens that request i takes instead of sampled ones while they last. Raises UsageError,
         before anything is computed, when one of the requests can never run, and RankLostError.
         """
-        if isinstance(prompts, str):
-            raise UsageError("prompts is one text; give a list of prompts")
-        if self.has_work:
-            raise UsageError("generate cannot run while submitted requests are live; step() until they are done")
-        ids_given = _one_each("request_ids", request_ids, len(prompts))
-        forced_given = _one_each("forced", forced, len(prompts))
-        each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        each = [_params(one, max_new_tokens, ignore_eos) for one in _one_each("params", each, len(prompts))]
+        _refuse_text(prompts)
+        self._require_idle("generate")
+        ids_given = one_each("request_ids", request_ids, len(prompts))
+        forced_given = one_each("forced", forced, len(prompts))
+        each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
         try:
             order = [
                 child
@@ -83,18 +94,76 @@ class LLM:
         ``options`` are those of :meth:`submit`, the same for all. Raises as :meth:`generate` does, when first asked
         for an output; leaving the loop early aborts what is left.
         """
-        if self.has_work:
-            raise UsageError("stream cannot run while submitted requests are live; step() until they are done")
-        several = _several(prompts)
+        self._require_idle("stream")
+        each = several(prompts)
         names: list[str] = []
         try:
-            for prompt, name in zip(several, _one_each("request_ids", request_ids, len(several)), strict=True):
+            for prompt, name in zip(each, one_each("request_ids", request_ids, len(each)), strict=True):
                 names.append(self.submit(prompt, request_id=name, **options))
             while self.has_work:
                 yield from self.advance()
         finally:
             for name in names:
                 self.abort(name)
+
+    def chat(
+        self,
+        conversations: Sequence[Messages],
+        params: Params = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Answer every conversation, a list of ``{"role": ..., "content": ...}``; otherwise as :meth:`generate`.
+
+        ``template`` are variables of the checkpoint's chat template, such as ``enable_thinking``.
+        """
+        if conversations and isinstance(conversations[0], Mapping):
+            raise UsageError("conversations is one conversation; give a list of them")
+        prompts = [self.chat_prompt(messages, tools=tools, **(template or {})) for messages in conversations]
+        return self.generate(prompts, params, **options)
+
+    def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
+        """Token ids of a conversation by the checkpoint's chat template, ready for an answer.
+
+        Raises UsageError when the checkpoint has no template or no tokenizer, or the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise UsageError(f"{self.config.model} has no chat template; give generate the whole prompt")
+        if self.tokenizer is None:
+            raise UsageError(f"{self.config.model} has no tokenizer.json; give generate token ids")
+        text = self._chat_template.render(list(map(dict, messages)), **template)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def agenerate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        max_new_tokens: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        ignore_eos: bool | None = None,
+    ) -> list[Generation]:
+        """As :meth:`generate`, from asyncio: calls that overlap share the steps, a cancelled one is aborted.
+
+        From the first such call on a thread runs the engine; what is not async has it again once nothing is live.
+        """
+        _refuse_text(prompts)
+        each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
+        return await self._async().generate(prompts, each, request_ids)
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        request_id: str | None = None,
+        ignore_eos: bool | None = None,
+    ) -> AsyncGenerator[Output]:
+        """As :meth:`stream` of one prompt, from asyncio; close it (`contextlib.aclosing`) to leave it early."""
+        return self._async().stream(prompt, params_of(params, max_new_tokens, ignore_eos), request_id)
 
     def submit(
         self,
@@ -114,6 +183,7 @@ class LLM:
         Without ``request_id`` requests are called "0", "1", ... in order. An id may come again once its request
         is done, but observers then see the same (request, position) twice.
         """
+        self._take_back("submit")
         name = self._new_id() if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise UsageError(f"request id {name!r}: it must be a text of at least one character")
@@ -121,8 +191,8 @@ class LLM:
             raise UsageError(f"priority={priority!r}: it must be a whole number")
         request = Request(
             id=name,
-            prompt_ids=tuple(self._encode(prompt) if isinstance(prompt, str) else prompt),
-            params=_params(params, max_new_tokens, ignore_eos),
+            prompt_ids=token_ids(prompt, self.tokenizer),
+            params=params_of(params, max_new_tokens, ignore_eos),
             forced=tuple(forced),
             priority=priority,
         )
@@ -175,7 +245,9 @@ class LLM:
         return self.engine.runner.observer
 
     def close(self) -> None:
-        """Close the observers and end the other ranks; safe to call twice."""
+        """Close the observers and end the other ranks; safe to call twice. What is live of async calls fails."""
+        if self._concurrent is not None:
+            self._concurrent.close()
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -190,12 +262,35 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, forced: Sequence[int]
     ) -> list[str]:
         """Queue the ``n`` generations of one prompt; returns their ids."""
-        if params.n == 1:
-            return [self.submit(prompt, params, request_id=request_id, forced=forced)]
         name = self._new_id() if request_id is None else request_id
         self._num_named += request_id is None
-        children = (params.child(i) for i in range(params.n))
-        return [self.submit(prompt, p, request_id=f"{name}-{i}", forced=forced) for i, p in enumerate(children)]
+        return [self.submit(prompt, p, request_id=child, forced=forced) for p, child in children(params, name)]
+
+    def _async(self) -> "Concurrent":
+        """What async calls go through; raises UsageError while others are live."""
+        from tapscope.engine.concurrent import Concurrent  # imports what only servers need otherwise
+
+        if self._concurrent is None:
+            if self.has_work:
+                raise UsageError(
+                    "async calls cannot start while submitted requests are live; step() until they are done"
+                )
+            self._concurrent = Concurrent(self.engine, self.tokenizer)
+        return self._concurrent
+
+    def _take_back(self, what: str) -> None:
+        """Have the engine in the caller's thread; raises UsageError while async calls are live."""
+        if self._concurrent is None:
+            return
+        if self._concurrent.num_live:
+            raise UsageError(f"{what} cannot run while async calls are live; await them first")
+        self._concurrent.close()
+        self._concurrent = None
+
+    def _require_idle(self, what: str) -> None:
+        self._take_back(what)
+        if self.has_work:
+            raise UsageError(f"{what} cannot run while submitted requests are live; step() until they are done")
 
     def _new_id(self) -> str:
         """The next number that no live request is called by."""
@@ -214,32 +309,7 @@ class LLM:
             self.engine.abort(output.request)
         return told
 
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise UsageError(f"{self.config.model} has no tokenizer.json; give prompts as token ids")
-        return self.tokenizer.encode(text)
 
-
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A prompt (a text, or token ids) as a list of one; a list of prompts as it is."""
+def _refuse_text(prompts: Any) -> None:
     if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
-
-
-def _params(params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None) -> SamplingParams:
-    """``params``, or those that the two short forms stand for."""
-    short = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
-    given = {name: value for name, value in short.items() if value is not None}
-    if params is not None and given:
-        raise UsageError(f"{' and '.join(given)} given beside params; set it there instead")
-    return SamplingParams.build(given) if params is None else params
-
-
-def _one_each(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
-    if values is None:
-        return [None] * count
-    if len(values) != count:
-        raise UsageError(f"{name} has {len(values)} entries for {count} prompts; give one each")
-    return values
+        raise UsageError("prompts is one text; give a list of prompts")

@@ -23,7 +23,7 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.runner import Runner
-from tapscope.errors import RankLostError, UsageError
+from tapscope.errors import CheckpointError, RankLostError, UsageError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, decode, encode
 
@@ -50,6 +50,7 @@ class Ranks:
             raise UsageError(f"no socket can be made in {self._folder}: {error}; set TMPDIR to a short path") from None
         self._said: set[tuple[int, str]] = set()
         self._failures: dict[int, str] = {}
+        self._answers: dict[int, str | None] = {}
         self._abandoned = self._dismissed = False
         context = multiprocessing.get_context("spawn")
         arguments = (config, model_config, observer, str(self._folder))
@@ -93,6 +94,20 @@ class Ranks:
         frames = encode(plan.to_message())
         for rank in self._processes:
             self._socket.send_multipart([_identity(rank), *frames])
+
+    def ask(self, message: Message) -> None:
+        """Have every rank do what ``message`` says; :meth:`answers` has what came of it."""
+        self.check()
+        self._answers.clear()
+        for rank in self._processes:
+            self._socket.send_multipart([_identity(rank), *encode(message)])
+
+    def answers(self) -> dict[int, str | None]:
+        """What went wrong on each rank, None where nothing did; waits for all of them, raises RankLostError."""
+        while len(self._answers) < len(self._processes):
+            self._receive(_POLL_MS)
+            self.check()
+        return dict(self._answers)
 
     def check(self) -> None:
         """Raise RankLostError when a rank has failed or ended."""
@@ -142,6 +157,8 @@ class Ranks:
             sender, *frames = self._socket.recv_multipart()
             message, rank = decode(frames), int(sender.decode().removeprefix("rank-"))
             self._said.add((rank, message.kind))
+            if message.kind == "done":
+                self._answers[rank] = message["error"]
             if message.kind == "failed":
                 self._failures[rank] = message["traceback"]
             timeout_ms = 0
@@ -195,11 +212,26 @@ def _obey(
     try:
         socket.send_multipart(encode(Message("ready")))
         while (message := _next_message(socket)) is not None:
+            if message.kind == "weights":
+                socket.send_multipart(encode(Message("done", {"error": change_weights(runner, message)})))
+                continue
             plan = StepPlan.from_message(message)
             runner.execute(plan)
             runner.finish(plan)
     finally:
         runner.close()
+
+
+def change_weights(runner: Runner, message: Message) -> str | None:
+    """Check or load what ``message`` names; what is wrong with it, or None. The same on every rank."""
+    act = runner.load_weights if message["apply"] else runner.check_weights
+    try:
+        act(Path(message["folder"]), partial=message["partial"])
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{message['folder']} cannot be read: {error}"
+    return None
 
 
 def _next_message(socket: "zmq.Socket[bytes]") -> Message | None:

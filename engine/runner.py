@@ -17,7 +17,7 @@ from tapscope.engine.modes import StepMode, StepModes
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.sampling.greedy import sample
-from tapscope.engine.weights import load_weights
+from tapscope.engine.weights import check_weights, load_weights
 from tapscope.errors import ConfigError
 from tapscope.observe import ObserverFactory, RankInfo, StepObserver
 
@@ -36,8 +36,10 @@ class Runner:
         self.device = device_of(config.device, tp.rank)
         with self.device:
             self.model = build_model(model_config, tp, dtype).eval()
-        skipped = tuple(f"model.layers.{model_config.num_layers + i}." for i in range(model_config.num_skipped_layers))
-        load_weights(self.model, Path(config.model), TIED if model_config.tie_word_embeddings else {}, skipped)
+        self._tied = TIED if model_config.tie_word_embeddings else {}
+        skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
+        self._skipped = tuple(f"model.layers.{layer}." for layer in skipped)
+        load_weights(self.model, Path(config.model), self._tied, self._skipped)
         layout = self.model.cache_layout()
         self.num_pages = num_pages(config, model_config.max_positions, layout.position_width * dtype.itemsize)
         cache = KVCache(layout, self.num_pages, config.page_size, dtype, self.device)
@@ -59,6 +61,14 @@ class Runner:
                 model_config=model_config.facts(),
             )
             self.observer = observer(self.model, info)
+
+    def check_weights(self, folder: Path, *, partial: bool) -> None:
+        """Raise CheckpointError unless :meth:`load_weights` can do with ``folder``; nothing is changed."""
+        check_weights(self.model, folder, self._tied, self._skipped, partial=partial)
+
+    def load_weights(self, folder: Path, *, partial: bool) -> None:
+        """Replace the weights in place, between two steps; with ``partial`` only those that ``folder`` has."""
+        load_weights(self.model, folder, self._tied, self._skipped, partial=partial)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`.

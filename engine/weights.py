@@ -45,23 +45,52 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-def load_weights(model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = ()) -> None:
+def load_weights(
+    model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = (), *, partial: bool = False
+) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 
     ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has
-    both they must be equal. Tensors whose names begin with one of ``skipped`` are left alone.
-    Raises CheckpointError for missing, unexpected, misshaped or unreadable tensors.
+    both they must be equal. Tensors whose names begin with one of ``skipped`` are left alone. With ``partial`` what
+    the checkpoint lacks keeps its values. Raises CheckpointError for missing, unexpected, misshaped or unreadable
+    tensors.
     """
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
-        pieces = _stored_pieces(model, checkpoint)
-        _check_names({piece.name for piece in pieces}, checkpoint, tied, skipped)
+        pieces = _checked_pieces(model, checkpoint, tied, skipped, partial=partial)
         for piece in pieces:
             count = piece.into.shape[piece.dim]
             piece.into.copy_(checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count, piece.index))
-        shapes = {piece.name: piece.shape for piece in pieces}
-        for name, source in tied.items():
-            if name in checkpoint.names:
-                _check_equal(checkpoint, name, source, shapes[source])
+        _check_tied(checkpoint, pieces, tied)
+
+
+def check_weights(
+    model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = (), *, partial: bool = False
+) -> None:
+    """Raise what :func:`load_weights` would raise of ``folder``'s headers, and change nothing."""
+    with open_checkpoint(folder) as checkpoint:
+        pieces = _checked_pieces(model, checkpoint, tied, skipped, partial=partial)
+        for piece in pieces:
+            checkpoint.read(piece.name, piece.shape, piece.dim, 0, 0, piece.index)
+        _check_tied(checkpoint, pieces, tied)
+
+
+def _checked_pieces(
+    model: nn.Module, checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
+) -> list[Piece]:
+    """The pieces to read, after every name of the checkpoint was accounted for."""
+    pieces = _stored_pieces(model, checkpoint)
+    _check_names({piece.name for piece in pieces}, checkpoint, tied, skipped, partial=partial)
+    held = set(checkpoint.names)
+    return [piece for piece in pieces if piece.name in held]
+
+
+def _check_tied(checkpoint: Checkpoint, pieces: list[Piece], tied: dict[str, str]) -> None:
+    shapes = {piece.name: piece.shape for piece in pieces}
+    for name, source in tied.items():
+        if name in checkpoint.names and source in checkpoint.names:
+            _check_equal(checkpoint, name, source, shapes[source])
+        elif name in checkpoint.names:
+            raise CheckpointError(f"{checkpoint.file_of(name)}: {name} comes without {source}, which it is tied to")
 
 
 def _stored_pieces(model: nn.Module, checkpoint: Checkpoint) -> list[Piece]:
@@ -76,10 +105,12 @@ def _num_held(layout: list[Piece], names: set[str]) -> int:
     return sum(piece.name in names for piece in layout)
 
 
-def _check_names(wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...]) -> None:
+def _check_names(
+    wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
+) -> None:
     found = {name for name in checkpoint.names if not name.startswith(skipped)}
     missing = sorted(wanted - found)
-    if missing:
+    if missing and not partial:
         raise CheckpointError(f"{checkpoint.folder}: {_listed(missing)} missing from the checkpoint")
     unexpected = sorted(name for name in found - wanted - set(tied) if not name.endswith(_DERIVED))
     if unexpected:

@@ -1,12 +1,10 @@
 """The FastAPI app: routes, doors, errors, and the client that lives as long as it runs."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
-import zmq
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -42,21 +40,14 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
 
     @asynccontextmanager
     async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
-        from tapscope.engine.server.service import EngineService
+        from tapscope.engine.server.bridge import EngineBridge
 
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.set_hwm(0)
-            socket.bind("inproc://engine")
-            service = EngineService(llm.engine, socket, max_waiting=settings.max_waiting)
-            thread = threading.Thread(target=service.run, name="tapscope-engine", daemon=True)
-            thread.start()
-            client = EngineClient(context, "inproc://engine", llm.tokenizer, meters)
-            try:
-                yield client
-            finally:
-                client.stop_engine()
-                await asyncio.to_thread(thread.join)
-                client.close()
+        bridge = EngineBridge(llm.engine, llm.tokenizer, meters, settings.max_waiting)
+        try:
+            yield bridge.client()
+        finally:
+            await asyncio.to_thread(bridge.stop)
+            bridge.close()
 
     return build_app(state, connect, routers)
 

@@ -1,6 +1,6 @@
 """Bodies of the native routes, in the form of SGLang's native API."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema, model_validator
 
@@ -58,4 +58,4 @@ class WeightsBody(BaseModel):
 
     model_path: Annotated[Name, rule("must be the directory of a checkpoint, on the server's host")]
     weight_version: Annotated[Name | None, rule("must be a text")] = None
-    flush_cache: Annotated[bool, rule("must be true: what is cached is of the old weights")] = True
+    flush_cache: Annotated[Literal[True], rule("must be true: what is cached is of the old weights")] = True

@@ -1,5 +1,7 @@
 """Body: what a request carries, as JSON and as a checked model."""
 
+import asyncio
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -7,7 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from tapscope.errors import UsageError
+from tapscope.errors import LiveError, UsageError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -19,6 +21,20 @@ async def read_json(request: Request) -> Any:
         return pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise UsageError(f"the body is no JSON: {error}") from None
+
+
+async def spooled(request: Request, path: Path) -> None:
+    """Write the body to ``path`` as it comes, never holding more than a piece; raises UsageError, LiveError."""
+    num_bytes = 0
+    try:
+        with path.open("wb") as file:
+            async for piece in request.stream():
+                num_bytes += len(piece)
+                await asyncio.to_thread(file.write, piece)
+    except OSError as error:
+        raise LiveError(f"the body cannot be kept in {path.parent}: {error}; set TMPDIR to a place with room") from None
+    if not num_bytes:
+        raise UsageError("the body is empty; send a safetensors file")
 
 
 def checked(model: type[M], body: Any) -> M:

@@ -133,10 +133,6 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(RankLostError(self.failure))
 
-    def stop_engine(self) -> None:
-        """Have the service's loop return."""
-        self._send(Message("stop"))
-
     def close(self) -> None:
         """Disconnect; requests under way fail. Safe to call twice."""
         if not self._socket.closed:
@@ -160,7 +156,7 @@ class EngineClient:
         return given
 
     def _send(self, message: Message) -> None:
-        if self._socket.closed:
+        if self._socket.closed or self._loop.is_closed():
             return
         self._socket.send_multipart(encode(message), zmq.NOBLOCK)
         self._loop.call_soon(self._read)  # the descriptor reports edges, and sending may swallow one

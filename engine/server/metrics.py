@@ -14,19 +14,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _PREFIX = "tapscope_engine_"
 _COUNTERS = {
+    "kv_pages_evicted": "Pages taken back from the prefix cache.",
     "prefill_tokens": "Prompt tokens computed.",
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "decode_tokens": "Tokens generated.",
+    "recomputed_tokens": "Tokens computed again after a preemption.",
+    "num_preemptions": "Requests put back to be computed again later.",
     "num_steps": "Steps computed.",
-    "recomputed_tokens": "Rows computed again after a preemption.",
-    "kv_pages_evicted": "Pages taken from the prefix cache to make room.",
-    "num_preemptions": "Requests put back to be recomputed later.",
 }
 _GAUGES = {
     "num_running": "Requests in the running batch.",
     "num_waiting": "Requests that wait to run.",
     "kv_pages_used": "Pages of the KV cache in use.",
-    "kv_pages_cached": "Pages that only the prefix cache holds.",
+    "kv_pages_cached": "Pages that only the prefix cache holds, and that may be taken back.",
     "kv_pages_total": "Pages of the KV cache.",
 }
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -3,6 +3,8 @@
 import json
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,13 +14,19 @@ from tapscope._version import __version__
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import Style, Wanted, answer, is_batch, wanted
 from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.server.bodies import AbortBody, GenerateBody
-from tapscope.engine.server.body import checked, described, read_json
+from tapscope.engine.server.bodies import AbortBody, GenerateBody, WeightsBody
+from tapscope.engine.server.body import checked, described, read_json, spooled
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import merged, sse, unless_gone
 from tapscope.errors import LiveError, TapscopeError
 
+_SAFETENSORS: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
 
@@ -28,6 +36,7 @@ def make_router(state: FrontState) -> APIRouter:
     _add_generate(router, state)
     _add_looks(router, state)
     _add_changes(router, state)
+    _add_weights(router, state)
     return router
 
 
@@ -80,6 +89,34 @@ def _add_changes(router: APIRouter, state: FrontState) -> None:
         body = checked(AbortBody, await read_json(request))
         state.client.abort(body.rid)
         return JSONResponse({"success": True})
+
+
+def _add_weights(router: APIRouter, state: FrontState) -> None:
+    @router.post("/flush_cache")
+    async def flush_cache() -> Response:
+        """Empty the prefix cache, but for what running requests hold."""
+        freed = await state.client.call("flush_cache")
+        return JSONResponse({"success": True} | freed)
+
+    @router.post("/update_weights_from_disk", openapi_extra=described(WeightsBody, {"model_path": "/models/step-100"}))
+    async def update_weights_from_disk(request: Request) -> Response:
+        """Replace the weights on every rank by a checkpoint's; one that does not fit is a 400 and changes nothing."""
+        body = checked(WeightsBody, await read_json(request))
+        answer = await state.client.call("update_weights", folder=body.model_path, partial=False)
+        return _updated(state, body.weight_version, answer)
+
+    @router.post("/update_weights_from_tensor", openapi_extra=_SAFETENSORS)
+    async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
+        """Replace some or all weights by those of the body, a safetensors file with Hugging Face's names."""
+        with TemporaryDirectory(prefix="tapscope-weights-") as folder:
+            await spooled(request, Path(folder) / "model.safetensors")
+            answer = await state.client.call("update_weights", folder=folder, partial=True)
+        return _updated(state, weight_version, answer)
+
+
+def _updated(state: FrontState, version: str | None, answer: dict[str, Any]) -> JSONResponse:
+    state.weight_version = version or state.weight_version
+    return JSONResponse({"success": True, "weight_version": state.weight_version} | answer)
 
 
 async def _answers(

@@ -1,6 +1,7 @@
 """Verbs: what a client may ask of the engine between two steps, beside requests. Values in and out are JSON's."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tapscope.engine.engine import Engine
@@ -11,4 +12,20 @@ def state(engine: Engine) -> dict[str, Any]:
     return engine.state()
 
 
-VERBS: dict[str, Callable[..., dict[str, Any]]] = {"state": state}
+def flush_cache(engine: Engine) -> dict[str, Any]:
+    """Empty the prefix cache, but for what running requests hold."""
+    return {"num_pages": engine.scheduler.flush()}
+
+
+def update_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]:
+    """Replace the weights; raises CheckpointError, UsageError with the old ones in place."""
+    num_live = len(engine.scheduler.running) + engine.num_waiting
+    engine.update_weights(Path(folder), partial=partial)
+    return {"num_live": num_live}
+
+
+VERBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "state": state,
+    "flush_cache": flush_cache,
+    "update_weights": update_weights,
+}
