@@ -1,28 +1,47 @@
-"""A served LLM on a loopback port, for tests with real clients; no test in here."""
+"""A served LLM: uvicorn in a thread of the test, and a client of it."""
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
+from fastapi import APIRouter
 
 from tapscope.engine import LLM
 from tapscope.engine.server import ServerSettings, make_app
 
 
-@contextmanager
-def served(path: Path, *, settings: dict[str, Any] | None = None, **engine: Any) -> Iterator[str]:
-    """Serve the checkpoint at ``path`` by a real uvicorn; gives its address."""
-    with LLM(path, **engine) as llm, socket.create_server(("127.0.0.1", 0)) as listener:
-        app = make_app(llm, settings=ServerSettings(**(settings or {})))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+class Served:
+    """A served LLM and a client of it."""
+
+    def __init__(self, llm: LLM, routers: list[APIRouter], settings: ServerSettings | None = None) -> None:
+        self.llm = llm
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._server = uvicorn.Server(uvicorn.Config(make_app(llm, routers, settings), log_config=None))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self._socket.getsockname()[1]}", timeout=30)
+
+    def generate(self, **body: Any) -> httpx.Response:
+        return self.client.post("/generate", json=body)
+
+    def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer; the last must be [DONE]."""
+        with self.client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
+            events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert events.pop() == "[DONE]"
+        yield from map(json.loads, events)
+
+    def info(self) -> dict[str, Any]:
+        return self.client.get("/get_server_info").raise_for_status().json()
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()

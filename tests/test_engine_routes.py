@@ -116,7 +116,7 @@ def test_async_calls_raise_what_generate_raises_and_refuse_to_mix(llm: LLM) -> N
 
     asyncio.run(mix())
     llm.submit([5], max_new_tokens=2)
-    with pytest.raises(UsageError, match="an async call cannot begin while submitted requests are live"):
+    with pytest.raises(UsageError, match="async calls cannot start while submitted requests are live"):
         asyncio.run(llm.agenerate([[5]]))
     while llm.has_work:
         llm.step()

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
+from engine_http import Served
 from engine_observers import Memory
 from fastapi import APIRouter
 
@@ -31,30 +30,6 @@ GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
-
-
-class Served:
-    """A served LLM and a client of it."""
-
-    def __init__(self, llm: LLM, routers: list[APIRouter]) -> None:
-        self.llm = llm
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._server = uvicorn.Server(uvicorn.Config(make_app(llm, routers), log_config=None))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
-        self._thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self._socket.getsockname()[1]}", timeout=30)
-
-    def generate(self, **body: Any) -> httpx.Response:
-        return self.client.post("/generate", json=body)
-
-    def info(self) -> dict[str, Any]:
-        return self.client.get("/get_server_info").raise_for_status().json()
-
-    def close(self) -> None:
-        self.client.close()
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
 
 
 @pytest.fixture

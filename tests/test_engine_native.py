@@ -1,0 +1,233 @@
+"""The native routes over HTTP: streams, logprobs, aborts, weights, metrics, the request log and the doors."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import reference_logits, reference_tokens
+from engine_http import Served
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save
+
+from tapscope.engine import LLM
+from tapscope.engine.server import ServerSettings
+
+GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+KEY = "s3cret"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def served(path: Path, log: Path) -> Iterator[Served]:
+    settings = ServerSettings(api_key=KEY, max_body_bytes=1 << 20, request_log=str(log), max_waiting=8)
+    with LLM(path, max_running=2) as llm:
+        made = Served(llm, [], settings)
+        made.client.headers["Authorization"] = f"Bearer {KEY}"
+        yield made
+        made.close()
+
+
+def _metrics(served: Served) -> dict[str, float]:
+    text = served.client.get("/metrics").raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {f"{s.name.removeprefix('tapscope_engine_')}{s.labels.get('reason', '')}": s.value for s in samples}
+
+
+def test_a_stream_grows_to_the_whole_answer(served: Served, path: Path) -> None:
+    whole = served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY).json()
+    events = list(served.stream(input_ids=[5, 6, 7], sampling_params=GREEDY, rid="s"))
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    for earlier, later in pairwise(events):
+        assert later["text"].startswith(earlier["text"])
+        assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+    last = events[-1]
+    assert (last["output_ids"], last["text"]) == (reference_tokens(path, [5, 6, 7], 8), whole["text"])
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
+    assert last["meta_info"]["id"] == "s"
+
+
+def test_a_streamed_batch_tells_its_events_apart_and_n_gives_as_many(served: Served, path: Path) -> None:
+    prompts = [[5, 6], [300, 4, 9]]
+    last = {e["index"]: e for e in served.stream(input_ids=prompts, sampling_params=GREEDY)}
+    assert [last[i]["output_ids"] for i in (0, 1)] == [reference_tokens(path, prompt, 8) for prompt in prompts]
+    params = GREEDY | {"n": 2, "temperature": 1.0, "sampling_seed": 7}
+    answers = served.generate(input_ids=[5], sampling_params=params, rid="many").json()
+    assert [answer["meta_info"]["id"] for answer in answers] == ["many-0", "many-1"]
+    assert answers[0]["output_ids"] != answers[1]["output_ids"]
+
+
+def test_logprobs_are_the_models(served: Served, path: Path) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2}
+    meta = served.generate(**body, logprob_start_len=1, return_text_in_logprobs=True).json()["meta_info"]
+    tokens = [5, 6, 7, *reference_tokens(path, [5, 6, 7], 8)]
+    expected = reference_logits(path, tokens).log_softmax(-1)
+    found = meta["input_token_logprobs"] + meta["output_token_logprobs"]
+    assert [token for _, token, _ in found] == tokens[1:]
+    assert [text for *_, text in found] == [served.llm.tokenizer.decode([token]) for token in tokens[1:]]
+    for position, (value, token, _) in enumerate(found):
+        assert value == pytest.approx(float(expected[position, token]), abs=1e-4)
+    for position, best in enumerate(meta["output_top_logprobs"], start=2):
+        assert [token for _, token, _ in best] == expected[position].topk(2).indices.tolist()
+    assert len(meta["input_top_logprobs"]) == 2
+
+
+def test_an_abort_answers_with_what_there_is(served: Served) -> None:
+    params = GREEDY | {"max_new_tokens": 200}
+    with (
+        ThreadPoolExecutor(2) as pool,
+        served.client.stream(
+            "POST", "/generate", json={"input_ids": [5], "sampling_params": params, "stream": True, "rid": "x"}
+        ) as response,
+    ):
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)  # it runs
+        other = pool.submit(served.generate, input_ids=[6], sampling_params=params, rid="y")
+        assert served.client.post("/abort_request", json={"rid": "x"}).json() == {"success": True}
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if not line.endswith("[DONE]")]
+        assert other.result().json()["meta_info"]["finish_reason"]["type"] == "length"  # only x was meant
+    last = events[-1]["meta_info"]
+    assert last["finish_reason"]["type"] == "abort"
+    assert 0 < last["completion_tokens"] < 200
+    for body in ({}, {"rid": "x", "abort_all": True}, {"rid": 3}):
+        assert served.client.post("/abort_request", json=body).status_code == 400
+    assert served.client.post("/abort_request", json={"abort_all": True}).status_code == 200
+
+
+def test_the_key_opens_every_route_but_health_needs_none(served: Served) -> None:
+    with httpx.Client(base_url=served.client.base_url) as stranger:
+        assert stranger.get("/health").status_code == 200
+        for name in ("/get_server_info", "/metrics", "/v1/models", "/openapi.json", "/nope"):
+            refused = stranger.get(name)
+            assert refused.status_code == 401
+            assert "x-api-key" in refused.json()["error"]["message"]
+            assert refused.headers["www-authenticate"].startswith("Bearer")
+        for headers in ({"x-api-key": KEY}, {"Authorization": f"bearer {KEY}"}):
+            assert stranger.get("/get_server_info", headers=headers).status_code == 200
+        for headers in ({"x-api-key": "s3cres"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer é"}):
+            wrong = {name: value.encode() for name, value in headers.items()}
+            assert stranger.get("/get_server_info", headers=wrong).status_code == 401
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_100_mb_is_a_413_and_the_server_goes_on(served: Served, announced: bool) -> None:
+    piece = b"x" * (1 << 20)
+    content: Any = piece * 100 if announced else (piece for _ in range(100))
+    response = served.client.post("/generate", content=content)
+    assert response.status_code == 413
+    assert "longer than 1048576 bytes" in response.json()["error"]["message"]
+    assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 200
+
+
+def test_more_requests_than_may_wait_are_turned_away(served: Served) -> None:
+    params = GREEDY | {"max_new_tokens": 30}
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: served.generate(input_ids=[5], sampling_params=params), range(24)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert {answer.status_code for answer in refused} <= {503}
+    assert all(answer.headers["retry-after"] == "1" for answer in refused)
+    assert len(answers) - len(refused) >= 10  # two run and eight wait at any time
+    together = served.generate(input_ids=[[5]] * 24, sampling_params=params)
+    assert together.status_code == 503
+    assert "requests are waiting already" in together.json()["error"]["message"]
+    assert served.info()["num_running"] + served.info()["num_waiting"] == 0  # the rest of the batch was aborted
+
+
+def test_metrics_count_what_was_done(served: Served) -> None:
+    before = _metrics(served)
+    ids = list(range(100, 140))
+    for _ in range(2):
+        served.generate(input_ids=ids, sampling_params=GREEDY).raise_for_status()
+    after = _metrics(served)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["cached_tokens_total"] > 0  # the second found the first's prefix
+    assert grown["prefill_tokens_total"] + grown["cached_tokens_total"] == 2 * 40
+    assert grown["requests_totallength"] == 2
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
+    assert grown["inter_token_latency_seconds_count"] == 2 * 7
+    assert after["num_running"] == after["num_waiting"] == 0
+    assert after["kv_pages_total"] > 0
+
+
+def test_the_cache_can_be_flushed(served: Served) -> None:
+    ids = list(range(200, 240))
+    first, hit = (served.generate(input_ids=ids, sampling_params=GREEDY).json() for _ in range(2))
+    assert hit["meta_info"]["cached_tokens"] > first["meta_info"]["cached_tokens"] == 0
+    assert served.client.post("/flush_cache").json()["success"]
+    again = served.generate(input_ids=ids, sampling_params=GREEDY).json()
+    assert again["meta_info"]["cached_tokens"] == 0
+    assert again["output_ids"] == first["output_ids"] == hit["output_ids"]
+
+
+def test_every_ended_request_is_a_line_of_the_log(served: Served, log: Path) -> None:
+    served.generate(input_ids=[5, 6], sampling_params=GREEDY, rid="logged").raise_for_status()
+    assert (
+        served.generate(input_ids=[5], sampling_params=GREEDY | {"max_new_tokens": 999}, rid="bad").status_code == 400
+    )
+    lines = {line["id"]: line for line in map(json.loads, log.read_text().splitlines())}
+    line = lines["logged"]
+    assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reason"]) == (2, 8, "length")
+    assert 0 < line["ttft_s"] <= line["e2e_s"]
+    assert lines["bad"]["finish_reason"] == "error"
+    assert "the model has 256" in lines["bad"]["error"]
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_weights_are_replaced_from_disk_or_from_a_body(served: Served, path: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "other", seed=2)
+    ids = list(range(40, 80))
+    body = {"input_ids": ids, "sampling_params": GREEDY}
+    old, new = reference_tokens(path, ids, 8), reference_tokens(other, ids, 8)
+    assert old != new
+    assert served.generate(**body).json()["output_ids"] == old
+    update = {"model_path": str(other), "weight_version": "step-2"}
+    answer = served.client.post("/update_weights_from_disk", json=update)
+    assert answer.json() == {"success": True, "weight_version": "step-2", "num_live": 0}
+    found = served.generate(**body).json()
+    assert (found["output_ids"], found["meta_info"]["weight_version"]) == (new, "step-2")
+    assert found["meta_info"]["cached_tokens"] == 0
+
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    for part in (names[::2], names[1::2]):  # q without its k: each half touches every fused parameter
+        content = save({name: tensors[name] for name in part})
+        route = "/update_weights_from_tensor?weight_version=step-1"
+        assert served.client.post(route, content=content).json()["weight_version"] == "step-1"
+    assert served.generate(**body).json()["output_ids"] == old
+
+
+def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp_path: Path) -> None:
+    expected = reference_tokens(path, [5, 6], 8)
+    broken = tmp_path / "broken"
+    shutil.copytree(path, broken)
+    whole = (path / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(whole[:-1000])
+    wider = make_llama(tmp_path / "wider", seed=3, num_hidden_layers=1)
+    for folder, message in ((broken, "truncated"), (wider, "another model"), (tmp_path / "none", "none")):
+        answer = served.client.post("/update_weights_from_disk", json={"model_path": str(folder)})
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+    for content, message in ((b"", "empty"), (b"no safetensors at all", "safetensors"), (whole[:3000], "")):
+        answer = served.client.post("/update_weights_from_tensor", content=content)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+    strange = save({"model.nothing.weight": torch.zeros(3)})
+    answer = served.client.post("/update_weights_from_tensor", content=strange)
+    assert "model.nothing.weight is unexpected" in answer.json()["error"]["message"]
+    assert served.generate(input_ids=[5, 6], sampling_params=GREEDY).json()["output_ids"] == expected
