@@ -112,6 +112,24 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
     assert client.messages.create(messages=talk, **BASE).content[0].text == "Hello there!"
 
 
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+    made = client.messages.create(messages=ask("count"), stop_sequences=["zzz", "three"], **BASE)
+    assert (made.stop_reason, made.stop_sequence, made.content[0].text) == ("stop_sequence", "three", "one two ")
+    with client.messages.stream(messages=ask("count"), stop_sequences=["three"], **BASE) as stream:
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence, final.content[0].text) == ("stop_sequence", "three", "one two ")
+
+
+def test_a_call_can_be_forced(client: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"unit": {"enum": ["c", "f"]}}, "required": ["unit"]}
+    tool = {"name": "inside", "input_schema": schema | {"additionalProperties": False}}
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "inside"}):
+        body = BASE | {"max_tokens": 80, "messages": ask("hi"), "tools": [tool], "tool_choice": choice}
+        made = client.messages.create(**body)
+        assert (made.stop_reason, [block.type for block in made.content]) == ("tool_use", ["tool_use"])
+        assert made.content[0].input["unit"] in ("c", "f")
+
+
 def test_the_limit_and_a_prefill(client: anthropic.Anthropic) -> None:
     made = client.messages.create(messages=ask("count"), **(BASE | {"max_tokens": 2}))
     assert (made.stop_reason, made.content[0].text) == ("max_tokens", "one two ")

@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from chat_templates import QWEN
 from engine_http import served
 from scripted import make_scripted
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPTS = {
     "default": ["Hello", " there", "!"],
@@ -154,6 +155,117 @@ def test_the_last_message_can_be_gone_on_with(client: openai.OpenAI) -> None:
     talk = [*ask("hi"), {"role": "assistant", "content": "one two "}]
     made = client.chat.completions.create(messages=talk, extra_body={"continue_final_message": True}, **GREEDY)
     assert made.choices[0].message.content == "three four five"
+
+
+def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
+    for stop in ("thr", ["zzz", "o three"]):
+        made = client.chat.completions.create(messages=ask("count"), stop=stop, **GREEDY).choices[0]
+        assert made.finish_reason == "stop"
+        assert made.message.content == ("one two " if stop == "thr" else "one tw")
+    stream = client.chat.completions.create(messages=ask("count"), stop="o three", stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "one tw"
+
+
+def test_several_answers_are_drawn_again_by_their_seed(client: openai.OpenAI) -> None:
+    def draw(seed: int, n: int) -> list[str]:
+        made = client.chat.completions.create(
+            model="tiny", messages=ask("hi"), n=n, seed=seed, max_tokens=8, temperature=30
+        )
+        assert [choice.index for choice in made.choices] == list(range(n))
+        assert made.usage.completion_tokens <= 8 * n
+        return [choice.message.content for choice in made.choices]
+
+    first = draw(7, 3)
+    assert draw(7, 3) == first
+    assert draw(7, 1) == first[:1]
+    assert len(set(first)) == 3
+    assert draw(8, 1) != first[:1]
+
+
+def test_logprobs_are_those_of_transformers(client: openai.OpenAI, path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.apply_chat_template(ask("hi"), add_generation_prompt=True, return_dict=False)
+    made = client.chat.completions.create(messages=ask("hi"), logprobs=True, top_logprobs=3, **GREEDY).choices[0]
+    entries = made.logprobs.content
+    assert [entry.token for entry in entries] == ["Hello", " there", "!", "</s>"]
+    assert [bytes(entry.bytes) for entry in entries] == [b"Hello", b" there", b"!", b"</s>"]
+    told = tokenizer.convert_tokens_to_ids([entry.token for entry in entries])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([[*ids, *told]])).logits[0]
+    expected = logits.log_softmax(-1)[len(ids) - 1 : -1]
+    for row, token, entry in zip(expected, told, entries, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    chunks = client.chat.completions.create(messages=ask("hi"), logprobs=True, stream=True, **GREEDY)
+    streamed = [entry for chunk in chunks for entry in (chunk.choices[0].logprobs.content or [])]
+    assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in entries]
+
+
+def test_completions_echo_the_prompts_logprobs(client: openai.OpenAI, path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.encode("one two three ")
+    made = client.completions.create(prompt=ids, echo=True, logprobs=2, max_tokens=0, **GREEDY).choices[0]
+    with torch.no_grad():
+        rows = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert made.text == "one two three "
+    assert made.logprobs.tokens == ["one ", "two ", "three "]
+    assert made.logprobs.text_offset == [0, 4, 8]
+    expected = [rows[index, token].item() for index, token in enumerate(ids[1:])]
+    assert made.logprobs.token_logprobs[0] is None
+    assert made.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert [len(top) for top in made.logprobs.top_logprobs[1:]] == [2, 2]
+    more = client.completions.create(prompt=ids, echo=True, logprobs=0, max_tokens=2, **GREEDY).choices[0]
+    assert more.text == "one two three four five"
+    assert (more.logprobs.tokens[-2:], more.logprobs.text_offset[-2:]) == (["four ", "five"], [14, 19])
+
+
+def test_biased_tokens_are_not_said(client: openai.OpenAI, path: Path) -> None:
+    banned = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(" there")
+    made = client.chat.completions.create(messages=ask("hi"), logit_bias={str(banned): -100}, max_tokens=4, **GREEDY)
+    assert made.choices[0].message.content.startswith("Hello")
+    assert " there" not in made.choices[0].message.content
+
+
+def test_an_answer_is_held_to_a_json_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+    made = client.chat.completions.create(messages=ask("hi"), response_format=wanted, max_tokens=60, **GREEDY)
+    assert json.loads(made.choices[0].message.content)["colour"] in ("red", "blue")
+    with pytest.raises(openai.BadRequestError, match="type"):
+        bad = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "nonsense"}}}
+        client.chat.completions.create(messages=ask("hi"), response_format=bad, **GREEDY)
+
+
+def test_a_call_can_be_forced(client: openai.OpenAI) -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"unit": {"enum": ["c", "f"]}},
+                    "required": ["unit"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+        for name in ("outside", "inside")
+    ]
+    body: dict[str, Any] = {"messages": ask("hi"), "tools": tools, "max_tokens": 80, **GREEDY}
+    named = {"type": "function", "function": {"name": "inside"}}
+    for choice, names in (("required", {"outside", "inside"}), (named, {"inside"})):
+        made = client.chat.completions.create(**body, tool_choice=choice, parallel_tool_calls=False).choices[0]
+        assert made.finish_reason == "tool_calls"
+        assert len(made.message.tool_calls) == 1
+        call = made.message.tool_calls[0].function
+        assert call.name in names
+        assert json.loads(call.arguments)["unit"] in ("c", "f")
+        chunks = client.chat.completions.create(**body, tool_choice=choice, parallel_tool_calls=False, stream=True)
+        pieces = [piece for chunk in chunks for piece in (chunk.choices[0].delta.tool_calls or [])]
+        assert pieces[0].function.name == call.name
+        assert "".join(piece.function.arguments or "" for piece in pieces) == call.arguments
 
 
 def test_completions_take_texts_ids_and_lists_of_both(client: openai.OpenAI, path: Path) -> None:
