@@ -18,6 +18,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="default: auto, as saved"
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    text = "groups of ranks that hold different experts; divides --tp (default: 1)"
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help=text)
 
 
 def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:

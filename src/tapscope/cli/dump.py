@@ -63,8 +63,8 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
 
     observer = partial(make_observer, out=str(args.out.absolute()), config=config, force=args.force)
     forced = any(work.forced)
-    settings = {"dtype": args.dtype, "tp": args.tp, "logits": "all", "prefix_cache": False}  # every row is to be seen
-    with LLM(args.model, observer=observer, **settings) as llm:
+    settings = {"dtype": args.dtype, "tp": args.tp, "ep": args.ep, "logits": "all"}
+    with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is to be seen
         if forced:
             ids = [
                 llm.submit(p, max_new_tokens=n, request_id=name, forced=f, ignore_eos=True)
@@ -114,8 +114,8 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
     from tapscope.dumper import Dumper
     from tapscope.errors import UsageError
 
-    if args.tp != 1:
-        raise UsageError("--backend hf runs on one rank; leave out --tp or use --backend engine")
+    if (args.tp, args.ep) != (1, 1):
+        raise UsageError("--backend hf runs on one rank; leave out --tp and --ep or use --backend engine")
     model = reference.load(args.model, args.dtype)
     ids = reference.encode(args.model, work.prompts)
     with Dumper(model, args.out, config=config, force=args.force) as dumper:
