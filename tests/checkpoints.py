@@ -120,4 +120,6 @@ def make_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     if model.config.vocab_size >= VOCAB_SIZE:
         (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+        if family.startswith("gemma"):  # by default transformers looks for the special tokens of Gemma's vocabulary
+            (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return path

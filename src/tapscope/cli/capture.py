@@ -15,7 +15,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """What model, in what form."""
     parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face checkpoint")
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="default: auto, as saved"
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: auto, as saved"
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     text = "groups of ranks that hold different experts; divides --tp (default: 1)"
