@@ -15,6 +15,7 @@ from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.policy import Policy
+from tapscope.engine.pooling import POOLINGS, pool_step
 from tapscope.engine.ranks import Ranks, change_weights
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
@@ -90,6 +91,10 @@ class Engine:
             wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab), None)
             if wrong is not None:
                 raise UsageError(f"request {request.id!r}: {name} hold {wrong!r}; token ids run from 0 to {vocab - 1}")
+        if request.pooling not in (None, *POOLINGS):
+            raise UsageError(
+                f"request {request.id!r}: pooling is {request.pooling!r}; it must be {' or '.join(POOLINGS)}"
+            )
         if not request.prompt_ids:
             raise UsageError(f"request {request.id!r} has no prompt tokens; give at least one")
         limit, asked = self.model_config.max_positions, len(request.prompt_ids) + request.max_new_tokens
@@ -116,8 +121,12 @@ class Engine:
         plan = self.scheduler.plan(
             all_logits=self.config.logits == "all", epoch=None if observer is None else observer.epoch
         )
-        sampled = SampledStep(self.sampler, plan, [self._live[share.request] for share in plan.shares])
-        finished = self.scheduler.commit(self._execute(plan, sampled))
+        requests = [self._live[share.request] for share in plan.shares]
+        sampled = SampledStep(self.sampler, plan, requests)
+        tokens = self._execute(plan, sampled)
+        if any(request.pooling for request in requests):
+            pool_step(plan, requests, self.runner.last_hidden_state)
+        finished = self.scheduler.commit(tokens)
         sampled.tell()
         self.runner.finish(plan)
         return self._outputs([share.request for share in plan.shares], finished)
@@ -207,6 +216,7 @@ class Engine:
             reason=request.reason,
             logprobs=tuple(request.logprobs[first:]) if request.params.wants_logprobs else None,
             prompt_logprobs=tuple(request.prompt_logprobs) if request.prompt_logprobs and not first else None,
+            embedding=request.embedding,
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
         )

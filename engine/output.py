@@ -31,6 +31,8 @@ class Output:
     """The token or stop string that ended it."""
     reason: str = ""
     """Why it was aborted, one sentence."""
+    embedding: tuple[float, ...] | None = None
+    """Of the prompt, of length 1; None where not asked for."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Leading prompt tokens that the prefix cache held."""
@@ -60,6 +62,7 @@ class Output:
             text=self.text + later.text,
             logprobs=None if later.logprobs is None else (self.logprobs or ()) + later.logprobs,
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+            embedding=self.embedding or later.embedding,
         )
 
 
@@ -72,6 +75,7 @@ _DEFAULTS: dict[str, Any] = {
     "finish_reason": None,
     "matched": None,
     "reason": "",
+    "embedding": None,
     "prompt_tokens": 0,
     "cached_tokens": 0,
 }

@@ -73,7 +73,7 @@ class Paging:
         At most all but the last known token is taken from the tree: one row must be computed for there to be logits.
         """
         start, end = request.num_shared * self.page_size, (request.num_shared + 1) * self.page_size
-        if not self._shares or request.wants_prompt_rows or end >= len(request.tokens):
+        if not self._shares or request.needs_every_row or end >= len(request.tokens):
             return None
         return request.node or self.tree.root, tuple(request.tokens[start:end])
 

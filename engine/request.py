@@ -10,6 +10,8 @@ from tapscope.engine.radix import Node
 from tapscope.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tapscope.engine.grammar import Constraint
 
 
@@ -51,6 +53,8 @@ class Request:
     """Prompt and generated tokens: everything known."""
     priority: int = 0
     """The higher is served first; waiting makes up for it (:attr:`EngineConfig.ageing_steps`)."""
+    pooling: str | None = None
+    """``last`` or ``mean``: make an embedding of the prompt (:mod:`tapscope.engine.pooling`)."""
     seed: int = 0
     """Seed of its draws; set at submit."""
     constraint: "Constraint | None" = None
@@ -64,6 +68,11 @@ class Request:
     """The token that ended it."""
     reason: str = ""
     """Why it was aborted, one sentence."""
+
+    pooled: "Tensor | None" = None
+    """Sum of the prompt's final hidden states so far, or its last one: [hidden], float32."""
+    embedding: tuple[float, ...] | None = None
+    """Once the whole prompt is computed, where :attr:`pooling` asks for it."""
 
     # Set by Scheduler
     num_computed: int = 0
@@ -127,8 +136,13 @@ class Request:
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Whether logits of every prompt row are asked for, so that none may come from the prefix cache."""
+        """Whether logits of every prompt row are asked for."""
         return self.params.prompt_logprobs is not None
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether every prompt row has to be computed, so that none may come from the prefix cache."""
+        return self.wants_prompt_rows or self.pooling == "mean"
 
     def record(self, start: int, count: int) -> None:
         """Positions from ``start`` on were computed."""

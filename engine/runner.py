@@ -108,6 +108,13 @@ class Runner:
         """How the next step runs; equal on all ranks once the observer has applied the plan's epoch."""
         return self._modes.choose(self.observer)
 
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Of the last step's rows, behind the final norm: [rows, hidden], whole on every rank."""
+        hidden = self.model.last_hidden_state
+        assert hidden is not None, "no step was computed"
+        return hidden
+
     @torch.no_grad()
     def _forward(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> list[int]:
         """Sampled token of each share that samples; the only place where a step's values come to the host.

@@ -4,6 +4,8 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,3 +47,14 @@ class Served:
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+
+
+@contextmanager
+def served(path: Path, *, settings: dict[str, Any] | None = None, **engine: Any) -> Iterator[str]:
+    """Serve the checkpoint at ``path``; gives the server's address, for clients of the test's own."""
+    with LLM(path, **engine) as llm:
+        made = Served(llm, [], ServerSettings(**(settings or {})))
+        try:
+            yield str(made.client.base_url).rstrip("/")
+        finally:
+            made.close()

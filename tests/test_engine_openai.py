@@ -1,11 +1,13 @@
 """OpenAI's API by the `openai` package, against a real server whose model says what a script says."""
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
@@ -288,6 +290,29 @@ def test_completions_take_texts_ids_and_lists_of_both(client: openai.OpenAI, pat
     for chunk in streamed:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == {0: "two three four ", 1: " there!"}
+
+
+def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenAI, path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path).model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = ["one two three ", "import json", "a b c d e f g " * 60]
+    client.completions.create(prompt=texts[2], max_tokens=1, **GREEDY)  # the prefix cache has it from here on
+    for pooling in ("last", "mean"):
+        made = client.embeddings.create(model="tiny", input=texts, extra_body={"pooling": pooling})
+        assert made.pooling == pooling
+        assert made.usage.prompt_tokens == sum(len(tokenizer.encode(text)) for text in texts)
+        for text, item in zip(texts, made.data, strict=True):
+            with torch.no_grad():
+                states = model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0]
+            pooled = states[-1] if pooling == "last" else states.mean(0)
+            expected = torch.nn.functional.normalize(pooled, dim=0)
+            torch.testing.assert_close(torch.tensor(item.embedding), expected, atol=1e-5, rtol=1e-4)
+    ids = tokenizer.encode(texts[0])
+    plain = client.embeddings.create(model="tiny", input=ids, encoding_format="float").data[0].embedding
+    coded = client.embeddings.create(model="tiny", input=texts[0], encoding_format="base64").data[0].embedding
+    assert np.frombuffer(base64.b64decode(coded), "<f4") == pytest.approx(plain, abs=1e-6)
+    with pytest.raises(openai.BadRequestError, match="dimensions is not supported"):
+        client.embeddings.create(model="tiny", input="x", dimensions=8)
 
 
 @pytest.mark.parametrize(

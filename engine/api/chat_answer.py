@@ -37,6 +37,10 @@ class ChatAnswer:
         self._with_logprobs = with_logprobs
         self._choices = [_Choice(Reply(form)) for _ in range(n)]
 
+    def take(self, index: int, output: Output) -> None:
+        """Take an output of answer ``index``. Raises AbortedError."""
+        self._take(self._choices[index], index, output)
+
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """Take an output of answer ``index``; the stream's chunk for it, or None when nothing is certain yet.
 

@@ -138,6 +138,10 @@ class CompletionAnswer:
         self._parts: dict[int, list[dict[str, Any]]] = {}
         self._offsets: dict[int, int] = {}
 
+    def take(self, index: int, output: Output) -> None:
+        """Take an output of answer ``index``. Raises AbortedError."""
+        self._take(index, output)
+
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """Take an output of answer ``index``; the stream's chunk for it, or None when it has nothing to show."""
         choice = self._take(index, output)

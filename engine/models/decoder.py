@@ -135,6 +135,8 @@ class CausalLM(nn.Module):
         self.model = self.decoder_class(config, tp, dtype, self.layer_class)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
+        self.last_hidden_state: Tensor | None = None
+        """Of the last step, [tokens, hidden], normalised."""
         self.sampler = Probe(TOKENS, rows="logits")
         inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)
         self.tap_dims = inputs | {"out[logits]": "t v # tp:replicated"}
@@ -154,7 +156,7 @@ class CausalLM(nn.Module):
     ) -> CausalLMOutput:
         """Ids and positions [tokens] int64 -> logits of the rows ``logits_to_keep`` (int64), or of all of them."""
         outputs = self.model(input_ids, position_ids=position_ids, past_key_values=past_key_values)
-        hidden_states = outputs.last_hidden_state
+        self.last_hidden_state = hidden_states = outputs.last_hidden_state
         if logits_to_keep is not None:
             hidden_states = hidden_states[logits_to_keep]
         logits = self.tp.all_gather(self.lm_head(hidden_states), self.config.vocab_size)

@@ -63,6 +63,13 @@ class Job:
     params: SamplingParams
     request_id: str | None = None
     priority: int = 0
+    pooling: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Further fields of the engine's Request."""
+        values = {"priority": self.priority or None, "pooling": self.pooling}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def jobs(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], request_id: str | None, priority: int) -> list[Job]:
@@ -83,7 +90,7 @@ def outputs_of(state: FrontState, wanted: Sequence[Job]) -> AsyncGenerator[tuple
                 job.token_ids,
                 job.params,
                 request_id=job.request_id,
-                options={"priority": job.priority} if job.priority else {},
+                options=job.options,
             )
             for job in wanted
         ]

@@ -1,4 +1,4 @@
-"""OpenAI's routes: /v1/chat/completions, /v1/completions, /v1/models."""
+"""OpenAI's routes: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -9,12 +9,13 @@ from fastapi.responses import JSONResponse
 from tapscope.engine.api.chat import ChatRequest
 from tapscope.engine.api.chat_answer import ChatAnswer
 from tapscope.engine.api.completions import CompletionAnswer, CompletionRequest
+from tapscope.engine.api.embeddings import PARAMS, EmbeddingAnswer, EmbeddingRequest
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.api.model_list import model_card, model_list
 from tapscope.engine.api.prompting import Prompt, make_prompt
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.output import Output
-from tapscope.engine.server.asking import Asked, guarded, jobs, outputs_of
+from tapscope.engine.server.asking import Asked, Job, guarded, jobs, outputs_of
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import sse, unless_gone
 
@@ -26,6 +27,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["openai"])
     _add_chat(router, state, asked)
     _add_completions(router, state, asked)
+    _add_embeddings(router, state, asked)
     _add_models(router, asked)
     return router
 
@@ -50,6 +52,18 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
         answer = CompletionAnswer(model, wanted)
         work = jobs(list(zip(wanted.prompts, wanted.params, strict=True)), wanted.request_id, wanted.priority)
         return await _reply(request, outputs_of(state, work), answer, wanted)
+
+
+def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
+    @router.post("/embeddings")
+    async def embeddings(request: Request) -> JSONResponse:
+        """The prompts as vectors of length 1: the final hidden state of the last token, or the mean of all."""
+        model = await asked.model()
+        wanted = await asked.read(request, EmbeddingRequest.parse)
+        work = [Job(token_ids=ids, params=PARAMS, pooling=wanted.pooling) for ids in wanted.prompts]
+        answer = EmbeddingAnswer(model, wanted)
+        await unless_gone(request, _take_all(outputs_of(state, work), answer))
+        return JSONResponse(answer.answer())
 
 
 def _add_models(router: APIRouter, asked: Asked) -> None:
@@ -84,10 +98,10 @@ async def _reply(
     return JSONResponse(answer.answer())
 
 
-async def _take_all(outputs: Outputs, answer: ChatAnswer | CompletionAnswer) -> None:
+async def _take_all(outputs: Outputs, answer: ChatAnswer | CompletionAnswer | EmbeddingAnswer) -> None:
     try:
         async for index, output in outputs:
-            answer.chunk(index, output)
+            answer.take(index, output)
     finally:
         await outputs.aclose()
 

@@ -1,0 +1,78 @@
+"""The body and the answer of POST /v1/embeddings."""
+
+import base64
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.engine.api.completions import read_prompts
+from tapscope.engine.api.fields import Fields
+from tapscope.engine.api.model import ServedModel
+from tapscope.engine.api.sampling import WITHOUT_EFFECT
+from tapscope.engine.api.usage import check_not_aborted
+from tapscope.engine.output import Output
+from tapscope.engine.sampling_params import SamplingParams
+
+_FIELDS = ("model", "input", "encoding_format", "pooling", "add_special_tokens")
+_POOLINGS = ("last", "mean")
+
+PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
+"""The step that computes the end of the prompt also gives a token, which nobody looks at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequest:
+    """A checked body."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    is_base64: bool
+    """Whether vectors are written as base64 of little-endian float32, else as numbers."""
+    pooling: str
+    """``last``: the final hidden state of the last token, which has seen all; ``mean``: the mean of all."""
+
+    @classmethod
+    def parse(cls, body: Any, model: ServedModel) -> "EmbeddingRequest":
+        """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
+        fields = Fields(body)
+        fields.refuse_unknown(_FIELDS, WITHOUT_EFFECT)
+        model.check_name(fields.text("model"))
+        with_special = fields.flag("add_special_tokens", True)
+        prompts, _ = read_prompts(fields, model, name="input", add_special_tokens=with_special)
+        for ids in prompts:
+            model.num_new_tokens(len(ids), 1, "input")
+        return cls(
+            prompts=prompts,
+            is_base64=fields.choice("encoding_format", ("float", "base64")) == "base64",
+            pooling=fields.choice("pooling", _POOLINGS) or "last",
+        )
+
+
+class EmbeddingAnswer:
+    """Takes the outputs of all prompts, in any order."""
+
+    def __init__(self, model: ServedModel, request: EmbeddingRequest) -> None:
+        self._model = model
+        self._request = request
+        self._vectors: dict[int, tuple[float, ...]] = {}
+
+    def take(self, index: int, output: Output) -> None:
+        """Take an output of prompt ``index``. Raises AbortedError."""
+        check_not_aborted(output)
+        if output.embedding is not None:
+            self._vectors[index] = output.embedding
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer; it says how the vectors were pooled."""
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            for index, vector in sorted(self._vectors.items())
+        ]
+        count = sum(map(len, self._request.prompts))
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        head = {"object": "list", "data": data, "model": self._model.name}
+        return head | {"pooling": self._request.pooling, "usage": usage}
+
+    def _written(self, vector: tuple[float, ...]) -> str | list[float]:
+        if not self._request.is_base64:
+            return list(vector)
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
