@@ -13,6 +13,7 @@ thread; with two threads over sites 3.5. Tiny: 0.15 ms at first, three quarters 
 """
 
 import argparse
+import os
 import resource
 import statistics
 import subprocess
@@ -70,8 +71,11 @@ def diff(root: Path) -> None:
 
 
 def _start(root: Path) -> "subprocess.Popen[bytes]":
+    """The command as it runs where pip installed it: from compiled bytecode, which the first run leaves behind."""
     command = [sys.executable, "-m", "tapscope", "diff", str(root / "base"), str(root / "target")]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(root.parent / "bytecode")}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env)
 
 
 def _finish(process: "subprocess.Popen[bytes]") -> None:
@@ -107,6 +111,7 @@ def measure_large(root: Path, layers: int, rounds: int) -> None:
     nbytes = diff_runs.large(root, layers)
     for _ in range(2):
         read_everything(root)
+    diff(root)
     calls = {"read": read_everything, "diff": diff, "compare": compare_runs, "naive torch": compare_naively}
     costs = medians(calls, root, rounds)
     print(f"large: {nbytes / 1e9:.2f} GB in both runs, kernels: {backend()[0]}, median of {rounds} rounds")
@@ -119,6 +124,7 @@ def measure_large(root: Path, layers: int, rounds: int) -> None:
 def measure_tiny(root: Path, num_sites: int, steps: int, rounds: int) -> None:
     """One line of the table of tiny tensors."""
     diff_runs.tiny(root, num_sites, steps)
+    diff(root)
     pairs = num_sites * steps
     costs = medians({"diff": diff, "compare": compare_runs, "open": _open}, root, rounds)
     cells = "  ".join(f"{name} {c.wall / pairs * 1e6:6.1f} ({c.cpu / pairs * 1e6:.1f})" for name, c in costs.items())

@@ -84,6 +84,12 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     the first other axis stay where they lie; what else is spread is read in parts.
     """
     axes = token_axes or tuple(range(max((i for i, n in enumerate(piece.shape) if n != 1), default=0)))
+    if isinstance(piece, Leaf) and axes == tuple(range(len(axes))):  # the plain case, in fewer steps
+        array, rank = run.array(piece.record), piece.record.key.rank
+        if array.flags.c_contiguous:
+            num_rows = math.prod(piece.shape[: len(axes)])
+            values = _real(array.reshape(num_rows, math.prod(piece.shape[len(axes) :])))
+            return [Block(0, num_rows, values.shape[1], rank, values, piece, run, axes)]
     return list(_blocks(piece, run, axes, 0))
 
 

@@ -113,10 +113,10 @@ def find_channel(sums: Array, num_rows: int) -> Channel:
 
 def _quartile(values: Array) -> float:
     """The lower quartile, between two values where it falls between them."""
-    ordered = np.sort(values)
-    at, share = divmod(0.25 * (len(ordered) - 1), 1.0)
-    low, high = float(ordered[int(at)]), float(ordered[min(int(at) + 1, len(ordered) - 1)])
-    return low + share * (high - low)
+    at, share = divmod(0.25 * (len(values) - 1), 1.0)
+    places = int(at), min(int(at) + 1, len(values) - 1)
+    low, high = np.partition(values, places)[list(places)].tolist()
+    return float(low + share * (high - low))
 
 
 def _lasting(sums: Array) -> float:

@@ -33,7 +33,7 @@ from tapscope.comparator.stages import numbered
 from tapscope.comparator.tokens import tokens_of
 from tapscope.comparator.twin import Twin, twin_of
 from tapscope.errors import ConfigError, NothingInCommonError
-from tapscope.index import SiteInfo
+from tapscope.index import SiteInfo, uncollected
 from tapscope.kernels.native import filled
 from tapscope.run import Run, open_run
 
@@ -76,7 +76,8 @@ def compare_closely(
     runs can be compared.
     """
     damage = Damage(baseline), Damage(target)
-    return _compare(baseline, target, options or CompareOptions(), damage, progress)
+    with uncollected():
+        return _compare(baseline, target, options or CompareOptions(), damage, progress)
 
 
 @np.errstate(all="ignore")  # values may be anything, bytes of a damaged file too: verdicts say so, not warnings

@@ -120,15 +120,14 @@ def local_floor(
     ``limit``: the most that a row may be off.
     """
     few = _few(spread)
-    widest = [max((s.errors[i] for s in inputs), default=0.0) for i in range(len(QUANTILES))]
+    widest = [max(column) for column in zip(*(s.errors for s in inputs), strict=True)] or [0.0] * len(QUANTILES)
     errors = [
         slack * condition * math.hypot(error, tail * base)
         for slack, tail, error in zip(SLACK, TAIL, widest, strict=True)
     ]
-    element, peak, gain = (
-        max((abs(getattr(s, name)) for s in inputs), default=0.0) for name in ("element", "peak", "gain")
-    )
-    channel = max((abs(s.channel) for s in inputs if abs(s.channel) > s.channel_noise), default=0.0)
+    sizes = [(abs(s.element), abs(s.peak), abs(s.gain)) for s in inputs]
+    element, peak, gain = (max(column) for column in zip(*sizes, strict=True)) if sizes else (0.0, 0.0, 0.0)
+    channel = max([abs(s.channel) for s in inputs if abs(s.channel) > s.channel_noise], default=0.0)
     return Floor(
         _rising([errors[0] * few, *errors[1:]], limit),
         min(2.0 * few * condition * math.hypot(element, 2.0 * base), limit),
@@ -176,13 +175,18 @@ def observed_condition(spread: Spread, inputs: Sequence[Spread], base: float) ->
     return spread.errors[0] / math.hypot(widest, base)
 
 
-def learned_condition(likes: Sequence[float]) -> float:
-    """k for a module whose likes in other layers are conditioned as ``likes`` say."""
-    if len(likes) < 2:
-        return CONDITION
+def learned_conditions(likes: Sequence[float]) -> list[float]:
+    """k of each module of some that are conditioned alike in other layers, from the median of what the others show."""
+    if len(likes) < 3:
+        return [CONDITION] * len(likes)
     low, high = CONDITION_RANGE
-    middle = sorted(likes)[len(likes) // 2]
-    return min(max(LIKES * middle, low), high)
+    order = sorted(range(len(likes)), key=likes.__getitem__)
+    middle = (len(likes) - 1) // 2
+    upper = likes[order[middle + 1]], likes[order[middle]]  # without one below the middle, and without one above
+    found = [CONDITION] * len(likes)
+    for rank, index in enumerate(order):
+        found[index] = min(max(LIKES * upper[rank > middle], low), high)
+    return found
 
 
 assert len(TAIL) == len(SLACK) == len(QUANTILES)

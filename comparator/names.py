@@ -20,12 +20,12 @@ PARTIAL = ".partial"
 class Rewrite:
     """One spelling turned into the common one; ``pattern`` must match a prefix or suffix by its own anchors."""
 
-    pattern: re.Pattern[str]
+    pattern: str
     common: str
 
     def apply(self, site: str) -> str:
         """``site`` in the common spelling, or as it was."""
-        return self.pattern.sub(self.common, site, count=1)
+        return _compiled(self.pattern).sub(self.common, site, count=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,11 @@ def _rewritten(site: str, family: Family) -> str:
 
 
 def _rewrites(*pairs: tuple[str, str]) -> tuple[Rewrite, ...]:
-    return tuple(Rewrite(re.compile(pattern), common) for pattern, common in pairs)
+    return tuple(Rewrite(pattern, common) for pattern, common in pairs)
+
+
+_compiled = lru_cache(maxsize=None)(re.compile)
+"""Two runs of one framework need none of them."""
 
 
 # A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor.

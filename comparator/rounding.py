@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from tapscope import dtypes
 from tapscope.comparator.examine import Examined
 from tapscope.comparator.floor import (
+    CONDITION,
     CONDITION_TWIN,
     ROW_LIMIT,
     Floor,
-    learned_condition,
+    learned_conditions,
     local_floor,
     observed_condition,
     path_floor,
@@ -152,10 +153,11 @@ class Rounding:
             if case is not None and case.base and self._graph.inputs(node).nodes and not case.spread.is_zero:
                 kind = _LAYER.sub("*", self._examined[self._matched[node]].site, count=1)
                 kinds.setdefault(kind, []).append((node, observed_condition(case.spread, case.inputs, case.base)))
-        found = [learned_condition(())] * len(self._cases)
+        found = [CONDITION] * len(self._cases)
         for likes in kinds.values():
-            for node, _ in likes:
-                found[node] = learned_condition([value for other, value in likes if other != node])
+            learned = learned_conditions([value for _, value in likes])
+            for (node, _), condition in zip(likes, learned, strict=True):
+                found[node] = condition
         return found
 
 

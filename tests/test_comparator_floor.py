@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.comparator.channels import MIN_ROWS, find_channel
-from tapscope.comparator.floor import local_floor, path_floor, unit
+from tapscope.comparator.floor import (
+    CONDITION,
+    CONDITION_RANGE,
+    LIKES,
+    learned_conditions,
+    local_floor,
+    path_floor,
+    unit,
+)
 from tapscope.comparator.rules import MEASURES, compile_rules, parse_rule
 from tapscope.comparator.spread import NOTHING, Spread
 from tapscope.errors import ConfigError, RuleError
@@ -139,6 +147,15 @@ def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: f
         assert list(floor.errors) == sorted(floor.errors)
         assert all(x > 0 for x in (*floor.errors, floor.element, floor.peak, floor.gain, floor.channel))
     assert floors[0].worst(NOTHING)[0] == 0.0
+
+
+@given(st.lists(st.floats(0.01, 10), max_size=9))
+def test_each_condition_is_learned_from_the_median_of_the_others(likes: list[float]) -> None:
+    found = learned_conditions(likes)
+    for i, condition in enumerate(found):
+        others = sorted(likes[:i] + likes[i + 1 :])
+        low, high = CONDITION_RANGE
+        assert condition == (min(max(LIKES * others[len(others) // 2], low), high) if len(others) > 1 else CONDITION)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(16, 64), st.integers(8, 96), st.floats(0.001, 0.005))

@@ -112,12 +112,13 @@ def _ratio(part: Array, whole: Array) -> Array:
 
 
 def median(values: Array) -> float:
-    """The median of a one-dimensional array that is not empty; NaN where a value is. For few values faster than
-    numpy's, which prepares for 20 to 40 microseconds."""
-    ordered = np.sort(values)
-    if ordered[-1] != ordered[-1]:  # NaN is sorted to the end
+    """The median of a one-dimensional array that is not empty; NaN where a value is. Numpy's own prepares for 20 to 40
+    microseconds."""
+    at = (len(values) - 1) // 2, len(values) // 2
+    ordered = np.partition(values, (*at, len(values) - 1))
+    if ordered[-1] != ordered[-1]:  # NaN comes last
         return math.nan
-    low, high = float(ordered[(len(ordered) - 1) // 2]), float(ordered[len(ordered) // 2])
+    low, high = float(ordered[at[0]]), float(ordered[at[1]])
     return low if low == high else low + (high - low) / 2.0
 
 

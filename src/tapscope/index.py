@@ -65,7 +65,8 @@ class RankIndex:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Records are made by the hundred thousand and stay: to look for garbage among them costs more than they do."""
+    """Records and findings are made by the hundred thousand and stay: to look for garbage among them costs more than
+    they do."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
