@@ -10,7 +10,8 @@ import numpy as np
 from tapscope.comparator.closeup import Closeup, closeup
 from tapscope.comparator.coverage import cover
 from tapscope.comparator.damage import Damage, look, with_damage
-from tapscope.comparator.examine import Examined, Examiner
+from tapscope.comparator.examine import Examiner
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding
 from tapscope.comparator.flips import Flip, explain_flips
 from tapscope.comparator.hints import hints_of

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tapscope import text
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.models import differences
 from tapscope.comparator.requests import Fork

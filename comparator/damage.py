@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tapscope.comparator.coverage import Coverage
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.localise import Divergence
 from tapscope.comparator.series import Series, recorded
 from tapscope.errors import DataError, RunCorruptError

@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tapscope import dtypes
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.channels import MIN_ROWS, QUIET, worst_channel
-from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
+from tapscope.comparator.examined import Examined
+from tapscope.comparator.finding import Place, RowCounts, Side
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
-from tapscope.comparator.measure import Measured, Opened, WidthError, are_masks, measure
+from tapscope.comparator.measure import Measured, Opened, WidthError, measure
 from tapscope.comparator.pieces import Joined
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.results import numbers_of, steps_of
 from tapscope.comparator.series import Series, recorded
-from tapscope.comparator.spread import NOTHING, Spread, spread_of
+from tapscope.comparator.spread import NOTHING, spread_of
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
 from tapscope.errors import DataError
@@ -32,52 +32,6 @@ _NONE = np.empty(0, np.int64)
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
 PERMUTED = "permuted: the same elements in another order"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """One site before it is judged."""
-
-    pair: Pair
-    site: str
-    baseline: Side | None = None
-    target: Side | None = None
-    problem: str = ""
-    """Why it could not be compared; everything below is then empty."""
-    apart: str = ""
-    """Why nothing of it meets though nothing is wrong: it is left out of the findings."""
-    basis: str = "none"
-    layout: str = "whole"
-    rows: RowCounts = field(default_factory=RowCounts)
-    missing: int = 0
-    """Firings without a partner that nobody explained."""
-    spread: Spread | None = None
-    """None for what was not compared as numbers."""
-    handed_on: Spread | None = None
-    """The spread of all rows where some were set aside (:mod:`.set_aside`): that is what goes into what follows."""
-    numbers: Numbers | None = None
-    worst: Place | None = None
-    steps: tuple[StepResult, ...] = ()
-    unequal: tuple[int, ...] = ()
-    """Row pairs whose integers differ, the first few; -1 where there are no token rows."""
-    num_unequal: int = 0
-    """Rows that are not equal bit for bit as numbers; where only statistics were kept, firings whose hashes differ."""
-    permuted: bool = False
-    """Whether somewhere unequal tensors hold the same elements, in another order."""
-    detail: "Detail | None" = None
-    replicas: str = ""
-    """What is wrong with the replicas of one side, if anything."""
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    """Of the notes, those that say why values may be wrong."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether values of this kind must be equal: integers, booleans, values that are no tensors."""
-        if self.baseline is None or self.target is None:
-            return False
-        names = self.baseline.dtype, self.target.dtype
-        return are_masks(*names) or not any(map(dtypes.is_float, names))
 
 
 class Look(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator import chunks
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.series import identity
 

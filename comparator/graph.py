@@ -6,12 +6,11 @@ parameters; anything else came from what the enclosing module was given and what
 backward the same holds of gradients, beside the values of the forward.
 """
 
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tapscope.comparator.names import PARTIAL
+from tapscope.comparator.node import Inputs, Node
 from tapscope.site import layer_of
 
 WINDOW = 8
@@ -20,56 +19,6 @@ OPS_PER_LAYER = 8
 """Roundings in sequence that one decoder layer makes, where its inside was not captured."""
 OPS_POINTWISE = 6
 """Roundings in sequence within a pointwise function: ``x * 0.5 * (1 + tanh(a * (x + b * x**3)))``."""
-_POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One matched site in execution order."""
-
-    path: str
-    port: str
-    numeric: bool
-    """Whether it was compared as rounded numbers."""
-    has_params: bool = False
-    """Whether the module has parameters of its own: then it is one operation."""
-    cls: str = ""
-    """Class of the module, where known."""
-    identities: tuple[object, object] = (None, None)
-    """What is equal when the values of two sites are, one a run; None where that is not known."""
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is a gradient."""
-        return self.port.endswith(".grad")
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it is a parameter or a buffer."""
-        return self.port.startswith(("param[", "buffer[")) and not self.is_backward
-
-    @property
-    def is_input(self) -> bool:
-        """Whether this is what a module was given: its inputs, or going backward the gradients of its outputs."""
-        return self.port.startswith("out" if self.is_backward else "in[")
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether the module works on each element by itself."""
-        return not self.has_params and _POINTWISE.search(self.cls) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What went into a site."""
-
-    nodes: tuple[int, ...]
-    """Indices of the sites, in execution order."""
-    how: str
-    """``captured``, ``inside``, ``same`` (the bytes of an earlier site), ``around`` (what the enclosing module was
-    given and made), ``before`` (whatever fired before); empty when nothing did."""
-    ops: int = 1
-    """Roundings in sequence between those and the site."""
 
 
 class Graph:

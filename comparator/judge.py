@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.flips import Flip
 from tapscope.comparator.floor import score
-from tapscope.comparator.graph import Graph, Inputs, Node
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.node import Inputs, Node
 from tapscope.comparator.rounding import Rounding, params_of
 from tapscope.comparator.rules import Rule, find_rule, measures_of
 from tapscope.comparator.series import identity

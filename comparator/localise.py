@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, StepResult, Verdict
-from tapscope.comparator.graph import Graph, Inputs, is_within
+from tapscope.comparator.graph import Graph, is_within
+from tapscope.comparator.node import Inputs
 from tapscope.comparator.tokens import TokenError
 
 CLEAR = 2.0

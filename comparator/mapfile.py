@@ -114,7 +114,7 @@ def read_maps(paths: Iterable[str | Path]) -> MapFile:
 
 
 def _parse(path: Path) -> MapFile:
-    from tapscope.comparator.yamlfile import read_yaml
+    from tapscope.comparator.yamlfile import read_yaml  # only now: yaml takes a while to load
 
     content = read_yaml(path)
     _known(str(path), content, ("rename", "split", "join", "dims", "rules"))

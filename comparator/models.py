@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.errors import NothingInCommonError
 from tapscope.run import Run
 

@@ -5,7 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from tapscope import dtypes
-from tapscope.comparator.examine import Examined, Examiner, Look
+from tapscope.comparator.examine import Examiner, Look
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.match import Pair
 
 MAX_THREADS = 4

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tapscope import dtypes
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.floor import (
     CONDITION,
     CONDITION_TWIN,

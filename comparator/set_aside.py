@@ -8,7 +8,8 @@ their error is handed on like any other (:attr:`~.examine.Examined.handed_on`).
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tapscope.comparator.examine import Examined, Examiner
+from tapscope.comparator.examine import Examiner
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.flips import Flip
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tapscope.comparator.examine import Examined, Examiner
+from tapscope.comparator.examine import Examiner
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Place
 from tapscope.comparator.measure import Opened, WidthError, measure
 from tapscope.errors import DataError

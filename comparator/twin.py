@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tapscope import dtypes
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.floor import EXTREME, TAIL, Floor
 from tapscope.comparator.spread import Spread
 from tapscope.errors import NothingInCommonError

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.casts import casts, overflow
 from tapscope.comparator.explain.damage import Damage, find_damage
@@ -22,8 +22,8 @@ from tapscope.comparator.explain.rotary import tables, turns
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.trial import Trial, share_of
-from tapscope.comparator.graph import Inputs
 from tapscope.comparator.localise import Divergence
+from tapscope.comparator.node import Inputs
 from tapscope.comparator.prepare import Preparer
 from tapscope.errors import DataError
 

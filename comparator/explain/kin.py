@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.examine import Examined
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.explain.relatives import Relative, Summand
 from tapscope.comparator.explain.sample import Sample, read_like, read_parts
 from tapscope.comparator.names import is_partial, reduced

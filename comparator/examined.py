@@ -1,0 +1,59 @@
+"""Examined: everything about one matched pair of sites that can be known without looking at other sites."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tapscope import dtypes
+from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
+from tapscope.comparator.match import Pair
+from tapscope.comparator.measure import are_masks
+from tapscope.comparator.spread import Spread
+
+if TYPE_CHECKING:
+    from tapscope.comparator.detail import Detail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """One site before it is judged."""
+
+    pair: Pair
+    site: str
+    baseline: Side | None = None
+    target: Side | None = None
+    problem: str = ""
+    """Why it could not be compared; everything below is then empty."""
+    apart: str = ""
+    """Why nothing of it meets though nothing is wrong: it is left out of the findings."""
+    basis: str = "none"
+    layout: str = "whole"
+    rows: RowCounts = field(default_factory=RowCounts)
+    missing: int = 0
+    """Firings without a partner that nobody explained."""
+    spread: Spread | None = None
+    """None for what was not compared as numbers."""
+    handed_on: Spread | None = None
+    """The spread of all rows where some were set aside (:mod:`.set_aside`): that is what goes into what follows."""
+    numbers: Numbers | None = None
+    worst: Place | None = None
+    steps: tuple[StepResult, ...] = ()
+    unequal: tuple[int, ...] = ()
+    """Row pairs whose integers differ, the first few; -1 where there are no token rows."""
+    num_unequal: int = 0
+    """Rows that are not equal bit for bit as numbers; where only statistics were kept, firings whose hashes differ."""
+    permuted: bool = False
+    """Whether somewhere unequal tensors hold the same elements, in another order."""
+    detail: "Detail | None" = None
+    replicas: str = ""
+    """What is wrong with the replicas of one side, if anything."""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Of the notes, those that say why values may be wrong."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values of this kind must be equal: integers, booleans, values that are no tensors."""
+        if self.baseline is None or self.target is None:
+            return False
+        names = self.baseline.dtype, self.target.dtype
+        return are_masks(*names) or not any(map(dtypes.is_float, names))

@@ -1,0 +1,55 @@
+"""Node: one matched site as the graph sees it, and what went into it."""
+
+import re
+from dataclasses import dataclass
+
+_POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One matched site in execution order."""
+
+    path: str
+    port: str
+    numeric: bool
+    """Whether it was compared as rounded numbers."""
+    has_params: bool = False
+    """Whether the module has parameters of its own: then it is one operation."""
+    cls: str = ""
+    """Class of the module, where known."""
+    identities: tuple[object, object] = (None, None)
+    """What is equal when the values of two sites are, one a run; None where that is not known."""
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a gradient."""
+        return self.port.endswith(".grad")
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a parameter or a buffer."""
+        return self.port.startswith(("param[", "buffer[")) and not self.is_backward
+
+    @property
+    def is_input(self) -> bool:
+        """Whether this is what a module was given: its inputs, or going backward the gradients of its outputs."""
+        return self.port.startswith("out" if self.is_backward else "in[")
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether the module works on each element by itself."""
+        return not self.has_params and _POINTWISE.search(self.cls) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What went into a site."""
+
+    nodes: tuple[int, ...]
+    """Indices of the sites, in execution order."""
+    how: str
+    """``captured``, ``inside``, ``same`` (the bytes of an earlier site), ``around`` (what the enclosing module was
+    given and made), ``before`` (whatever fired before); empty when nothing did."""
+    ops: int = 1
+    """Roundings in sequence between those and the site."""
