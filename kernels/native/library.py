@@ -41,8 +41,8 @@ class Functions(NamedTuple):
     channel_sums: Any
     """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, first, out); None where the
     library lacks it, and numpy serves."""
-    overview: Any
-    """(floats, integers, at worst, rows, errors out, out); None as above."""
+    overview: Callable[[Any, Any, Any, Any], bytes] | None
+    """(floats, integers, at worst, errors out) -> struct Overview; None as above."""
 
 
 class _Choice(NamedTuple):
@@ -120,14 +120,14 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
     summary = [_ADDRESS, _INT64, ctypes.c_int, ctypes.c_int, _ADDRESS, _ADDRESS]
     rows = [_ADDRESS, _ADDRESS, ctypes.c_int, ctypes.c_int, _INT64, _INT64, _ADDRESS, _ADDRESS]
     measures = [_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS]
-    sums, overview = (getattr(library, name, None) for name in ("ts_channel_sums", "ts_overview"))
+    sums = getattr(library, "ts_channel_sums", None)
     return Functions(
         take=module.take,
         digest_of=module.digest_of,
         summarize=_function(library.ts_summarize, None, summary),
         compare_rows=_function(library.ts_compare_rows, None, rows + measures),
         channel_sums=sums and _function(sums, None, [*rows, _INT64, _INT64, _INT64, _ADDRESS]),
-        overview=overview and _function(overview, None, [_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _ADDRESS, _ADDRESS]),
+        overview=getattr(module, "overview", None),
     )
 
 

@@ -1,8 +1,9 @@
-// What the dumper calls at every hook, as functions of Python's: through ctypes the call would cost more than the work.
+// What the dumper calls at every hook and the comparator at every site, as functions of Python's: through ctypes the call would cost more than the work.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "overview.h"
 #include "taken.h"
 
 namespace {
@@ -58,6 +59,42 @@ PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digest), sizeof digest);
 }
 
+// The memory of an array, for as long as this lives.
+class Memory {
+  public:
+    Memory(PyObject* array, int flags) : held_(PyObject_GetBuffer(array, &view_, flags | PyBUF_C_CONTIGUOUS) == 0) {}
+    ~Memory() {
+        if (held_) PyBuffer_Release(&view_);
+    }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    explicit operator bool() const { return held_; }
+    Py_ssize_t nbytes() const { return view_.len; }
+    template <class T>
+    T* as() const { return static_cast<T*>(view_.buf); }
+
+  private:
+    Py_buffer view_;
+    bool held_;
+};
+
+// (floats [6, rows], integers [8, rows], at worst [rows], room for the errors [rows]) -> struct Overview as bytes
+PyObject* overview(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "4 arguments are needed, not %zd", count);
+    const Memory floats(args[0], 0), integers(args[1], 0), at_worst(args[2], 0), errors(args[3], PyBUF_WRITABLE);
+    if (!floats || !integers || !at_worst || !errors) return nullptr;
+    const int64_t rows = errors.nbytes() / 8;
+    if (floats.nbytes() != 48 * rows || integers.nbytes() != 64 * rows || at_worst.nbytes() != 8 * rows || rows < 1) {
+        return PyErr_Format(PyExc_ValueError, "the arrays do not have %lld rows each", static_cast<long long>(rows));
+    }
+    uint8_t found[ts::kOverviewBytes];
+    run(floats.nbytes() * 4, [&] {
+        ts_overview(floats.as<double>(), integers.as<int64_t>(), at_worst.as<double>(), rows, errors.as<double>(), found);
+    });
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found), sizeof found);
+}
+
 template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyCFunction fast() {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
@@ -66,6 +103,7 @@ PyCFunction fast() {
 PyMethodDef kMethods[] = {
     {"take", fast<take>(), METH_FASTCALL, nullptr},
     {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
+    {"overview", fast<overview>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

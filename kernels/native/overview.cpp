@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "common.h"
+#include "overview.h"
 
 namespace ts {
 namespace {
@@ -26,6 +26,8 @@ struct Overview {  // in the order of _LAYOUT
     int64_t worst = 0;               // the row whose error is largest
     int64_t unequal = 0;             // rows
 };
+
+static_assert(sizeof(Overview) == kOverviewBytes, "the size is told apart in overview.h");
 
 double ratio(double part, double whole) { return whole > 0 ? part / whole : part > 0 ? kInfinity : 0; }
 
@@ -110,9 +112,9 @@ void add_spread(const double* floats, const int64_t* widths, const double* at_wo
 }  // namespace
 }  // namespace ts
 
-// At least one row. The spread stays 0 where no row differs.
-TS_EXPORT void ts_overview(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows,
-                           double* errors, void* result) {
+// The spread stays 0 where no row differs.
+void ts_overview(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows, double* errors,
+                 void* result) {
     using namespace ts;
     Overview all;
     add_up(floats, integers, rows, &all);

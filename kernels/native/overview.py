@@ -1,6 +1,5 @@
 """The rows of a comparison as one: their global numbers, and how the errors of the rows are distributed."""
 
-import ctypes
 import math
 import struct
 from collections.abc import Sequence
@@ -55,12 +54,8 @@ def overview(rows: RowMeasures, at_worst: Array) -> Overview:
     if functions is None or functions.overview is None:
         return overview_reference(rows, at_worst)
     floats, integers = np.ascontiguousarray(rows.floats), np.ascontiguousarray(rows.integers)
-    at_worst, errors = np.ascontiguousarray(at_worst, np.float64), np.empty(len(rows))
-    room = ctypes.create_string_buffer(_LAYOUT.size)
-    functions.overview(
-        floats.ctypes.data, integers.ctypes.data, at_worst.ctypes.data, len(rows), errors.ctypes.data, room
-    )
-    found = _LAYOUT.unpack(room)
+    errors = np.empty(len(rows))
+    found = _LAYOUT.unpack(functions.overview(floats, integers, np.ascontiguousarray(at_worst, np.float64), errors))
     sums, spread, counts = found[: len(FLOATS)], found[len(FLOATS) : -len(INTEGERS) - 3], found[-len(INTEGERS) - 3 :]
     column, *others, row, worst, unequal = counts
     total = Measure.of(sums, others, row, column if row >= 0 else -1)
