@@ -132,10 +132,12 @@ class Matching:
 
     def orphans(self) -> None:
         """What is left, and where several of the other side would have done, which."""
-        spelled = [_by_spelling(side) for side in (self.left, self.right)]
+        spelled = [{name: common(name) for name in side} for side in (self.left, self.right)]
+        alike = [_by_spelling(side) for side in spelled]
         for side, mine in enumerate((self.left, self.right)):
             for name, one in mine.items():
-                self._alone(side, one, _rivals(name, spelled[side], spelled[1 - side]))
+                others = alike[1 - side].get(spelled[side][name])
+                self._alone(side, one, _rivals(name, alike[side][spelled[side][name]], others) if others else "")
 
 
 def match(
@@ -189,20 +191,18 @@ def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tu
     yield from split.values()
 
 
-def _rivals(name: str, own: Mapping[str, list[str]], others: Mapping[str, list[str]]) -> str:
+def _rivals(name: str, own: Iterable[str], others: Sequence[str]) -> str:
     """Why a name that the other side has as well found no partner: which of several was meant cannot be known."""
-    alike = others.get(common(name), [])
-    if not alike:
-        return ""
-    rivals = ", ".join(other for other in own[common(name)] if other != name)
+    rivals = ", ".join(other for other in own if other != name)
     also = f", and so could {rivals}" if rivals else ""
-    return f"could be {' or '.join(alike[:3])}{also}: say which by rename in --map"
+    return f"could be {' or '.join(others[:3])}{also}: say which by rename in --map"
 
 
-def _by_spelling(names: Iterable[str]) -> dict[str, list[str]]:
+def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Spelling -> names."""
     found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(common(name), []).append(name)
+    for name, spelling in names.items():
+        found.setdefault(spelling, []).append(name)
     return found
 
 

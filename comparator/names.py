@@ -37,8 +37,11 @@ class Family:
 
     def common(self, site: str) -> str:
         """The site in the common spelling."""
+        kind = _NUMBER.sub(_ANY, site)
+        if (rewritten := _rewritten(kind, self)) == kind:
+            return site
         numbers = iter(_NUMBER.findall(site))
-        return _NUMBER.sub(lambda found: next(numbers, found[0]), _rewritten(_NUMBER.sub(_ANY, site), self))
+        return _NUMBER.sub(lambda found: next(numbers, found[0]), rewritten)
 
 
 @lru_cache(maxsize=1 << 16)
