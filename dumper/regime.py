@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.dumper.adoption import Adoption
+from tapscope.dumper.asked import checked
 from tapscope.dumper.captures import Captures
 from tapscope.dumper.collector import Collector
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
 from tapscope.dumper.console import Console
 from tapscope.dumper.explicit import Explicit
 from tapscope.dumper.link import Link
-from tapscope.dumper.rules import Selection
+from tapscope.dumper.rules import Keep, Selection
 from tapscope.dumper.schedule import Schedule
 from tapscope.dumper.watch import Watch
 from tapscope.observe import RankInfo, StepInfo
@@ -41,6 +42,7 @@ class Regime:
         self._link = link
         self._own: DumperConfig | None = None  # this process's own change, due at the next step
         self._capture_left: int | None = None
+        self._asked: dict[str, Keep] = {}  # by requests of the step
 
     @property
     def is_on(self) -> bool:
@@ -65,6 +67,7 @@ class Regime:
             self.apply_agreed(info.step, info.epoch, reopen)
             link.note(at=info.step, capture_left=self._capture_left)
         self.apply_own()
+        self._ask(checked(info.asked))
         self._obey()
         return self.adoption.applied
 
@@ -113,16 +116,25 @@ class Regime:
         if self._collector.keeper.stopped is not None and self.is_on:
             self.select()
 
+    def _ask(self, asked: dict[str, Keep]) -> None:
+        """Place taps for what the requests of the coming step want."""
+        if asked != self._asked:
+            self._asked = asked
+            self.select()
+            if self._link is not None:
+                self._link.put_event("asked", requests=asked)
+
     def _release_past(self, past: int) -> tuple[int, int]:
         released = self._collector.keeper.release(past, "asked over the control address")
         return len(released.steps), released.nbytes
 
     def select(self, config: DumperConfig | None = None) -> None:
         """Place taps for the configuration in force, or for another that is not; none while the capture is stopped."""
+        asked = self._asked
         if config is None and self._collector.keeper.stopped is not None:
-            config = self.config.updated({"enabled": False})
+            config, asked = self.config.updated({"enabled": False}), {}
         config = config or self.config
-        selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
+        selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords, asked=asked)
         self._collector.select(selection)
         if config.console:
             self._collector.account.sink = Console(self._collector.account.sink, self.info.rank)

@@ -11,6 +11,7 @@ switches ``grads``, ``params`` and ``buffers`` of the configuration make them or
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tapscope.dumper.asked import AskedChoice
 from tapscope.dumper.choice import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
 from tapscope.dumper.place import CompiledRule, Place
 from tapscope.dumper.rule import Keep, Rule, condition
@@ -30,9 +31,16 @@ class Selection:
     """What one rank keeps under one configuration."""
 
     def __init__(
-        self, config: "DumperConfig", *, rank: int = 0, coords: Mapping[str, int] | None = None, model: str = ""
+        self,
+        config: "DumperConfig",
+        *,
+        rank: int = 0,
+        coords: Mapping[str, int] | None = None,
+        model: str = "",
+        asked: Mapping[str, Keep] | None = None,
     ) -> None:
         self.config = config
+        self._asked = asked or {}
         self._rules = [CompiledRule.of(rule) for rule in config.rules]
         self._filters = [condition(config.filter)] if config.filter is not None else []
         here = {axis: (coords or {}).get(axis, 0) for axis in _AXES}
@@ -46,10 +54,19 @@ class Selection:
 
     @classmethod
     def of(
-        cls, config: "DumperConfig", *, rank: int = 0, coords: Mapping[str, int] | None = None, model: str = ""
+        cls,
+        config: "DumperConfig",
+        *,
+        rank: int = 0,
+        coords: Mapping[str, int] | None = None,
+        model: str = "",
+        asked: Mapping[str, Keep] | None = None,
     ) -> "Selection":
-        """The selection of a rank at ``coords`` (axis -> coordinate; an axis that is missing has 0)."""
-        return cls(config, rank=rank, coords=coords, model=model)
+        """The selection of a rank at ``coords`` (axis -> coordinate; an axis that is missing has 0).
+
+        ``asked`` says what single requests want of their own rows.
+        """
+        return cls(config, rank=rank, coords=coords, model=model, asked=asked)
 
     @classmethod
     def of_nothing(cls) -> "Selection":
@@ -63,8 +80,11 @@ class Selection:
         found = self._choices.get(site)
         if found is None:
             place = Place.of(site)
-            found = self._choices[site] = self._choose(place)
+            found = self._choose(place)
             found.sentinel = self._sentinel(place)
+            if self._asked and self._is_ordinary(place.kind):
+                found = AskedChoice(found, self._asked)
+            self._choices[site] = found
         return found
 
     def keep(self, site: str) -> Keep:
@@ -77,6 +97,8 @@ class Selection:
 
         ``ports`` are those known beforehand; ``unnamed`` says that there may be others.
         """
+        if self._asked and self._is_ordinary(kind):
+            return True
         if not self._is_open(path, kind):
             return False
         if any(self.choice(f"{path}:{port}").may_keep for port in ports):

@@ -97,6 +97,7 @@ class Engine:
             )
         if not request.prompt_ids:
             raise UsageError(f"request {request.id!r} has no prompt tokens; give at least one")
+        self._check_capture(request)
         limit, asked = self.model_config.max_positions, len(request.prompt_ids) + request.max_new_tokens
         if asked > limit:
             raise UsageError(
@@ -107,6 +108,15 @@ class Engine:
         self.sampler.enter(request)
         self.scheduler.add(request)
         self._live[request.id] = request
+
+    def _check_capture(self, request: Request) -> None:
+        if request.capture not in ("", "stats", "full"):
+            raise UsageError(f"request {request.id!r}: capture={request.capture!r} must be 'stats' or 'full'")
+        if request.capture and self.runner.observer is None:
+            raise UsageError(
+                f"request {request.id!r}: capture={request.capture!r}, but nothing observes this engine; give LLM an "
+                "observer, or serve with `tapscope serve`"
+            )
 
     def step(self) -> list[Output]:
         """Compute one step over all running requests; returns what is new of each, none when nothing is live.

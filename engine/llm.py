@@ -175,10 +175,13 @@ class LLM:
         forced: Sequence[int] = (),
         ignore_eos: bool | None = None,
         priority: int = 0,
+        capture: str = "",
     ) -> str:
         """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
 
-        A higher ``priority`` is served first, and is the last to give up its pages when there are too few.
+        A higher ``priority`` is served first, and is the last to give up its pages when there are too few. With
+        ``capture="stats"`` or ``"full"`` the observer keeps the request's own rows, whatever else it keeps;
+        all of them are computed then, none comes from the prefix cache.
 
         Without ``request_id`` requests are called "0", "1", ... in order. An id may come again once its request
         is done, but observers then see the same (request, position) twice.
@@ -195,6 +198,7 @@ class LLM:
             params=params_of(params, max_new_tokens, ignore_eos),
             forced=tuple(forced),
             priority=priority,
+            capture=capture,
         )
         if request.params.stop and self.tokenizer is None:
             raise UsageError(f"{self.config.model} has no tokenizer.json; stop strings need one")

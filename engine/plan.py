@@ -29,6 +29,8 @@ class Share:
     """Whether a token is drawn from the last row."""
     prompt_length: int = 0
     """Tokens of the request's prompt; dynamic rope turns by it."""
+    capture: str = ""
+    """What the request wants observers to keep of its rows: ``stats``, ``full``, or nothing of its own."""
 
     def runs(self, slot: int) -> Iterator[RowRun]:
         """The share as observers see it, its first row being row ``slot``."""
@@ -84,6 +86,7 @@ class StepPlan:
             token_ids=tuple(token for share in self.shares for token in share.tokens),
             row_sets={"logits": self.logit_rows},
             epoch=self.epoch,
+            asked={share.request: share.capture for share in self.shares if share.capture},
         )
 
     def to_message(self) -> Message:

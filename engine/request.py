@@ -55,6 +55,8 @@ class Request:
     """The higher is served first; waiting makes up for it (:attr:`EngineConfig.ageing_steps`)."""
     pooling: str | None = None
     """``last`` or ``mean``: make an embedding of the prompt (:mod:`tapscope.engine.pooling`)."""
+    capture: str = ""
+    """What observers shall keep of its rows, whatever else they do: ``stats`` or ``full``; empty for nothing."""
     seed: int = 0
     """Seed of its draws; set at submit."""
     constraint: "Constraint | None" = None
@@ -142,7 +144,7 @@ class Request:
     @property
     def needs_every_row(self) -> bool:
         """Whether every prompt row has to be computed, so that none may come from the prefix cache."""
-        return self.wants_prompt_rows or self.pooling == "mean"
+        return self.wants_prompt_rows or self.pooling == "mean" or bool(self.capture)
 
     def record(self, start: int, count: int) -> None:
         """Positions from ``start`` on were computed."""

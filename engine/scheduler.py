@@ -205,6 +205,7 @@ class Scheduler:
             num_logits=end - start if every else int(samples),
             samples=samples,
             prompt_length=len(request.prompt_ids),
+            capture=request.capture,
         )
         self._planned.append((request, share))
         self._budget -= end - start

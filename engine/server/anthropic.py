@@ -11,7 +11,7 @@ from tapscope.engine.api.messages_answer import MessagesAnswer
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.api.prompting import Prompt, encode_conversation, make_prompt
 from tapscope.engine.output import Output
-from tapscope.engine.server.asking import Asked, guarded, jobs, outputs_of
+from tapscope.engine.server.asking import Asked, capture_of, guarded, jobs, outputs_of
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import sse, unless_gone
 
@@ -26,7 +26,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
         model = await asked.model()
         wanted, prompt = await asked.read(request, _read_messages)
         answer = MessagesAnswer(model, prompt.form, len(prompt.token_ids))
-        outputs = outputs_of(state, jobs([(prompt.token_ids, prompt.params)], None, 0))
+        outputs = outputs_of(state, jobs([(prompt.token_ids, prompt.params)], None, 0), capture_of(request))
         if wanted.stream:
             return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))
         return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))

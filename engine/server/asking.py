@@ -16,10 +16,11 @@ from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.body import read_json
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import merged
-from tapscope.errors import TapscopeError
+from tapscope.errors import TapscopeError, UsageError
 
 T = TypeVar("T")
 
+CAPTURE_HEADER = "x-tapscope-capture"
 _LONG_BODY = 20_000  # bytes; a longer one is read and tokenised beside the event loop
 
 
@@ -65,12 +66,6 @@ class Job:
     priority: int = 0
     pooling: str | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Further fields of the engine's Request."""
-        values = {"priority": self.priority or None, "pooling": self.pooling}
-        return {name: value for name, value in values.items() if value is not None}
-
 
 def jobs(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], request_id: str | None, priority: int) -> list[Job]:
     """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
@@ -82,7 +77,20 @@ def jobs(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], request_id: 
     ]
 
 
-def outputs_of(state: FrontState, wanted: Sequence[Job]) -> AsyncGenerator[tuple[int, Output]]:
+def capture_of(request: Request) -> str:
+    """What the header x-tapscope-capture asks to keep of the request's rows; raises UsageError."""
+    value = request.headers.get(CAPTURE_HEADER, "")
+    if value not in ("", "stats", "full"):
+        raise UsageError(f"header {CAPTURE_HEADER}: {value[:100]!r} must be 'stats' or 'full'")
+    return value
+
+
+def options_of(**fields: Any) -> dict[str, Any]:
+    """Further fields of the engine's Request: those that ask for something."""
+    return {name: value for name, value in fields.items() if value}
+
+
+def outputs_of(state: FrontState, wanted: Sequence[Job], capture: str) -> AsyncGenerator[tuple[int, Output]]:
     """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left."""
     return merged(
         [
@@ -90,7 +98,7 @@ def outputs_of(state: FrontState, wanted: Sequence[Job]) -> AsyncGenerator[tuple
                 job.token_ids,
                 job.params,
                 request_id=job.request_id,
-                options=job.options,
+                options=options_of(priority=job.priority, pooling=job.pooling, capture=capture),
             )
             for job in wanted
         ]

@@ -14,6 +14,7 @@ from tapscope._version import __version__
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import Style, Wanted, answer, is_batch, wanted
 from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.server.asking import capture_of, options_of
 from tapscope.engine.server.bodies import AbortBody, GenerateBody, WeightsBody
 from tapscope.engine.server.body import checked, described, read_json, spooled
 from tapscope.engine.server.client import EngineClient
@@ -47,7 +48,7 @@ def _add_generate(router: APIRouter, state: FrontState) -> None:
         body = checked(GenerateBody, await read_json(request))
         items, client = wanted(body), state.client
         style = _style(body, state)
-        options = {"priority": body.priority} if body.priority else {}
+        options = options_of(priority=body.priority, capture=body.capture or capture_of(request))
         if body.stream:
             indexed = is_batch(body, len(items))
             return await sse(_events(client, items, style, options, indexed=indexed))

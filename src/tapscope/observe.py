@@ -53,6 +53,9 @@ class StepInfo:
     epoch: int | None = None
     """Configuration epoch every rank must apply before this step; None lets each observer decide."""
 
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """Request id -> ``stats`` or ``full``: requests whose own rows are wanted, whatever else is captured."""
+
     @property
     def num_rows(self) -> int:
         """Number of valid rows."""
