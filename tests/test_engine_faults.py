@@ -1,0 +1,221 @@
+"""What may go wrong with `tapscope serve`, on real processes: deaths, signals, hang-ups, slow readers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from checkpoints import make_llama
+from engine_helpers import reference_tokens
+
+LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
+SHORT = LONG | {"max_new_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    return make_llama(folder, seed=1, max_position_embeddings=1024)
+
+
+class Process:
+    """A running `tapscope serve`."""
+
+    def __init__(self, path: Path, run: Path, *flags: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        command = [sys.executable, "-m", "tapscope", "serve", str(path), "-o", str(run), "--listen", self.address]
+        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+        self.client = httpx.Client(base_url=f"http://{self.address}", timeout=60)
+
+    def wait_ready(self) -> None:
+        assert self._wait(lambda: self.client.get("/health").status_code == 200, 60)
+
+    def generate(self, **body: Any) -> httpx.Response:
+        return self.client.post("/generate", json=body)
+
+    def info(self) -> dict[str, Any]:
+        return self.client.get("/get_server_info").raise_for_status().json()
+
+    def children(self) -> dict[str, int]:
+        """Process ids of the front and of ranks."""
+        found = {}
+        for status in Path("/proc").glob("[0-9]*/status"):
+            try:
+                text, command = status.read_text(), (status.parent / "cmdline").read_text()
+            except OSError:
+                continue
+            if f"\nPPid:\t{self.process.pid}\n" in text:
+                kind = "front" if "tapscope.cli.front" in command else "rank" if "spawn_main" in command else "other"
+                found[kind] = int(status.parent.name)
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr, once it ends by itself."""
+        text = self.process.communicate(timeout=60)[1]
+        return self.process.returncode, text
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if condition():
+                    return True
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        return False
+
+    def becomes(self, condition: Callable[[], bool], seconds: float = 20) -> bool:
+        return self._wait(condition, seconds)
+
+
+@contextmanager
+def _serving(path: Path, run: Path, *flags: str) -> Iterator[Process]:
+    process = Process(path, run, *flags)
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.client.close()
+        process.process.kill()
+        process.process.communicate()
+
+
+@contextmanager
+def _stream(process: Process, **body: Any) -> Iterator[Iterator[str]]:
+    with process.client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        yield (line for line in response.iter_lines() if line)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def test_clients_that_hang_up_or_read_slowly_and_sigterm_drains(path: Path, tmp_path: Path) -> None:
+    with _serving(path, tmp_path / "run") as process:
+        assert process.generate(input_ids=[5, 6], sampling_params=SHORT).json()["output_ids"] == reference_tokens(
+            path, [5, 6], 4
+        )
+        _hang_up_midway(process, 30)
+        _read_slowly(process)
+        with ThreadPoolExecutor(1) as pool:
+            params = LONG | {"max_new_tokens": 200}
+            answer = pool.submit(process.generate, input_ids=[5], sampling_params=params)
+            assert process.becomes(lambda: process.info()["num_running"] == 1)
+            process.process.send_signal(signal.SIGTERM)
+            assert len(answer.result().json()["output_ids"]) == 200
+        code, text = process.end()
+        assert code == 0, text
+        assert "error" not in text
+
+
+def _hang_up_midway(process: Process, count: int) -> None:
+    """Each is aborted exactly once: its steps end, its pages are free again, and it counts as one that left."""
+
+    def hang_up(index: int) -> None:
+        body = json.dumps({"input_ids": [index + 1], "sampling_params": LONG, "stream": index % 2 == 0}).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        host, _, port = process.address.partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head + body)
+            if index % 2 == 0:
+                connection.recv(1000)  # it has begun to answer
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(hang_up, range(count)))
+    assert process.becomes(lambda: process.info()["num_running"] + process.info()["num_waiting"] == 0)
+    info = process.info()
+    assert info["kv_pages_used"] == info["kv_pages_cached"]
+    gone = 'requests_total{reason="gone"} '
+    lines = process.client.get("/metrics").text.splitlines()
+    assert [line for line in lines if gone in line] == [f"tapscope_engine_{gone}{count}.0"]
+
+
+def _read_slowly(process: Process) -> None:
+    """Who does not read does not hold the engine up, nor others; what he reads in the end is whole."""
+    with _stream(process, input_ids=[7], sampling_params=LONG) as lines:
+        next(lines)
+        assert process.becomes(lambda: process.info()["num_running"] == 0)
+        assert process.generate(input_ids=[5], sampling_params=SHORT).status_code == 200
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert len(json.loads(last.removeprefix("data: "))["output_ids"]) == 900
+
+
+def test_a_front_that_dies_ends_the_engine_with_the_reason(path: Path, tmp_path: Path) -> None:
+    with _serving(path, tmp_path / "run") as process:
+        os.kill(process.children()["front"], signal.SIGKILL)
+        code, text = process.end()
+        assert code == 4
+        assert "the HTTP process was killed by signal 9; the engine ends with it" in text
+        assert process.children() == {}
+
+
+def test_an_engine_that_dies_ends_the_front_with_the_reason(path: Path, tmp_path: Path) -> None:
+    with (
+        _serving(path, tmp_path / "run", "--tp", "2") as process,
+        _stream(process, input_ids=[5], sampling_params=LONG) as lines,
+    ):
+        next(lines)
+        children = process.children()
+        process.process.kill()
+        events = [line for line in lines if "error" in line]
+        assert "the engine's process has ended" in events[0]
+        assert "the engine's process has ended; so does the server" in process.end()[1]
+        deadline = time.monotonic() + 20
+        while not all(_is_gone(pid) for pid in children.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert all(_is_gone(pid) for pid in children.values())
+
+
+def test_a_rank_that_dies_while_idle_is_a_503_with_the_reason(path: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "other", seed=2, max_position_embeddings=1024)
+    with _serving(path, tmp_path / "run", "--tp", "2") as process:
+        update = {"model_path": str(other), "weight_version": "2"}
+        assert process.client.post("/update_weights_from_disk", json=update).json()["success"]
+        answer = process.generate(input_ids=[5, 6], sampling_params=SHORT).json()
+        assert answer["output_ids"] == reference_tokens(other, [5, 6], 4)
+        os.kill(process.children()["rank"], signal.SIGKILL)
+        assert process.becomes(lambda: process.client.get("/health").status_code == 503)
+        for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
+            assert response.status_code == 503
+            assert "rank 1 of 2 was killed by signal 9" in response.json()["error"]["message"]
+        process.process.send_signal(signal.SIGTERM)  # or it ends by itself after its linger
+        code, text = process.end()
+        assert code == 4
+        assert "rank 1 of 2 was killed by signal 9" in text
+
+
+def test_a_second_sigterm_ends_at_once(path: Path, tmp_path: Path) -> None:
+    with _serving(path, tmp_path / "run") as process, _stream(process, input_ids=[5], sampling_params=LONG) as lines:
+        next(lines)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.becomes(lambda: _refuses(process.address))
+        process.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+        assert process.end()[0] == 143
+        assert process.children() == {}
+
+
+def _refuses(address: str) -> bool:
+    host, _, port = address.partition(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return True
+    return False

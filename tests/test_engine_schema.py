@@ -1,0 +1,75 @@
+"""schemathesis reads the server's OpenAPI description and finds no 500, with what it allows and what it does not."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from checkpoints import make_llama
+from engine_http import Served
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+
+from tapscope.engine import LLM
+
+QUICK = settings(
+    max_examples=int(os.environ.get("TAPSCOPE_SCHEMA_EXAMPLES", "8")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+OPERATIONS = {
+    "POST /generate",
+    "GET /health",
+    "GET /health_generate",
+    "GET /get_model_info",
+    "GET /get_server_info",
+    "POST /abort_request",
+    "POST /flush_cache",
+    "POST /update_weights_from_disk",
+    "POST /update_weights_from_tensor",
+    "GET /metrics",
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1, max_position_embeddings=64)
+    with LLM(path) as llm:
+        made = Served(llm, [])
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "not-allowed"])
+def test_no_request_is_a_500(served: Served, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_url(f"{served.client.base_url}/openapi.json")
+    statuses: dict[str, set[int]] = {}
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if mode is GenerationMode.POSITIVE or operation.body or operation.query:
+            statuses[operation.label] = _ask(operation, mode, str(served.client.base_url))
+    assert {label: found for label, found in statuses.items() if any(status >= 500 for status in found)} == {}
+    if mode is GenerationMode.POSITIVE:
+        assert statuses.keys() >= OPERATIONS
+    assert (200 if mode is GenerationMode.POSITIVE else 400) in statuses["POST /generate"]
+    assert served.client.get("/health").status_code == 200
+    assert served.info()["num_running"] == 0
+
+
+def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, url: str) -> set[int]:
+    """The statuses that generated requests were answered with."""
+    found: set[int] = set()
+
+    @QUICK
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: schemathesis.Case) -> None:
+        response = case.call(base_url=url, timeout=30)
+        found.add(response.status_code)
+        if response.status_code >= 500:
+            print(operation.label, case.body, case.query, response.text)
+
+    ask()
+    return found
