@@ -1,6 +1,8 @@
 """Reader: typed look-ups in config.json; every complaint names the file, the field and the rule."""
 
 import json
+import math
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ class Reader:
 
     def fail(self, name: str, rule: str) -> CheckpointError:
         """The error to raise about ``name``; ``rule`` says what would work."""
-        return CheckpointError(f"{self.path}: {name} is {self.values.get(name)!r}; {rule}")
+        return CheckpointError(f"{self.path}: {name} is {reprlib.repr(self.values.get(name))}; {rule}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Whatever is there, or ``default``."""
@@ -53,7 +55,8 @@ class Reader:
     def number(self, name: str, default: float | None = None) -> float:
         """A number above 0; required when ``default`` is None."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not value > 0 or math.isinf(value):
             raise self.fail(name, "it must be a number above 0")
         return float(value)
 

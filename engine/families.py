@@ -38,7 +38,7 @@ def shared_fields(reader: Reader, family: Family) -> Fields:
     """What every architecture says under the same names."""
     _refuse_the_unknown(reader)
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
-    num_kv_heads = reader.count("num_key_value_heads", family.num_kv_heads or num_heads)
+    num_kv_heads = reader.optional_count("num_key_value_heads", family.num_kv_heads) or num_heads
     head_dim = reader.count("head_dim", family.head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise reader.fail("num_key_value_heads", f"{num_kv_heads} key/value heads do not divide {num_heads} heads")

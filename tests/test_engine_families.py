@@ -95,6 +95,17 @@ def test_odd_configurations_have_transformers_logits(
         ranks.close()
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("chunk", [5, 16])
+def test_windows_are_crossed_in_chunks_of_any_size(tmp_path: Path, family: str, chunk: int) -> None:
+    path = make_checkpoint(tmp_path / "model", family, seed=3)
+    with LLM(path, page_size=4, max_tokens_per_step=chunk) as llm:
+        for generation in llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True):
+            tokens = [*generation.prompt_ids, *generation.token_ids]
+            greedy = reference_logits(path, tokens[:-1]).argmax(-1)
+            assert list(generation.token_ids) == greedy[-24:].tolist()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path, family: str) -> None:
     """Prompts and continuations pass the 32 trained positions, in chunks and beside each other."""

@@ -160,6 +160,7 @@ PUBLISHED = {
     "mistral-7b-v0.3": MISTRAL_V0_1 | {"sliding_window": None, "rope_theta": 1e6},
     "mistral-by-default": {k: v for k, v in MISTRAL_V0_1.items() if k not in ("sliding_window", "num_key_value_heads")},
     "qwen2.5-0.5b": QWEN_2_5,
+    "llama-ungrouped": LLAMA_3_1 | {"num_key_value_heads": None},
     "qwen2-sliding": QWEN_2_5 | {"use_sliding_window": True},
     "qwen2.5-yarn": QWEN_2_5
     | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
@@ -226,6 +227,7 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
     ("values", "changes", "message"),
     [
         (MISTRAL_V0_1, {"attention_bias": True}, "attention_bias is True; this architecture has no biases"),
+        (MISTRAL_V0_1, {"rope_theta": float("inf")}, "rope_theta is inf; it must be a number above 0"),
         (MISTRAL_V0_1, {"sliding_window": 0}, "sliding_window is 0; it must be a whole number above 0"),
         (
             MISTRAL_V0_1,

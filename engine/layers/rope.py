@@ -61,7 +61,16 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
-    """[dim / 2] float32: theta^(-2i/dim), scaled as ``rope.kind`` says; dynamic rope's before it stretches."""
+    """[dim / 2] float32: theta^(-2i/dim), scaled as ``rope.kind`` says; dynamic rope's before it stretches.
+
+    Computed on the CPU, so that they are the same bits on every device.
+    """
+    with torch.device("cpu"):
+        freq = _frequencies(rope, dim)
+    return freq.to(torch.get_default_device())
+
+
+def _frequencies(rope: Rope, dim: int) -> Tensor:
     freq = 1.0 / (rope.theta ** _exponents(dim))
     if rope.kind == "linear":
         return freq / rope.factor
