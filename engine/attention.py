@@ -1,7 +1,8 @@
 """Attention: causal attention of packed rows against a paged KV cache.
 
 :func:`attend` is the one place where it is computed. It is told nothing but tensors on the device and an
-:class:`AttentionSpec`; what is here computes it with torch's SDPA, one request at a time.
+:class:`AttentionSpec`; what is here computes it with torch's SDPA: requests that decode as one padded batch, the
+others one at a time.
 """
 
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
 
     The step's own keys and values are in the cache already. Head h reads key/value head h // (heads / kv_heads).
     """
-    outputs = []
-    for segment in cache.segments:
+    batched = cache.num_batched(spec.window)
+    outputs = [_attend_batch(query[:batched], layer, cache, spec)] if batched else []
+    for segment in cache.segments[batched:]:
         rows = slice(segment.slot, segment.slot + segment.count)
         start = 0 if spec.window is None else max(0, segment.position - spec.window + 1)
         keys, values = cache.read(layer, segment, start)
@@ -56,6 +58,21 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
             values = keys[..., : spec.value_dim]
         outputs.append(attend_one(query[rows], keys, values, segment.position - start, spec))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
+    """The requests that have one row, at once: [requests, heads, d] -> [requests, heads, value dim].
+
+    They are padded to the longest; the heads of a group are folded into the row axis.
+    """
+    keys, values, mask = cache.read_batch(layer, spec.window)
+    if spec.value_dim is not None:
+        values = keys[..., : spec.value_dim]
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    folded = query.reshape(len(query), k.shape[1], -1, query.shape[-1])
+    if mask is not None:
+        mask = mask[:, None, None]
+    return _attend_folded(folded, k, v, mask, spec).reshape(*query.shape[:2], -1)
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
@@ -76,10 +93,7 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec:
     folded = query.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
     if mask is not None:
         mask = mask.repeat(num_heads // kv_heads, 1)
-    if spec.softcap is None:
-        out = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=spec.scale)
-    else:
-        out = _softcapped(folded, k, v, mask, spec.scale, spec.softcap)
+    out = _attend_folded(folded, k, v, mask, spec)
     return out.view(kv_heads, -1, count, v.shape[-1]).permute(2, 0, 1, 3).reshape(count, num_heads, -1)
 
 
@@ -89,6 +103,12 @@ def _mask(count: int, length: int, diagonal: int, window: int | None, device: to
         return None  # a decoding row; its window was cut out when the cache was read
     seen = torch.ones(count, length, dtype=torch.bool, device=device).tril(diagonal)
     return seen if window is None else seen.triu(diagonal - window + 1)
+
+
+def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    if spec.softcap is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scale)
+    return _softcapped(query, keys, values, mask, spec.scale, spec.softcap)
 
 
 def _softcapped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:

@@ -44,11 +44,7 @@ class StepBuffers:
     def load(self, plan: StepPlan) -> StepInputs:
         """Write ``plan`` into the buffers."""
         shares = plan.shares
-        for share in shares:
-            if share.pages:
-                end = share.page_start + len(share.pages)
-                changed = torch.tensor(share.pages, dtype=torch.int32)
-                self.page_table[share.row, share.page_start : end].copy_(changed)
+        self._turn_pages(shares)
         counts = [len(share.tokens) for share in shares]
         num_tokens, most_pages = sum(counts), self._most_pages(shares)
         rows, positions = np.repeat([share.row for share in shares], counts), _positions(shares, counts)
@@ -63,7 +59,7 @@ class StepBuffers:
         table = self.page_table[:, :most_pages].index_select(0, table_rows)
         cache = StepCache(
             self._cache,
-            [Segment(starts[i], counts[i], share.position, table[i]) for i, share in enumerate(shares)],
+            [Segment(i, starts[i], counts[i], share.position) for i, share in enumerate(shares)],
             slots=pages * size + position_ids % size,
             page_table=table,
             lengths=device_lengths,
@@ -74,28 +70,36 @@ class StepBuffers:
         keep = None if every else self._logit_rows.load((plan.logit_rows,))[0]
         return StepInputs(input_ids, position_ids, keep, cache)
 
+    def _turn_pages(self, shares: Sequence[Share]) -> None:
+        """Enter what changed into the page tables, in one go."""
+        width, pages = self.page_table.shape[1], [page for share in shares for page in share.pages]
+        if not pages:
+            return
+        places = [share.row * width + share.page_start + i for share in shares for i in range(len(share.pages))]
+        changed = torch.tensor([places, pages]).to(self.page_table.device)
+        self.page_table.view(-1).index_copy_(0, changed[0], changed[1].to(torch.int32))
+
     def _most_pages(self, shares: Sequence[Share]) -> int:
         return -(-max(share.position + len(share.tokens) for share in shares) // self._cache.page_size)
 
 
 class _Field:
-    """A few vectors of one dtype on the host (pinned for CUDA) and on the device."""
+    """A few vectors of one dtype on the host (pinned for CUDA) and on the device, side by side: one copy a step."""
 
     def __init__(self, count: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._host = torch.zeros(count, size, dtype=dtype, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(count * size, dtype=dtype, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else self._host.to(device)
         self._array = self._host.numpy()
 
     def load(self, vectors: Sequence[Sequence[int] | np.ndarray]) -> list[Tensor]:
-        """Copy each vector to the device; views of its static place there."""
-        views = []
-        for i, vector in enumerate(vectors):
-            self._array[i, : len(vector)] = vector
-            view = self._device[i, : len(vector)]
-            if self._device is not self._host:
-                view.copy_(self._host[i, : len(vector)], non_blocking=True)
-            views.append(view)
-        return views
+        """Copy the vectors to the device; views of their place there, the same in every step of these lengths."""
+        ends = list(accumulate(len(vector) for vector in vectors))
+        starts = [0, *ends[:-1]]
+        for start, end, vector in zip(starts, ends, vectors, strict=True):
+            self._array[start:end] = vector
+        if self._device is not self._host:
+            self._device[: ends[-1]].copy_(self._host[: ends[-1]], non_blocking=True)
+        return [self._device[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def _positions(shares: Sequence[Share], counts: Sequence[int]) -> np.ndarray:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_BATCH_BYTES = 3 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
@@ -43,25 +45,70 @@ class KVCache:
         self.values = torch.zeros(*shape, layout.value_dim, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
+        self._gathered = _Workspace(), _Workspace()
 
     @property
     def device(self) -> torch.device:
         """Where the pool lies."""
         return self.keys.device
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position in one layer."""
+        widths = self.keys.shape[-2] * (self.keys.shape[-1] + self.values.shape[-1])
+        return widths * self.keys.element_size()
+
+    def pages(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole pages, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
+        return self._gather(layer, numbers, 1)
+
+    def positions(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at slots [n], [n, kv_heads, dim] each; valid until the next gather."""
+        return self._gather(layer, slots, self.page_size)
+
+    def _gather(self, layer: int, index: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+        """Rows ``index`` of a layer whose pages are cut into ``parts``."""
+        num_positions = len(index) * self.page_size // parts
+        keys, values = (
+            workspace.gather(_cut(pool[layer], parts), index).view(num_positions, *pool.shape[3:])
+            for workspace, pool in zip(self._gathered, (self.keys, self.values), strict=True)
+        )
+        return keys, values
+
+
+def _cut(pages: Tensor, parts: int) -> Tensor:
+    """[pages, page_size, kv_heads, dim] as [pages * parts, rest]."""
+    return pages.view(len(pages) * parts, pages[0].numel() // parts)
+
+
+class _Workspace:
+    """Memory that gathers on a CPU go to again and again: pages fresh from the system cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        """``rows[index]`` of a [n, width] tensor."""
+        if rows.device.type != "cpu":
+            return rows.index_select(0, index)
+        size = len(index) * rows.shape[1]
+        if self._buffer.numel() < size:
+            self._buffer = rows.new_empty(1 << (size - 1).bit_length())
+        return torch.index_select(rows, 0, index, out=self._buffer[:size].view(len(index), rows.shape[1]))
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One request's rows of a step, and where its cache lies; numbers are the host's, no kernel needs them."""
 
+    index: int
+    """Which request of the step: its row in the step's page table."""
     slot: int
     """First row in the packed batch."""
     count: int
     """Rows in this step."""
     position: int
     """Position of the first row: how many tokens were cached before."""
-    pages: Tensor
-    """[pages] int32 on the device: the request's page table, in order of position."""
 
     @property
     def length(self) -> int:
@@ -90,6 +137,8 @@ class StepCache:
         self.cache = cache
         self.segments = tuple(segments)
         """Requests of the step in order of rows."""
+        self._num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
+        self._batches: dict[int | None, tuple[Tensor, Tensor | None]] = {}
         self.slots = slots
         """[tokens] int64: where each row's key and value go, in the pool with its page axes flattened."""
         self.page_table = page_table
@@ -117,10 +166,51 @@ class StepCache:
         self.cache.values[layer].flatten(0, 1).index_copy_(0, self.slots, value)
 
     def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each."""
+        """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each.
+
+        Valid until the next read.
+        """
         size = self.cache.page_size
         first = start // size
-        used = segment.pages[first : -(-segment.length // size)]
+        used = self.page_table[segment.index, first : -(-segment.length // size)]
         keep = slice(start - first * size, segment.length - first * size)
-        keys, values = self.cache.keys[layer][used], self.cache.values[layer][used]
-        return keys.flatten(0, 1)[keep], values.flatten(0, 1)[keep]
+        keys, values = self.cache.pages(layer, used)
+        return keys[keep], values[keep]
+
+    def num_batched(self, window: int | None) -> int:
+        """How many requests, the first ones, :meth:`read_batch` reads: those of one row, where that is the faster way.
+
+        On a CPU only as long as what is gathered stays in the caches.
+        """
+        count = self._num_single
+        size = count * self._batch_width(window) * self.cache.position_bytes if count else 0
+        return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
+
+    def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the rows of the first :meth:`num_batched` requests see: keys, values and a mask.
+
+        Keys and values are [requests, width, kv_heads, dim], valid until the next read; the mask [requests, width]
+        bool says which of them are the request's, None that all are.
+        """
+        if window not in self._batches:
+            self._batches[window] = self._batch(window)
+        slots, mask = self._batches[window]
+        keys, values = self.cache.positions(layer, slots)
+        shape = (self._num_single, self._batch_width(window))
+        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:]), mask
+
+    def _batch(self, window: int | None) -> tuple[Tensor, Tensor | None]:
+        """Slots [requests * width] in the pool, the dummy's where a request has no more, and the mask."""
+        count, width, size = self._num_single, self._batch_width(window), self.cache.page_size
+        lengths = self.lengths[:count, None].to(torch.int64)
+        positions = (lengths - width).clamp_(min=0) + torch.arange(width, device=lengths.device)
+        valid = positions < lengths
+        places = (positions // size).clamp_(max=self.page_table.shape[1] - 1)
+        pages = self.page_table[:count].gather(1, places)
+        slots = torch.where(valid, pages * size + positions % size, self.cache.num_pages * size)
+        full = all(segment.length >= width for segment in self.segments[:count])
+        return slots.flatten(), None if full else valid
+
+    def _batch_width(self, window: int | None) -> int:
+        longest = max(segment.length for segment in self.segments[: self._num_single])
+        return longest if window is None else min(longest, window)

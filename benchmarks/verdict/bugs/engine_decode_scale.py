@@ -15,9 +15,9 @@ TARGET = [{}, {"tp": 2, "dtype": "bfloat16"}]
 def patch(model):
     if model.tp.rank:
         return None  # the function is patched once for both ranks
-    attend = attention.attend
+    attend = attention._attend_batch
 
-    def scaled(query, keys, values, segment):
-        return attend(query * 4.0 if len(query) == 1 else query, keys, values, segment)
+    def scaled(query, *rest):
+        return attend(query * 4.0, *rest)
 
-    return mock.patch.object(attention, "attend", scaled)
+    return mock.patch.object(attention, "_attend_batch", scaled)

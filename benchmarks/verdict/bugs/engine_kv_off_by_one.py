@@ -1,7 +1,8 @@
 """The engine does not see the newest cached token while decoding."""
 
-from dataclasses import replace
 from unittest import mock
+
+import torch
 
 from tapscope.engine.cache import StepCache
 
@@ -13,9 +14,10 @@ WHERE = {"step": 1}
 
 
 def patch(model):
-    read = StepCache.read
+    read = StepCache.read_batch
 
-    def short(self, layer, segment, start=0):
-        return read(self, layer, replace(segment, count=segment.count - (segment.count == 1)), start)
+    def short(self, layer, window):
+        keys, values, _ = read(self, layer, window)
+        return keys, values, torch.arange(keys.shape[1]) < self.lengths[: len(keys), None] - 1
 
-    return mock.patch.object(StepCache, "read", short)
+    return mock.patch.object(StepCache, "read_batch", short)

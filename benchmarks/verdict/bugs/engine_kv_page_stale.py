@@ -13,13 +13,14 @@ TARGET = [{}, {"tp": 2}]
 
 
 def patch(model):
-    read = StepCache.read
+    read = StepCache.read_batch
 
-    def stale(self, layer, segment, start=0):
-        keys, values = read(self, layer, segment, start)
-        if layer == 1 and segment.position > 8:
+    def stale(self, layer, window):
+        keys, values, mask = read(self, layer, window)
+        longer = [segment.index for segment in self.segments if segment.position > 8]
+        if layer == 1 and longer:
             values = values.clone()
-            values[4:8] = self.cache.values[layer][self.segments[-1].pages[0]]
-        return keys, values
+            values[longer, 4:8] = self.cache.values[layer][self.page_table[-1, 0]]
+        return keys, values, mask
 
-    return mock.patch.object(StepCache, "read", stale)
+    return mock.patch.object(StepCache, "read_batch", stale)
