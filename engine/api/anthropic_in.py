@@ -50,7 +50,7 @@ def read_tools(fields: Fields) -> Tools:
     if kind in ("any", "tool") and not definitions:
         raise choice.wrong("type", "there are no tools to call; add tools")
     name = choice.required_text("name") if kind == "tool" else ""
-    if name and name not in names:
+    if kind == "tool" and name not in names:
         raise choice.wrong("name", f"the tools are {', '.join(names)}")
     is_parallel = not choice.flag("disable_parallel_tool_use")
     return Tools(definitions, known[kind] if definitions else "none", name, is_parallel)
@@ -63,7 +63,7 @@ def _definition(tool: Fields) -> dict[str, Any]:
     schema = tool.object("input_schema")
     if schema is None:
         raise RequestError(f"{tool.path('input_schema')} is missing", param=tool.path("input_schema"))
-    function: dict[str, Any] = {"name": tool.required_text("name")}
+    function: dict[str, Any] = {"name": tool.name("name")}
     if tool.has("description"):
         function["description"] = tool.text("description")
     return {"type": "function", "function": function | {"parameters": schema.values}}

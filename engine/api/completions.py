@@ -93,14 +93,14 @@ def read_prompts(
             texts.append(item)
             continue
         if not all(_is_id(token) for token in item):
-            raise fields.wrong(name, "a list of token ids must hold whole numbers from 0")
+            raise fields.wrong(name, "a list of token ids must hold whole numbers from 0, below 2^31")
         ids.append(tuple(item))
         texts.append("" if model.tokenizer is None else model.tokenizer.decode(item, skip_special_tokens=False))
     return tuple(ids), tuple(texts)
 
 
 def _is_id(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 31
 
 
 def _params(

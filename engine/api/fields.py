@@ -6,6 +6,8 @@ from typing import Any
 
 from tapscope.errors import RequestError
 
+_MOST = 1e300  # JSON has numbers that no float holds
+
 
 class Fields:
     """A JSON object and where it stands; every reader takes null for absent and raises RequestError."""
@@ -54,6 +56,13 @@ class Fields:
             raise RequestError(f"{self.path(name)} is missing; it must be a text", param=self.path(name))
         return value
 
+    def name(self, name: str) -> str:
+        """A text that has to be there and is not empty."""
+        value = self.required_text(name)
+        if not value:
+            raise self.wrong(name, "it must not be empty")
+        return value
+
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
         value = self.values.get(name)
@@ -77,9 +86,10 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            upper = f" to {high:g}" if math.isfinite(high) else ""
-            raise self.wrong(name, f"it must be a number from {low:g}{upper}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= min(high, _MOST):
+            raise self.wrong(
+                name, f"it must be a number from {low:g}" + (f" to {high:g}" if math.isfinite(high) else "")
+            )
         return float(value)
 
     def texts(self, name: str, most: int | None = None) -> tuple[str, ...]:

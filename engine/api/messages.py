@@ -61,7 +61,7 @@ def _sampling(fields: Fields) -> dict[str, Any]:
     values = {
         "temperature": fields.number("temperature", 0, 1),
         "top_p": fields.number("top_p", 0, 1),
-        "top_k": fields.whole("top_k", 0),
+        "top_k": fields.whole("top_k", 0, (1 << 31) - 1),
         "stop": fields.texts("stop_sequences"),
     }
     return {name: value for name, value in values.items() if value is not None}

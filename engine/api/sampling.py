@@ -30,7 +30,7 @@ WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "
 
 def read_sampling(fields: Fields, defaults: Mapping[str, float]) -> dict[str, Any]:
     """Arguments for :func:`make_params`; ``defaults`` are the model's own."""
-    top_k = fields.whole("top_k", -1)
+    top_k = fields.whole("top_k", -1, (1 << 31) - 1)
     values: dict[str, Any] = {
         "temperature": fields.number("temperature", 0, float("inf")),
         "top_p": fields.number("top_p", 0, 1),
@@ -90,7 +90,7 @@ def _logit_bias(fields: Fields) -> dict[int, float] | None:
     given = fields.object("logit_bias")
     if given is None:
         return None
-    if not all(key.isascii() and key.isdigit() for key in given.values):
+    if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in given.values):
         raise fields.wrong("logit_bias", "its keys must be token ids")
     return {int(key): given.number(key, -100, 100) or 0.0 for key in given.values}
 
@@ -98,6 +98,6 @@ def _logit_bias(fields: Fields) -> dict[int, float] | None:
 def _token_ids(fields: Fields) -> tuple[int, ...]:
     value = fields.values.get("stop_token_ids")
     ids = [] if value is None else value
-    if not isinstance(ids, list) or not all(type(item) is int and item >= 0 for item in ids):
+    if not isinstance(ids, list) or not all(type(item) is int and 0 <= item < 1 << 31 for item in ids):
         raise fields.wrong("stop_token_ids", "it must be a list of token ids")
     return tuple(ids)

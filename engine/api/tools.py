@@ -58,7 +58,7 @@ def read_tools(fields: Fields) -> Tools:
     choice, named = _choice(fields, bool(definitions))
     if choice in ("required", "named") and not definitions:
         raise RequestError("tool_choice asks for a call but there are no tools; add tools", param="tool_choice")
-    if named and named not in names:
+    if choice == "named" and named not in names:
         text = f"tool_choice names {named!r}, which is not among the tools {', '.join(names)}"
         raise RequestError(text, param="tool_choice")
     return Tools(definitions, choice, named, fields.flag("parallel_tool_calls", True))
@@ -70,8 +70,7 @@ def _definition(tool: Fields) -> dict[str, Any]:
     function = tool.object("function")
     if function is None:
         raise RequestError(f"{tool.path('function')} is missing", param=tool.path("function"))
-    if not function.required_text("name"):
-        raise function.wrong("name", "it must not be empty")
+    function.name("name")
     function.text("description")
     function.object("parameters")
     return tool.values if "type" in tool.values else {"type": "function"} | tool.values
@@ -96,7 +95,9 @@ def _parameters(tool: dict[str, Any]) -> JsonSchema:
 
 def _call_schema(name: str, schema: JsonSchema, definitions: JsonSchema) -> JsonSchema:
     """Of one call; ``$defs`` move to the root, where ``#/$defs/...`` looks for them."""
-    own: JsonSchema = schema.get("$defs") or {}
+    own = schema.get("$defs") or {}
+    if not isinstance(own, dict):
+        raise RequestError(f"the parameters of the tool {name!r} have $defs that are no object", param="tools")
     schema = {key: value for key, value in schema.items() if key != "$defs"}
     for key, value in own.items():
         if definitions.setdefault(key, value) != value:
