@@ -72,6 +72,7 @@ class Concurrent:
             logprobs=whole.logprobs,
             prompt_logprobs=whole.prompt_logprobs,
             cached_tokens=whole.cached_tokens,
+            routed_experts=whole.routed_experts,
         )
 
     def _name(self) -> str:

@@ -18,6 +18,7 @@ from tapscope.engine.policy import Policy
 from tapscope.engine.pooling import POOLINGS, pool_step
 from tapscope.engine.ranks import Ranks, change_weights
 from tapscope.engine.request import Request
+from tapscope.engine.routed_experts import route_step
 from tapscope.engine.runner import Runner
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.sampling.step import SampledStep
@@ -104,6 +105,8 @@ class Engine:
                 f"request {request.id!r} asks for {asked} positions (prompt {len(request.prompt_ids)}, "
                 f"{request.max_new_tokens} new) but the model has {limit}; shorten the prompt or lower max_new_tokens"
             )
+        if request.params.routed_experts and self.model_config.moe is None:
+            raise UsageError(f"request {request.id!r} asks for routed experts; {self.config.model} has no experts")
         self.scheduler.validate(request)
         self.sampler.enter(request)
         self.scheduler.add(request)
@@ -136,6 +139,8 @@ class Engine:
         tokens = self._execute(plan, sampled)
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
+        if any(request.params.routed_experts for request in requests):
+            route_step(plan, requests, self.runner.routed_experts)
         finished = self.scheduler.commit(tokens)
         sampled.tell()
         self.runner.finish(plan)
@@ -214,6 +219,7 @@ class Engine:
         """What is new of ``request`` since its last output."""
         first = request.num_emitted
         new = request.generated[first:]
+        routed, request.routed = request.routed, None
         request.num_emitted += len(new)
         if request.finish_reason:
             self._live.pop(request.id, None)
@@ -229,6 +235,7 @@ class Engine:
             embedding=request.embedding,
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
+            routed_experts=routed,
         )
 
     def _check_usable(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from tapscope.engine.detokenizer import Detokenizer
 from tapscope.engine.logprob import TokenLogprob
 from tapscope.engine.request import Generation
+from tapscope.engine.routed_experts import RoutedExperts, joined
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
 
@@ -37,6 +38,9 @@ class Output:
     cached_tokens: int = 0
     """Leading prompt tokens that the prefix cache held."""
 
+    routed_experts: RoutedExperts | None = None
+    """Of the positions computed since the last output; None where not asked for."""
+
     def plain(self) -> dict[str, Any]:
         """Values for JSON, the inverse of :meth:`build`; what has its default is left out."""
         values: dict[str, Any] = {"request": self.request}
@@ -44,6 +48,8 @@ class Output:
             value = getattr(self, name)
             if value != default:
                 values[name] = [_plain_logprob(item) for item in value] if name in _LOGPROBS else value
+        if self.routed_experts is not None:
+            values["routed_experts"] = [self.routed_experts.shape, self.routed_experts.text]
         return values
 
     @classmethod
@@ -52,6 +58,8 @@ class Output:
         values = dict(values)
         for name in _LOGPROBS & values.keys():
             values[name] = tuple(_build_logprob(item) for item in values[name])
+        if "routed_experts" in values:
+            values["routed_experts"] = RoutedExperts.of_text(*values["routed_experts"])
         return cls(**values | {"token_ids": tuple(values.get("token_ids", ()))})
 
     def followed_by(self, later: "Output") -> "Output":
@@ -62,6 +70,7 @@ class Output:
             text=self.text + later.text,
             logprobs=None if later.logprobs is None else (self.logprobs or ()) + later.logprobs,
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+            routed_experts=joined(self.routed_experts, later.routed_experts),
             embedding=self.embedding or later.embedding,
         )
 
@@ -105,6 +114,7 @@ class Assembly:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._routed: RoutedExperts | None = None
         self._last = Output(request=request)
 
     def add(self, output: Output) -> Output:
@@ -114,6 +124,7 @@ class Assembly:
         self._texts.append(output.text)
         self._logprobs += output.logprobs or ()
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        self._routed = joined(self._routed, output.routed_experts)
         self._last = output
         return output
 
@@ -130,6 +141,7 @@ class Assembly:
             logprobs=tuple(self._logprobs) or None,
             prompt_logprobs=self._prompt_logprobs,
             cached_tokens=self._last.cached_tokens,
+            routed_experts=self._routed,
         )
 
     def _with_text(self, output: Output) -> Output:

@@ -71,6 +71,9 @@ def answer(output: Output, latency_s: float, style: Style, *, has_text: bool) ->
         "e2e_latency": latency_s,
         "weight_version": style.weight_version,
     }
+    if output.routed_experts is not None:
+        meta["routed_experts"] = output.routed_experts.text
+        meta["routed_experts_shape"] = output.routed_experts.shape
     if style.logprobs:
         meta |= _logprobs(output, style)
     return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
@@ -119,6 +122,8 @@ def _sampling(values: Mapping[str, Any], body: GenerateBody) -> SamplingParams:
     given = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
     for name in _IGNORED:
         given.pop(name, None)
+    if body.return_routed_experts:
+        given["routed_experts"] = True
     params = SamplingParams.build({"max_new_tokens": DEFAULT_MAX_NEW_TOKENS} | given)
     if not body.return_logprob:
         return params

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tapscope.engine.logprob import TokenLogprob
 from tapscope.engine.radix import Node
+from tapscope.engine.routed_experts import RoutedExperts
 from tapscope.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Generation:
     """One for each prompt token, None for the first; None where not asked for."""
     cached_tokens: int = 0
     """Leading prompt tokens that the prefix cache held."""
+    routed_experts: RoutedExperts | None = None
+    """Of every computed position, which the last token is not; None where not asked for."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,6 +78,11 @@ class Request:
     """Sum of the prompt's final hidden states so far, or its last one: [hidden], float32."""
     embedding: tuple[float, ...] | None = None
     """Once the whole prompt is computed, where :attr:`pooling` asks for it."""
+
+    routed: RoutedExperts | None = None
+    """Experts of computed positions that no output has told of yet, where asked for."""
+    num_routed: int = 0
+    """Leading positions whose experts are told, or in :attr:`routed`."""
 
     # Set by Scheduler
     num_computed: int = 0
@@ -144,7 +152,8 @@ class Request:
     @property
     def needs_every_row(self) -> bool:
         """Whether every prompt row has to be computed, so that none may come from the prefix cache."""
-        return self.wants_prompt_rows or self.pooling == "mean" or bool(self.capture)
+        asked = self.wants_prompt_rows or self.params.routed_experts
+        return asked or self.pooling == "mean" or bool(self.capture)
 
     def record(self, start: int, count: int) -> None:
         """Positions from ``start`` on were computed."""

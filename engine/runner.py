@@ -115,6 +115,13 @@ class Runner:
         assert hidden is not None, "no step was computed"
         return hidden
 
+    @property
+    def routed_experts(self) -> Tensor:
+        """Experts of the last step's rows on the host: [rows, layers, k] int32, -1 in layers without."""
+        chosen = self.model.routed_experts()
+        assert chosen is not None, "no step was computed, or the model has no experts"
+        return chosen.transpose(0, 1).to("cpu", torch.int32)
+
     @torch.no_grad()
     def _forward(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> list[int]:
         """Sampled token of each share that samples; the only place where a step's values come to the host.

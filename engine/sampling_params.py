@@ -63,6 +63,8 @@ class SamplingParams:
     """Give the log-probabilities of the whole vocabulary at every generated token."""
     logprobs_mode: str = "raw"
     """``raw``: of the model's own logits; ``processed``: after penalties, masks, temperature and filters."""
+    routed_experts: bool = False
+    """Give the experts that every position went to, in a mixture of experts; the prefix cache is then not used."""
     json_schema: str | None = None
     """The text is JSON that this JSON schema accepts."""
     regex: str | None = None
@@ -81,7 +83,7 @@ class SamplingParams:
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "it must be above 0")
         rule = f"it must be at most max_new_tokens, {self.max_new_tokens}"
         _require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, rule)
-        for name in ("ignore_eos", "include_stop", "skip_special_tokens", "full_logprobs"):
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens", "full_logprobs", "routed_experts"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "it must be true or false")
         modes = ("raw", "processed")
         _require(self.logprobs_mode in modes, "logprobs_mode", self.logprobs_mode, f"it must be {' or '.join(modes)}")

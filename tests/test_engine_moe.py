@@ -1,12 +1,16 @@
 """Mixtures of experts compute what transformers computes, on one rank, split by features and split by experts."""
 
+import base64
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from checkpoints import make_llama
 from engine_helpers import ThreadRanks, reference, reference_logits
 from engine_observers import Memory
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +18,10 @@ from hypothesis import strategies as st
 from moe_checkpoints import FAMILIES, make_moe
 
 from tapscope.engine import LLM
+from tapscope.engine.output import Output
+from tapscope.engine.protocol import Style, answer, wanted
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.server.bodies import GenerateBody
 from tapscope.errors import CheckpointError, ConfigError, UsageError
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
@@ -138,27 +146,67 @@ def test_bf16_stays_within_bf16_rounding_of_transformers(tmp_path: Path, family:
     assert error.median() < 2**-6
 
 
-def test_routed_experts_are_transformers_choices(path: Path, tmp_path: Path) -> None:
+def choices(path: Path, tokens: list[int]) -> torch.Tensor:
+    """transformers' expert ids, ascending: [positions, layers, k], -1 in dense layers."""
+    model, chosen, hooks = reference(path), {}, []
+    for i, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            hook = layer.mlp.gate.register_forward_hook(lambda _, args, out, i=i: chosen.__setitem__(i, out[2]))
+            hooks.append(hook)
+    reference_logits(path, tokens)
+    for hook in hooks:
+        hook.remove()
+    none = torch.full((len(tokens), model.config.num_experts_per_tok), -1)
+    return torch.stack([chosen.get(i, none).sort(-1).values for i in range(3)], dim=1)
+
+
+def test_routed_experts_of_the_last_step_are_transformers_choices(path: Path, tmp_path: Path) -> None:
     ranks = ThreadRanks(path, tmp_path / "store", 2, ep=2)
     assert ranks.runners[0].model.routed_experts() is None
     ranks.generate([PROMPTS[1]], 1)
-    chosen: list[torch.Tensor] = []
-    model = reference(path)
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _, args, output: chosen.append(output[2]))
-        for layer in model.model.layers
-        if hasattr(layer.mlp, "gate")
-    ]
-    reference_logits(path, PROMPTS[1])
-    for hook in hooks:
-        hook.remove()
+    expected = choices(path, PROMPTS[1])
     for runner in ranks.runners:
-        routed = runner.model.routed_experts()
-        sparse = [i for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
-        assert routed.shape == (3, len(PROMPTS[1]), model.config.num_experts_per_tok)
-        assert torch.equal(routed[sparse].sort(-1).values, torch.stack(chosen).sort(-1).values)
-        assert all((routed[i] == -1).all() for i in range(3) if i not in sparse)
+        assert torch.equal(runner.model.routed_experts().transpose(0, 1).sort(-1).values, expected)
     ranks.close()
+
+
+def test_a_request_is_told_the_experts_of_every_position_it_computed(path: Path) -> None:
+    """In chunks, preempted for want of pages, and beside requests that share its prefix."""
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, routed_experts=True)
+    with LLM(path, page_size=4, num_pages=16, max_tokens_per_step=16) as llm:
+        llm.generate([PROMPTS[1]], max_new_tokens=1)  # leaves its prefix in the cache
+        generations = llm.generate([PROMPTS[1], PROMPTS[3], PROMPTS[0]], params)
+        assert llm.engine.state()["num_preemptions"] > 0
+        streamed = list(llm.stream(PROMPTS[0], params=params))
+        unasked = llm.generate([PROMPTS[0]], max_new_tokens=2)[0]
+    for generation in generations:
+        tokens = [*generation.prompt_ids, *generation.token_ids][:-1]
+        actual = torch.from_numpy(generation.routed_experts.array().copy())
+        assert torch.equal(actual.sort(-1).values.long(), choices(path, tokens))
+    assert [output.routed_experts.shape[0] for output in streamed] == [3] + [1] * 11
+    assert b"".join(output.routed_experts.data for output in streamed) == generations[2].routed_experts.data
+    assert [Output.build(json.loads(json.dumps(output.plain()))) for output in streamed] == streamed
+    assert unasked.routed_experts is None
+
+
+def test_generate_answers_routed_experts_as_sglang_does(path: Path) -> None:
+    body = GenerateBody.model_validate({"input_ids": PROMPTS[0], "return_routed_experts": True})
+    (item,) = wanted(body)
+    assert item.params.routed_experts
+    with LLM(path) as llm:
+        whole = functools.reduce(Output.followed_by, llm.stream(PROMPTS[0], params=item.params))
+    meta = answer(whole, 0.1, Style(), has_text=True)["meta_info"]
+    ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(meta["routed_experts_shape"])
+    tokens = [*PROMPTS[0], *whole.token_ids][:-1]
+    assert torch.equal(torch.from_numpy(ids.copy()).sort(-1).values.long(), choices(path, tokens))
+
+
+def test_a_model_without_experts_refuses_to_tell_them(tmp_path: Path) -> None:
+    with (
+        LLM(make_llama(tmp_path / "model")) as llm,
+        pytest.raises(UsageError, match="request '0' asks for routed experts; .* has no experts"),
+    ):
+        llm.generate([[5]], SamplingParams(routed_experts=True))
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:

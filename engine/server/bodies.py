@@ -32,6 +32,7 @@ class GenerateBody(BaseModel):
     top_logprobs_num: Annotated[int, Field(ge=0), rule("must be a whole number from 0")] = 0
     return_text_in_logprobs: Annotated[bool, rule("must be true or false")] = False
     capture: Annotated[Literal["stats", "full"] | None, rule("must be 'stats' or 'full'")] = None
+    return_routed_experts: Annotated[bool, rule("must be true or false")] = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), rule("must be a whole number")] = 0
 
     @model_validator(mode="after")
