@@ -75,6 +75,7 @@ def build_app(
     app.state.front = state
     app.add_exception_handler(TapscopeError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
     app.add_middleware(
         SizeDoor,
         max_bytes=state.settings.max_body_bytes,
@@ -118,6 +119,11 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
     status, content = error_answer(request.url.path, error)
     headers = {"Retry-After": "1"} if isinstance(error, OverloadedError) else None
     return JSONResponse(content, status_code=status, headers=headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    """Nothing of ours should come here; the traceback goes to stderr."""
+    return error_response(request.url.path, 500, f"the server failed: {type(error).__name__}; its stderr says where")
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -8,6 +8,7 @@ import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
+from starlette.requests import ClientDisconnect
 
 from tapscope.errors import LiveError, UsageError
 
@@ -16,7 +17,10 @@ M = TypeVar("M", bound=BaseModel)
 
 async def read_json(request: Request) -> Any:
     """The body, decoded; raises UsageError when it is no JSON. The door has bounded its length."""
-    content = await request.body()
+    try:
+        content = await request.body()
+    except ClientDisconnect:
+        raise UsageError("the client closed the connection") from None  # nobody reads it
     try:
         return pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
@@ -31,6 +35,8 @@ async def spooled(request: Request, path: Path) -> None:
             async for piece in request.stream():
                 num_bytes += len(piece)
                 await asyncio.to_thread(file.write, piece)
+    except ClientDisconnect:
+        raise UsageError("the client closed the connection") from None
     except OSError as error:
         raise LiveError(f"the body cannot be kept in {path.parent}: {error}; set TMPDIR to a place with room") from None
     if not num_bytes:
