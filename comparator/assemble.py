@@ -84,6 +84,18 @@ def assemble(run: Run, places: Places, firing: Firing) -> Whole:
 
 
 def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
+    if len(records) > 1:
+        _check_agree(records)
+    text = records[0].dims
+    if text is None:
+        return None
+    dims = dims_grammar.parse(text)
+    for record in records:
+        dims.check(record.shape)
+    return without(dims, apart)
+
+
+def _check_agree(records: Sequence[Record]) -> None:
     texts = {r.dims for r in records}
     if len(texts) > 1:
         raise UnassembledError(f"ranks disagree on the dims: {', '.join(sorted(map(repr, texts)))}")
@@ -92,10 +104,3 @@ def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
     twice = [rank for rank, num in Counter(r.key.rank for r in records).items() if num > 1]
     if twice:
         raise UnassembledError(f"rank {twice[0]} recorded this firing {len(records)} times: one record a rank is known")
-    text = records[0].dims
-    if text is None:
-        return None
-    dims = dims_grammar.parse(text)
-    for record in records:
-        dims.check(record.shape)
-    return without(dims, apart)

@@ -99,15 +99,16 @@ def measure(opened: Opened, tolerance: tuple[float, float] = (0.0, 0.0)) -> Meas
         parts.append(rows)
         joins.append((join, len(rows)))
         pairs = np.full(len(rows), -1, np.int64) if join.pairs is None else join.pairs
-        firings = (np.full(len(rows), index, np.int64) for index in (join.baseline, join.target))
-        columns.append((at_worst, pairs, *firings, ranks))
+        columns.append((at_worst, pairs, ranks))
     if len(columns) == 1:
-        ((at_worst, pairs, baseline_firing, target_firing, ranks),) = columns
+        ((at_worst, pairs, ranks),) = columns
     else:
-        none = (np.empty(0, np.int64),) * 5
-        at_worst, pairs, baseline_firing, target_firing, ranks = map(np.concatenate, zip(none, *columns, strict=True))
-    whole = RowMeasures.concat(parts)
-    return Measured(whole, at_worst, pairs, baseline_firing, target_firing, ranks, tuple(joins), hashed)
+        none = (np.empty(0, np.int64),) * 3
+        at_worst, pairs, ranks = map(np.concatenate, zip(none, *columns, strict=True))
+    counts = [num for _, num in joins]
+    firings = [join.baseline for join, _ in joins], [join.target for join, _ in joins]
+    first, second = (np.repeat(np.array(side, np.int64), counts) for side in firings)
+    return Measured(RowMeasures.concat(parts), at_worst, pairs, first, second, ranks, tuple(joins), hashed)
 
 
 def _num_elements(whole: Whole, layout: Layout, join: Join) -> int:
@@ -128,6 +129,8 @@ def _visible(mask: Array) -> Array:
 
 
 def _check_width(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> None:
+    if one.shape == two.shape and layouts[0] == layouts[1]:
+        return
     rests = [
         [n for i, n in enumerate(w.shape) if i not in layout.axes]
         for w, layout in zip((one, two), layouts, strict=True)
@@ -171,9 +174,9 @@ def _compare_columns(
     atol, rtol = tolerance
     rows = join.baseline_rows, join.target_rows
     if not masks and one.values is not None and two.values is not None:
-        found = compare_rows(*_picked(one.values, rows[0], two.values, rows[1]), atol=atol, rtol=rtol)
-        index = np.arange(len(one.values))[rows[0]] if isinstance(rows[0], slice) else rows[0]
-        return found, _at(one.values, index, found)
+        a, b, *index = _picked(one.values, rows[0], two.values, rows[1])
+        found = compare_rows(a, b, *index, atol=atol, rtol=rtol)
+        return found, _at(a, np.arange(len(a)) if index[0] is None else index[0], found)
     num = len(range(*rows[0].indices(one.block.num_rows))) if isinstance(rows[0], slice) else len(rows[0])
     step = max(1, _CHUNK // max(1, one.block.width, two.block.width))
     parts, values = [], [np.empty(0)]
