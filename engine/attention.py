@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.cache import StepCache
 
@@ -48,6 +49,8 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
 
     The step's own keys and values are in the cache already. Head h reads key/value head h // (heads / kv_heads).
     """
+    if has_torch_function((query,)):  # a mode such as BatchInvariant has its own
+        return handle_torch_function(attend, (query,), query, layer, cache, spec)
     batched = cache.num_batched(spec.window)
     outputs = [_attend_batch(query[:batched], layer, cache, spec)] if batched else []
     for segment in cache.segments[batched:]:
@@ -81,6 +84,8 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec:
     Row i stands at key ``diagonal + i``. The heads of a group are folded into the row axis, [kv_heads, group * count,
     d]: on a CPU that is several times faster than `enable_gqa`.
     """
+    if has_torch_function((query,)):
+        return handle_torch_function(attend_one, (query,), query, keys, values, diagonal, spec)
     count, num_heads, dim = query.shape
     kv_heads = keys.shape[1]
     k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)

@@ -56,6 +56,8 @@ class EngineConfig:
     """``last``: lm_head sees the rows to sample from; ``all``: every row."""
     seed: int = 0
     """Seed of sampling, written into manifests; greedy decoding draws nothing."""
+    batch_invariant: bool = False
+    """The same request gives the same bits alone and in any batch, chunk or prefix hit; slower (docs/engine.md)."""
     rank_timeout_s: float = 60.0
     """A rank that keeps the others waiting in a collective for longer is lost."""
 
@@ -75,7 +77,7 @@ class EngineConfig:
         for name in _TIMEOUTS:
             limit = getattr(self, name)
             _require(limit is None or (_is_number(limit) and limit > 0), name, limit, f"{rule}, or None")
-        for name in ("prefix_cache", "check"):
+        for name in ("prefix_cache", "check", "batch_invariant"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "must be true or false")
         mark = self.watermark
         _require(_is_number(mark) and 0 <= mark < 1, "watermark", mark, "must be a number from 0, below 1")

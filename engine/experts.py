@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
@@ -140,6 +141,8 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     ``ends`` [groups] int32 stays on the device. Widths that grouped_mm does not take are multiplied group by group.
     """
+    if has_torch_function((input,)):  # a mode such as BatchInvariant has its own
+        return handle_torch_function(grouped_linear, (input,), input, weight, ends)
     width, itemsize = weight.shape[1], weight.element_size()
     if not (len(input) and weight.numel()):
         return input.new_zeros(len(input), width)

@@ -5,16 +5,20 @@ the tokens of requests. Rank 0 only.
 """
 
 import functools
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.errors import UsageError
+
+if TYPE_CHECKING:
+    import llguidance
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, so that a model cannot spend its tokens on it
 _CACHED = 256  # compiled constraints kept
@@ -23,7 +27,7 @@ _CACHED = 256  # compiled constraints kept
 class Constraint:
     """One request's state in its grammar; a function of the tokens it was given."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
+    def __init__(self, matcher: "llguidance.LLMatcher", mask_words: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(mask_words, dtype=np.int32)
         self.error = ""
@@ -69,22 +73,23 @@ class Grammars:
         return -(-self._tokenizer.vocab_size // 32)
 
     @functools.cached_property
-    def _tokenizer(self) -> llguidance.LLTokenizer:
+    def _tokenizer(self) -> "llguidance.LLTokenizer":
         """Made when it is first needed: a large vocabulary takes a second."""
         if not self._path.exists():
             raise UsageError(f"{self._path.parent} has no tokenizer.json; a constrained output needs one")
+        library = _llguidance()
         text = self._path.read_text(encoding="utf-8")
         added = json.loads(text).get("added_tokens", ())
         known = [token["id"] + 1 for token in added] + [self._vocab_size]
         try:
-            size = max(llguidance.LLTokenizer(text, eos_token=self._eos or None).vocab_size, *known)
-            return llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
+            size = max(library.LLTokenizer(text, eos_token=self._eos or None).vocab_size, *known)
+            return library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
         except ValueError as error:
             raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
 
-    def _compile(self, kind: str, text: str) -> llguidance.LLMatcher:
+    def _compile(self, kind: str, text: str) -> "llguidance.LLMatcher":
         try:
-            matcher = llguidance.LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0)
+            matcher = _llguidance().LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0)
         except ValueError as error:
             raise UsageError(f"{kind}={_short(text)}: {error}") from None
         if matcher.is_error():
@@ -96,17 +101,26 @@ class Grammars:
         return matcher
 
 
+def _llguidance() -> Any:
+    """The library, loaded when a request first needs it: an engine without constraints runs without it."""
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise UsageError("a constrained output needs llguidance; pip install llguidance") from None
+
+
 def _grammar(kind: str, text: str) -> str:
     """In llguidance's own form."""
+    matcher = _llguidance().LLMatcher
     if kind == "regex":
-        return llguidance.LLMatcher.grammar_from_regex(text)
+        return str(matcher.grammar_from_regex(text))
     if kind == "grammar":
-        return llguidance.LLMatcher.grammar_from_lark(text)
+        return str(matcher.grammar_from_lark(text))
     schema = json.loads(text)
     if schema is not True and not isinstance(schema, dict):
         raise ValueError("a schema that anything satisfies is a JSON object or true")
     schema = {} if schema is True else schema
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+    return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE}))
 
 
 def _first_line(text: str) -> str:

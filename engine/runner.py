@@ -3,6 +3,7 @@
 import resource
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
 from tapscope.engine.config import EngineConfig
+from tapscope.engine.invariant import BatchInvariant, make_invariant
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.modes import StepMode, StepModes
@@ -47,6 +49,9 @@ class Runner:
         self.max_tokens = config.step_tokens(self.device.type)
         self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
         self._modes = StepModes(self.model)
+        self._batch_invariant = config.batch_invariant
+        if config.batch_invariant:
+            make_invariant(self.model)
         self._started = 0.0
         self.observer: StepObserver | None = None
         if observer is not None:
@@ -130,12 +135,13 @@ class Runner:
         are: a captured graph would take over here in the modes that allow it (:class:`StepMode`).
         """
         inputs = self._buffers.load(plan)
-        output = self.model(
-            inputs.input_ids,
-            position_ids=inputs.position_ids,
-            past_key_values=inputs.cache,
-            logits_to_keep=inputs.logits_to_keep,
-        )
+        with BatchInvariant() if self._batch_invariant else nullcontext():
+            output = self.model(
+                inputs.input_ids,
+                position_ids=inputs.position_ids,
+                past_key_values=inputs.cache,
+                logits_to_keep=inputs.logits_to_keep,
+            )
         if choose is None and not plan.greedy:
             return []
         tokens: list[int] = self.model.sampler((choose or sample)(output.logits)).tolist()

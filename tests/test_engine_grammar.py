@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -153,3 +154,11 @@ def test_without_a_tokenizer_a_constraint_is_refused(tmp_path: Path) -> None:
     (path / "tokenizer.json").unlink()
     with LLM(path) as llm, pytest.raises(UsageError, match=r"no tokenizer\.json; a constrained output needs one"):
         llm.submit([5], SamplingParams(regex="a"))
+
+
+def test_without_the_library_only_a_constraint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # as import sees a package that is not installed
+    with LLM(make_llama(tmp_path / "model")) as llm:
+        assert llm.generate([[5]])
+        with pytest.raises(UsageError, match="needs llguidance; pip install llguidance"):
+            llm.submit([5], SamplingParams(regex="a"))

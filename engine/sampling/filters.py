@@ -7,6 +7,8 @@ top-p, min-p. Tokens that tie with the last one kept are kept too, so that no or
 import torch
 from torch import Tensor
 
+from tapscope.engine.steady import steady
+
 _HEAD = 1024  # so many most likely tokens are sorted first: they nearly always hold top_p
 
 
@@ -38,5 +40,5 @@ def keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 
 def keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
     """[rows, vocab] with tokens out whose probability is below ``min_p`` [rows] times the largest of their row."""
-    floor = scores.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)  # log 0 is -inf: all are kept
+    floor = scores.amax(-1, keepdim=True) + steady(torch.log, min_p).unsqueeze(1)  # log 0 is -inf: all are kept
     return scores.masked_fill(scores < floor, -torch.inf)

@@ -1,0 +1,83 @@
+"""Batch-invariant mode: a request's logits are the same bits whoever else runs and however its prompt is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_llama
+from engine_helpers import reference_logits
+from moe_checkpoints import make_moe
+from torch import Tensor
+
+from tapscope.engine import LLM, SamplingParams
+
+PROMPTS = [[5 + i, *range(20 + i, 23 + 9 * i)] for i in range(8)]
+NEW = 6
+
+
+def _bits(
+    path: Path, groups: list[list[int]], history: list[int] | None = None, **settings: Any
+) -> dict[int, tuple[tuple[int, ...], Tensor]]:
+    """Tokens and logits [tokens, vocab] of each prompt, generated in ``groups`` of prompt numbers."""
+    result = {}
+    params = SamplingParams(max_new_tokens=NEW, full_logprobs=True, ignore_eos=True)
+    with LLM(path, batch_invariant=True, **settings) as llm:
+        if history:
+            llm.generate([history], max_new_tokens=1)
+        for group in groups:
+            generations = llm.generate([PROMPTS[i] for i in group], params)
+            assert not history or any(generation.cached_tokens for generation in generations)
+            for i, generation in zip(group, generations, strict=True):
+                result[i] = (generation.token_ids, torch.tensor([item.full for item in generation.logprobs]))
+    return result
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    return make_llama(folder, seed=1, dtype=request.param, intermediate_size=90, attention_bias=True)
+
+
+def test_bits_are_the_same_alone_in_batches_in_chunks_and_after_prefix_hits(path: Path) -> None:
+    alone = _bits(path, [[i] for i in range(8)])
+    others = {
+        "one batch": _bits(path, [list(range(8))]),
+        "batches": _bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]]),
+        "chunks": _bits(path, [list(range(8))], max_tokens_per_step=7, page_size=4),
+        "all logits": _bits(path, [[6, 7]], logits="all"),
+        "prefix hits": _bits(path, [[7], [6], [7, 6]], history=PROMPTS[7][:40], page_size=4),
+    }
+    for name, results in others.items():
+        for i, (tokens, logprobs) in results.items():
+            assert tokens == alone[i][0], f"{name}: other tokens of prompt {i}"
+            assert torch.equal(logprobs, alone[i][1]), f"{name}: other bits of prompt {i}"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "deepseek_v3"])
+def test_windows_soft_caps_experts_and_latents_too(tmp_path: Path, family: str) -> None:
+    windowed = {"sliding_window": 9} if family == "gemma2" else {}
+    make = make_checkpoint if family == "gemma2" else make_moe
+    path = make(tmp_path / "model", family, seed=1, **windowed)
+    alone = _bits(path, [[1], [4], [7]])
+    for results in (_bits(path, [[7, 1, 4]]), _bits(path, [[1, 4, 7]], max_tokens_per_step=7, page_size=4)):
+        for i, (tokens, logprobs) in results.items():
+            assert tokens == alone[i][0]
+            assert torch.equal(logprobs, alone[i][1])
+
+
+def test_without_the_mode_bits_do_differ(tmp_path: Path) -> None:
+    """The tests above could not fail otherwise."""
+    path = make_llama(tmp_path / "model", seed=1)
+    params = SamplingParams(max_new_tokens=NEW, full_logprobs=True, ignore_eos=True)
+    with LLM(path) as llm:
+        together = llm.generate(PROMPTS, params)
+        alone = [llm.generate([prompt], params)[0] for prompt in PROMPTS]
+    assert any(a.logprobs != b.logprobs for a, b in zip(together, alone, strict=True))
+
+
+def test_it_computes_what_transformers_does(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    for i, (tokens, logprobs) in _bits(path, [[0, 7]]).items():
+        expected = reference_logits(path, [*PROMPTS[i], *tokens]).log_softmax(-1)[len(PROMPTS[i]) - 1 : -1]
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
