@@ -83,13 +83,14 @@ class Grammars:
         known = [token["id"] + 1 for token in added] + [self._vocab_size]
         try:
             size = max(library.LLTokenizer(text, eos_token=self._eos or None).vocab_size, *known)
-            return library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
+            made: llguidance.LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
         except ValueError as error:
             raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
+        return made
 
     def _compile(self, kind: str, text: str) -> "llguidance.LLMatcher":
         try:
-            matcher = _llguidance().LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0)
+            matcher: llguidance.LLMatcher = _llguidance().LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0)
         except ValueError as error:
             raise UsageError(f"{kind}={_short(text)}: {error}") from None
         if matcher.is_error():

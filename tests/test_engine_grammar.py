@@ -146,7 +146,7 @@ def test_a_vocabulary_that_cannot_go_on_aborts_the_request_with_the_reason(tmp_p
         assert "the constraint cannot go on" in generation.reason
         assert generation.text == "ab"
         assert len(other.token_ids) == 9
-        assert llm.engine.scheduler.pages.num_used == 0
+        assert llm.engine.scheduler.paging.num_used == 0
 
 
 def test_without_a_tokenizer_a_constraint_is_refused(tmp_path: Path) -> None:

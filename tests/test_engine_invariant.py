@@ -27,7 +27,7 @@ def _bits(
             llm.generate([history], max_new_tokens=1)
         for group in groups:
             generations = llm.generate([PROMPTS[i] for i in group], params)
-            assert not history or any(generation.cached_tokens for generation in generations)
+            assert not history or generations[0].cached_tokens >= 36
             for i, generation in zip(group, generations, strict=True):
                 result[i] = (generation.token_ids, torch.tensor([item.full for item in generation.logprobs]))
     return result
@@ -46,7 +46,7 @@ def test_bits_are_the_same_alone_in_batches_in_chunks_and_after_prefix_hits(path
         "batches": _bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]]),
         "chunks": _bits(path, [list(range(8))], max_tokens_per_step=7, page_size=4),
         "all logits": _bits(path, [[6, 7]], logits="all"),
-        "prefix hits": _bits(path, [[7], [6], [7, 6]], history=PROMPTS[7][:40], page_size=4),
+        "prefix hits": _bits(path, [[7], [7, 6]], history=PROMPTS[7][:40], page_size=4),
     }
     for name, results in others.items():
         for i, (tokens, logprobs) in results.items():

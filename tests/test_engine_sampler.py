@@ -336,7 +336,7 @@ def test_a_stop_string_ends_a_request_and_frees_its_pages(path: Path) -> None:
         (generation,) = llm.generate([[5]], params, forced=[ids])
         assert (generation.text, generation.finish_reason, generation.matched) == ("def va", "stop", "lue(x")
         assert len(generation.token_ids) == len(generation.logprobs) < len(ids)
-        assert llm.engine.scheduler.pages.num_used == 0
+        assert llm.engine.scheduler.paging.num_used == 0
         llm.submit([5], params, forced=ids)
         outputs = []
         while llm.has_work:
@@ -358,3 +358,35 @@ def test_what_the_model_does_not_have_is_refused_at_submit(path: Path, params: d
         with pytest.raises(UsageError, match=message):
             llm.generate([[5]], SamplingParams(**params))
         assert not llm.has_work
+
+
+def test_preemption_changes_no_draw_no_penalty_and_no_logprob(path: Path) -> None:
+    params = [
+        SamplingParams(max_new_tokens=30, temperature=1.5, seed=i, ignore_eos=True, frequency_penalty=0.5, logprobs=1)
+        for i in range(4)
+    ]
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    with LLM(path, page_size=4) as llm:
+        calm = llm.generate(prompts, params)
+    with LLM(path, page_size=4, num_pages=14) as llm:
+        tight = llm.generate(prompts, params)
+        assert llm.engine.scheduler.counters.num_preemptions > 0
+    assert [g.token_ids for g in tight] == [g.token_ids for g in calm]
+    for one, other in zip(tight, calm, strict=True):
+        assert [item.logprob for item in one.logprobs] == pytest.approx([i.logprob for i in other.logprobs], abs=1e-4)
+
+
+def test_the_prompt_of_n_generations_is_computed_once(path: Path) -> None:
+    prompt = list(range(20, 60))
+    with LLM(path, page_size=4) as llm:
+        generations = llm.generate([prompt], SamplingParams(n=4, temperature=1.0, seed=1, max_new_tokens=3))
+    assert [g.cached_tokens for g in generations] == [0, 36, 36, 36]
+
+
+def test_prompt_logprobs_are_whole_although_the_cache_has_the_prompt(path: Path) -> None:
+    prompt = list(range(20, 60))
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+    with LLM(path, page_size=4) as llm:
+        first, second = (llm.generate([prompt], params)[0] for _ in range(2))
+    assert [item.token_id for item in second.prompt_logprobs[1:]] == prompt[1:]
+    assert second.prompt_logprobs == first.prompt_logprobs
