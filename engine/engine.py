@@ -202,6 +202,8 @@ class Engine:
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_steps": scheduler.num_steps,
+            "startup_s": self.runner.stages.seconds,
+            "startup_bytes": self.runner.stages.grown_bytes,
             **asdict(scheduler.counters),
         }
 

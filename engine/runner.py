@@ -1,6 +1,5 @@
 """Runner: one rank's model, cache and observer, and how a plan is computed on them."""
 
-import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from tapscope.engine.modes import StepMode, StepModes
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.sampling.greedy import sample
+from tapscope.engine.stages import Stages, resident_bytes
 from tapscope.engine.weights import check_weights, load_weights
 from tapscope.errors import ConfigError
 from tapscope.observe import ObserverFactory, RankInfo, StepObserver
@@ -36,15 +36,18 @@ class Runner:
         dtype = _DTYPES[self.dtype]
         tp.ep = config.ep
         self.device = device_of(config.device, tp.rank)
-        with self.device:
+        self.stages = Stages()
+        with self.stages.stage("model"), self.device:
             self.model = build_model(model_config, tp, dtype).eval()
         self._tied = TIED if model_config.tie_word_embeddings else {}
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
         self._skipped = tuple(f"model.layers.{layer}." for layer in skipped)
-        load_weights(self.model, Path(config.model), self._tied, self._skipped)
+        with self.stages.stage("weights"):
+            load_weights(self.model, Path(config.model), self._tied, self._skipped)
         layout = self.model.cache_layout()
         self.num_pages = num_pages(config, model_config.max_positions, layout.position_width * dtype.itemsize)
-        cache = KVCache(layout, self.num_pages, config.page_size, dtype, self.device)
+        with self.stages.stage("cache"):
+            cache = KVCache(layout, self.num_pages, config.page_size, dtype, self.device)
         max_pages = -(-model_config.max_positions // config.page_size)
         self.max_tokens = config.step_tokens(self.device.type)
         self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
@@ -65,7 +68,8 @@ class Runner:
                 dtype=self.dtype,
                 model_config=model_config.facts(),
             )
-            self.observer = observer(self.model, info)
+            with self.stages.stage("observer"):
+                self.observer = observer(self.model, info)
 
     def check_weights(self, folder: Path, *, partial: bool) -> None:
         """Raise CheckpointError unless :meth:`load_weights` can do with ``folder``; nothing is changed."""
@@ -181,8 +185,5 @@ def num_pages(config: EngineConfig, max_positions: int, position_bytes: int) -> 
 
 def _memory() -> dict[str, float]:
     """Resident bytes of this process; nothing where the system does not say."""
-    try:
-        resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return {}
-    return {"rss_bytes": float(resident_pages * resource.getpagesize())}
+    resident = resident_bytes()
+    return {} if resident is None else {"rss_bytes": float(resident)}

@@ -82,13 +82,15 @@ class _Engines(Collector):
             yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=["replica"]), name)
         for name, text in _GAUGES.items():
             yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=["replica"]), name)
-        stages = GaugeMetricFamily(
-            f"{_PREFIX}startup_seconds", "Seconds that a stage of the start took.", labels=["replica", "stage"]
-        )
+        yield self._staged("startup_seconds", "Seconds that a stage of the start took.", "startup_s")
+        yield self._staged("startup_bytes", "By how much a stage of the start grew the process.", "startup_bytes")
+
+    def _staged(self, metric: str, text: str, name: str) -> Metric:
+        family = GaugeMetricFamily(_PREFIX + metric, text, labels=["replica", "stage"])
         for replica, state in self._engines.items():
-            for stage, seconds in state.get("startup_s", {}).items():
-                stages.add_metric([replica, stage], seconds)
-        yield stages
+            for stage, value in state.get(name, {}).items():
+                family.add_metric([replica, stage], value)
+        return family
 
     def _filled(self, family: Any, name: str) -> Metric:
         for replica, state in self._engines.items():

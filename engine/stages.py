@@ -1,0 +1,40 @@
+"""Stages: what the start of an engine costs, stage by stage, for the log and for metrics."""
+
+import logging
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+
+class Stages:
+    """Seconds and bytes of each stage, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.grown_bytes: dict[str, int] = {}
+        """By how much the process's resident memory grew; empty where the system does not say."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What is done in the ``with`` is the stage ``name``; several of one name add up."""
+        began, before = time.perf_counter(), resident_bytes()
+        yield
+        seconds, after = time.perf_counter() - began, resident_bytes()
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if before is not None and after is not None:
+            self.grown_bytes[name] = self.grown_bytes.get(name, 0) + after - before
+        grown = "" if before is None or after is None else f", {(after - before) / 2**20:+.0f} MiB"
+        _log.info("start-up: %s took %.2f s%s", name, seconds, grown)
+
+
+def resident_bytes() -> int | None:
+    """Resident bytes of this process; None where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * resource.getpagesize()
