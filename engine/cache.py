@@ -92,6 +92,8 @@ class _Workspace:
         if rows.device.type != "cpu":
             return rows.index_select(0, index)
         size = len(index) * rows.shape[1]
+        if size == 0:  # a model that caches no values
+            return rows.new_empty(len(index), 0)
         if self._buffer.numel() < size:
             self._buffer = rows.new_empty(1 << (size - 1).bit_length())
         return torch.index_select(rows, 0, index, out=self._buffer[:size].view(len(index), rows.shape[1]))

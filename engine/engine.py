@@ -191,6 +191,7 @@ class Engine:
             "architecture": self.model_config.architecture,
             "dtype": self.runner.dtype,
             "tp": config.tp,
+            "ep": config.ep,
             "max_positions": min(self.model_config.max_positions, scheduler.policy.num_pages * config.page_size),
             "page_size": config.page_size,
             "max_running": config.max_running,

@@ -73,8 +73,8 @@ class Experts(Weighted):
         num_tokens, top_k = top_k_index.shape
         order, ends, is_foreign = self._sort(top_k_index.flatten())
         gate_up = grouped_linear(hidden_states[order // top_k], self.gate_up_proj, ends)
-        gate, up = gate_up.masked_fill(is_foreign, 0).chunk(2, dim=-1)
-        down = grouped_linear(self.act_fn(gate) * up, self.down_proj, ends).masked_fill(is_foreign, 0)
+        gate, up = self._blank(gate_up, is_foreign).chunk(2, dim=-1)
+        down = self._blank(grouped_linear(self.act_fn(gate) * up, self.down_proj, ends), is_foreign)
         pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
         summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
@@ -90,6 +90,10 @@ class Experts(Weighted):
         numbers = torch.arange(self.num_local, device=experts.device)
         ends = torch.searchsorted(local, numbers, right=True).int()
         return order, ends, (local == self.num_local).unsqueeze(-1)
+
+    def _blank(self, pairs: Tensor, is_foreign: Tensor) -> Tensor:
+        """``pairs`` with zeros for those of other ranks, which nothing computed here."""
+        return pairs if self.num_local == self.config.num_experts else pairs.masked_fill(is_foreign, 0)
 
     def layouts(self, path: str) -> Iterator[list[Piece]]:
         """A matrix for each expert and part, as most checkpoints are, or stacked as the parameters are."""

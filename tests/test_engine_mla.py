@@ -8,12 +8,18 @@ import pytest
 import torch
 from engine_helpers import ThreadRanks, reference_logits
 from engine_observers import Memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moe_checkpoints import LATENT, YARN, make_moe
 from safetensors.torch import load_file, save_file
 
 from tapscope.engine import LLM
-from tapscope.engine.cache import CacheLayout
+from tapscope.engine.buffers import StepBuffers
+from tapscope.engine.cache import CacheLayout, KVCache
+from tapscope.engine.mla import LatentAttention
+from tapscope.engine.mla_config import MlaConfig
 from tapscope.engine.models.deepseek import DeepseekAttention
+from tapscope.engine.plan import Share, StepPlan
 from tapscope.errors import CheckpointError, UsageError
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
@@ -115,3 +121,62 @@ def test_a_split_of_heads_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="qk_rope_head_dim is 7; rotary embedding needs an even one"):
         LLM(path)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
+    heads=st.integers(1, 4),
+    page_size=st.integers(1, 5),
+    sizes=st.sampled_from([(8, 4, 2, 6), (5, 3, 4, 3), (16, 8, 8, 8)]),
+    seed=st.integers(0, 1000),
+)
+def test_absorbed_and_expanded_attention_agree_however_sequences_are_cut_and_batched(
+    cuts: list[list[int]], heads: int, page_size: int, sizes: tuple[int, int, int, int], seed: int
+) -> None:
+    rank, nope, rope, value = sizes
+    mla = MlaConfig(q_lora_rank=None, kv_lora_rank=rank, nope_dim=nope, rope_dim=rope, value_dim=value)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(heads * (nope + value), rank, generator=generator)
+    core = LatentAttention(0, mla, 0.3, weight)
+    lengths = [sum(counts) for counts in cuts]
+    queries = [torch.randn(n, heads, nope + rope, generator=generator) for n in lengths]
+    latents = [torch.randn(n, rank + rope, generator=generator) for n in lengths]
+    most = -(-max(lengths) // page_size)
+    layout = CacheLayout(num_layers=1, kv_heads=1, key_dim=rank + rope, value_dim=0)
+    cache = KVCache(layout, most * len(cuts), page_size, torch.float32)
+    buffers, done = StepBuffers(cache, sum(lengths), len(cuts), most), [0] * len(cuts)
+    for step in range(max(len(counts) for counts in cuts)):
+        live = [i for i, counts in enumerate(cuts) if step < len(counts)]
+        shares = tuple(
+            Share(
+                request=str(i),
+                row=i,
+                position=done[i],
+                visits=((cuts[i][step], 0),),
+                tokens=(0,) * cuts[i][step],
+                pages=tuple(range(i * most, (i + 1) * most)) if step == 0 else (),
+            )
+            for i in live
+        )
+        view = buffers.load(StepPlan(step=step, phase="mixed", shares=shares, kv_pages_used=0)).cache
+        spans = {i: slice(done[i], done[i] + cuts[i][step]) for i in live}
+        query, rows = (torch.cat([whole[i][spans[i]] for i in live]) for whole in (queries, latents))
+        view.write(0, rows.unsqueeze(1), rows.new_empty(len(rows), 1, 0))
+        kv = rows[:, :rank] @ weight.T
+        expected = torch.cat([written_out(core, queries[i], latents[i])[spans[i]] for i in live])
+        for actual in (core.absorbed(query, view), core.expanded(query, kv, view), core.mixed(query, kv, view)):
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+        for i in live:
+            done[i] += cuts[i][step]
+
+
+def written_out(core: LatentAttention, query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one request by arXiv:2405.04434, equations 40 to 45: [length, heads, value]."""
+    mla, length = core.mla, len(query)
+    kv = (latents[:, : mla.kv_lora_rank] @ core.weight.T).view(length, -1, mla.nope_dim + mla.value_dim)
+    rotated = latents[:, None, mla.kv_lora_rank :].expand(-1, kv.shape[1], -1)
+    keys = torch.cat((kv[..., : mla.nope_dim], rotated), dim=-1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * core.scale
+    scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+    return torch.einsum("hqk,khv->qhv", scores.softmax(-1), kv[..., mla.nope_dim :])

@@ -17,12 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_checkpoints import FAMILIES, make_moe
 
+from tapscope.cli import main
+from tapscope.comparator import Verdict, compare
 from tapscope.engine import LLM
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import Style, answer, wanted
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.bodies import GenerateBody
 from tapscope.errors import CheckpointError, ConfigError, UsageError
+from tapscope.run import open_run
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 NUM_NEW = 64
@@ -144,6 +147,23 @@ def test_bf16_stays_within_bf16_rounding_of_transformers(tmp_path: Path, family:
     # A choice of experts may flip on a rounding, and with it a row: the median row is what rounding explains.
     error = (actual.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
     assert error.median() < 2**-6
+
+
+def test_a_dump_split_by_experts_agrees_with_transformers_in_diff(tmp_path: Path) -> None:
+    path = make_moe(tmp_path / "model", "qwen3_moe", seed=8)
+    base, target = str(tmp_path / "base"), str(tmp_path / "target")
+    prompts = ["--prompt", "def main():", "--prompt", "import os, sys"]
+    assert main(["dump", str(path), "-o", base, "--backend", "hf", *prompts, "--max-new", "3", "-q"]) == 0
+    assert main(["dump", str(path), "-o", target, "--tp", "2", "--ep", "2", "--tokens-from", base, "-q"]) == 0
+    with open_run(base) as one, open_run(target) as two:
+        report = compare(one, two)
+    verdicts = {finding.site: finding.verdict for finding in report.findings}
+    agreeing = {Verdict.SAME, Verdict.CLOSE}
+    for site in ("experts:in[top_k_index]", "experts:out", "gate:out[0]", "gate:out[1]", "gate:out[2]"):
+        assert verdicts[f"model.layers.0.mlp.{site}"] in agreeing
+    apart = {site for site, verdict in verdicts.items() if verdict in (Verdict.DIFFERS, Verdict.SHAPE)}
+    assert not apart
+    assert main(["diff", base, target, "-q"]) == 0
 
 
 def choices(path: Path, tokens: list[int]) -> torch.Tensor:
