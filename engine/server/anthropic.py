@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from tapscope.engine.api import schemas
 from tapscope.engine.api.messages import MessagesRequest, parse_count
 from tapscope.engine.api.messages_answer import MessagesAnswer
 from tapscope.engine.api.model import ServedModel
@@ -15,12 +16,15 @@ from tapscope.engine.server.asking import Asked, capture_of, guarded, jobs, outp
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import sse, unless_gone
 
+_COUNTED = {"model": "NAME", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
+_EXAMPLE = _COUNTED | {"max_tokens": 16}
+
 
 def make_router(state: FrontState, asked: Asked) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(prefix="/v1/messages", tags=["anthropic"])
 
-    @router.post("", response_model=None)
+    @router.post("", openapi_extra=schemas.openapi_body(schemas.MESSAGES, _EXAMPLE), response_model=None)
     async def messages(request: Request) -> Any:
         """Go on with a conversation; with `stream`, as Anthropic's events."""
         model = await asked.model()
@@ -31,7 +35,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
             return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))
         return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))
 
-    @router.post("/count_tokens")
+    @router.post("/count_tokens", openapi_extra=schemas.openapi_body(schemas.COUNT, _COUNTED))
     async def count_tokens(request: Request) -> JSONResponse:
         """Tokens of the prompt that /v1/messages would compute."""
         return JSONResponse({"input_tokens": await asked.read(request, _count)})

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from tapscope.engine.api import schemas
 from tapscope.engine.api.chat import ChatRequest
 from tapscope.engine.api.chat_answer import ChatAnswer
 from tapscope.engine.api.completions import CompletionAnswer, CompletionRequest
@@ -18,6 +19,10 @@ from tapscope.engine.output import Output
 from tapscope.engine.server.asking import Asked, Job, capture_of, guarded, jobs, outputs_of
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import sse, unless_gone
+
+_CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 16}
+_PROMPT = {"prompt": "def main():", "max_tokens": 16}
+_INPUT = {"input": ["a text", "another"]}
 
 Outputs = AsyncGenerator[tuple[int, Output]]
 
@@ -33,7 +38,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
 
 
 def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
-    @router.post("/chat/completions", response_model=None)
+    @router.post("/chat/completions", openapi_extra=schemas.openapi_body(schemas.CHAT, _CHAT), response_model=None)
     async def chat_completions(request: Request) -> Any:
         """Go on with a conversation; with `stream`, as server-sent events."""
         model = await asked.model()
@@ -44,7 +49,7 @@ def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
 
 
 def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None:
-    @router.post("/completions", response_model=None)
+    @router.post("/completions", openapi_extra=schemas.openapi_body(schemas.COMPLETION, _PROMPT), response_model=None)
     async def completions(request: Request) -> Any:
         """Complete one prompt or several; with `stream`, as server-sent events."""
         model = await asked.model()
@@ -55,7 +60,7 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
 
 
 def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
-    @router.post("/embeddings")
+    @router.post("/embeddings", openapi_extra=schemas.openapi_body(schemas.EMBEDDING, _INPUT))
     async def embeddings(request: Request) -> JSONResponse:
         """The prompts as vectors of length 1: the final hidden state of the last token, or the mean of all."""
         model = await asked.model()
