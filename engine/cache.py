@@ -45,7 +45,12 @@ class KVCache:
         self.values = torch.zeros(*shape, layout.value_dim, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
-        self._gathered = _Workspace(), _Workspace()
+        pools = self.keys, self.values
+        self._by_page = [tuple(_cut(pool[layer], 1) for pool in pools) for layer in range(layout.num_layers)]
+        self._by_position = [
+            tuple(_cut(pool[layer], page_size) for pool in pools) for layer in range(layout.num_layers)
+        ]
+        self._workspaces = _Workspace(), _Workspace()
 
     @property
     def device(self) -> torch.device:
@@ -60,20 +65,22 @@ class KVCache:
 
     def pages(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole pages, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
-        return self._gather(layer, numbers, 1)
+        return self._gather(self._by_page[layer], numbers, len(numbers) * self.page_size)
 
     def positions(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots [n], [n, kv_heads, dim] each; valid until the next gather."""
-        return self._gather(layer, slots, self.page_size)
+        return self._gather(self._by_position[layer], slots, len(slots))
 
-    def _gather(self, layer: int, index: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-        """Rows ``index`` of a layer whose pages are cut into ``parts``."""
-        num_positions = len(index) * self.page_size // parts
-        keys, values = (
-            workspace.gather(_cut(pool[layer], parts), index).view(num_positions, *pool.shape[3:])
-            for workspace, pool in zip(self._gathered, (self.keys, self.values), strict=True)
-        )
-        return keys, values
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store [n, kv_heads, dim] at slots [n]."""
+        keys, values = self._by_position[layer]
+        keys.index_copy_(0, slots, key.flatten(1))
+        values.index_copy_(0, slots, value.flatten(1))
+
+    def _gather(self, pools: tuple[Tensor, ...], index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Rows ``index`` of a layer's keys and values, which hold ``count`` positions."""
+        keys = self._workspaces[0].gather(pools[0], index).view(count, *self.keys.shape[3:])
+        return keys, self._workspaces[1].gather(pools[1], index).view(count, *self.values.shape[3:])
 
 
 def _cut(pages: Tensor, parts: int) -> Tensor:
@@ -140,6 +147,7 @@ class StepCache:
         self.segments = tuple(segments)
         """Requests of the step in order of rows."""
         self._num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
+        self._longest_single = max((segment.length for segment in segments[: self._num_single]), default=0)
         self._batches: dict[int | None, tuple[Tensor, Tensor | None]] = {}
         self.slots = slots
         """[tokens] int64: where each row's key and value go, in the pool with its page axes flattened."""
@@ -164,8 +172,7 @@ class StepCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store [tokens, kv_heads, dim] of this step's rows."""
-        self.cache.keys[layer].flatten(0, 1).index_copy_(0, self.slots, key)
-        self.cache.values[layer].flatten(0, 1).index_copy_(0, self.slots, value)
+        self.cache.write(layer, self.slots, key, value)
 
     def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each.
@@ -185,7 +192,7 @@ class StepCache:
         On a CPU only as long as what is gathered stays in the caches.
         """
         count = self._num_single
-        size = count * self._batch_width(window) * self.cache.position_bytes if count else 0
+        size = count * self._batch_width(window) * self.cache.position_bytes
         return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
 
     def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -214,5 +221,4 @@ class StepCache:
         return slots.flatten(), None if full else valid
 
     def _batch_width(self, window: int | None) -> int:
-        longest = max(segment.length for segment in self.segments[: self._num_single])
-        return longest if window is None else min(longest, window)
+        return self._longest_single if window is None else min(self._longest_single, window)

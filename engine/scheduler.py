@@ -88,7 +88,10 @@ class Scheduler:
 
     def expire(self) -> list[Request]:
         """Take out the requests that have waited or run for too long; call it before each step."""
-        now, policy, late = self._clock(), self.policy, []
+        policy = self.policy
+        if policy.waiting_timeout_s is None and policy.running_timeout_s is None:
+            return []
+        now, late = self._clock(), []
         for request in list(self.live()):
             if request.started_s is None:
                 limit, since, doing = policy.waiting_timeout_s, request.submitted_s, "waited"

@@ -44,6 +44,6 @@ def fault(name: str, short: int, long: int) -> Callable[[Trial], Trial]:
 
 def all_faults() -> dict[str, Fault]:
     """The whole list: each of these modules puts its own on it."""
-    for module in ("kill", "disk", "load", "doors", "process", "model", "storm", "server"):
+    for module in ("kill", "disk", "load", "doors", "process", "model", "storm", "server", "engine"):
         importlib.import_module(f"faults_{module}")
     return FAULTS

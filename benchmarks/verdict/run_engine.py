@@ -20,6 +20,7 @@ from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.policy import Policy
 from tapscope.engine.request import Request
 from tapscope.engine.runner import Runner
+from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.scheduler import Scheduler
 from tapscope.errors import ConfigError
 from tapscope.observe import RankInfo, StepObserver
@@ -90,10 +91,11 @@ def _observe(observer: Callable[[Any, RankInfo], StepObserver], config: EngineCo
 
 def _drive(config: EngineConfig, setup: Setup, runners: list[Runner], each: Any) -> None:
     pages, rows = runners[0].num_pages, runners[0].max_tokens
-    policy = Policy.build(config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None)
+    policy = Policy.build(config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None, shareable=False)
     scheduler = Scheduler(policy)
     for r in requests(setup.workload, setup.seed, setup.order):
-        scheduler.add(Request(id=r.name, prompt_ids=r.prompt, max_new_tokens=len(r.forced) + 1, forced=r.forced))
+        params = SamplingParams(max_new_tokens=len(r.forced) + 1)
+        scheduler.add(Request(id=r.name, prompt_ids=r.prompt, params=params, forced=r.forced))
     while scheduler.has_work:
         plan = scheduler.plan(all_logits=True, epoch=None)
         tokens = list(each(lambda runner, plan=plan: runner.execute(plan), runners))
