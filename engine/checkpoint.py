@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tapscope.engine.quantization import KINDS, Quantization, block_of, dequantised, is_aside, scale_of
 from tapscope.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -23,15 +24,21 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class Checkpoint:
     """An opened checkpoint; made by :func:`open_checkpoint`, valid inside its ``with``."""
 
-    def __init__(self, folder: Path, handles: dict[str, Any], files: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, handles: dict[str, Any], files: dict[str, str], quantization: Quantization | None = None
+    ) -> None:
         self.folder = folder
+        self.quantization = quantization
         self._handles = handles
         self._files = files
+        self._marks = {file: _mark(folder / file) for file in handles}
 
     @property
     def names(self) -> list[str]:
-        """Every tensor, in the order of the index or file."""
-        return list(self._files)
+        """Every tensor that is a weight, in the order of the index or file; scales belong to theirs."""
+        if self.quantization is None:
+            return list(self._files)
+        return [name for name in self._files if not is_aside(name, self._files)]
 
     def file_of(self, name: str) -> str:
         """Path of the file that holds ``name``, for messages."""
@@ -42,8 +49,8 @@ class Checkpoint:
     ) -> Tensor:
         """Rows [start, start+count) along ``dim`` (0 or 1) of tensor ``name``, whose whole shape must be ``shape``.
 
-        With ``index`` the tensor is a stack, and its matrix of that number is read. Raises CheckpointError naming the
-        tensor and the file.
+        With ``index`` the tensor is a stack, and its matrix of that number is read. A quantised one comes multiplied
+        out, in fp32. Raises CheckpointError naming the tensor and the file.
         """
         where = f"{name} in {self.file_of(name)}"
         try:
@@ -51,14 +58,42 @@ class Checkpoint:
             found, kind = tuple(stored.get_shape()), stored.get_dtype()
             if found != shape:
                 raise CheckpointError(f"{where} has shape {list(found)}; config.json asks for {list(shape)}")
-            if kind not in _FLOATS:
-                raise CheckpointError(f"{where} is {kind}; supported weights are {', '.join(_FLOATS)}")
+            if kind not in _FLOATS and (kind not in KINDS or self.quantization is None):
+                known = _FLOATS if self.quantization is None else (*_FLOATS, *KINDS)
+                raise CheckpointError(f"{where} is {kind}; supported weights are {', '.join(known)}")
             cut = slice(start, start + count)
             axes = (cut,) if dim == 0 else (slice(None), cut)
             piece: Tensor = stored[axes if index is None else (index, *axes)]
+            if kind not in KINDS:
+                return piece
+            return self._dequantised(name, where, piece, shape, (start, 0) if dim == 0 else (0, start), index)
         except SafetensorError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
-        return piece
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError when a file is not the one that was opened: half of what was read may be new."""
+        for file, mark in self._marks.items():
+            if _mark(self.folder / file) != mark:
+                raise CheckpointError(f"{self.folder / file} was changed while it was read; load again")
+
+    def _dequantised(
+        self, name: str, where: str, piece: Tensor, shape: tuple[int, ...], corner: tuple[int, int], index: int | None
+    ) -> Tensor:
+        if len(shape if index is None else shape[1:]) != 2:
+            raise CheckpointError(f"{where} is quantised and has shape {list(shape)}; only matrices may be")
+        zero = name.removesuffix(".weight") + ".weight_zero_point"
+        if zero in self._files and self._handles[self._files[zero]].get_tensor(zero).any():
+            raise CheckpointError(f"{where} has zero points; only symmetric quantisation is supported")
+        scale_name = scale_of(name, self._files)
+        if scale_name is None:
+            raise CheckpointError(f"{where} is quantised and has no scales: {name}_scale_inv or {name}_scale")
+        scales = self._handles[self._files[scale_name]].get_tensor(scale_name)
+        scales = scales if index is None or scales.ndim < 1 else scales[index]
+        rows, columns = shape[-2:]
+        block = block_of((rows, columns), tuple(scales.shape), self.quantization.block if self.quantization else None)
+        if block is None:
+            raise CheckpointError(f"{where}: {scale_name} has shape {list(scales.shape)}, which does not fit")
+        return dequantised(piece, scales, block, corner)
 
 
 @contextmanager
@@ -74,7 +109,13 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
         for name, file in files.items():
             if name not in held[file]:
                 raise CheckpointError(f"{folder / _INDEX} says {name} is in {file}, but that file has no such tensor")
-        yield Checkpoint(folder, handles, files)
+        yield Checkpoint(folder, handles, files, Quantization.read(folder))
+
+
+def _mark(path: Path) -> tuple[int, int, int]:
+    """What changes when a file does."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -11,6 +11,8 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "logits": ("last", "all"),
     "device": ("auto", "cpu", "cuda"),
+    "load_format": ("auto", "dummy"),
+    "quantization": (None, "fp8"),
 }
 _COUNTS = ("tp", "ep", "page_size", "max_running", "ageing_steps", "kv_bytes")
 _TIMEOUTS = ("waiting_timeout_s", "running_timeout_s")
@@ -50,6 +52,12 @@ class EngineConfig:
     """A request not finished so long after it started is aborted; None never is."""
     check: bool = False
     """Walk all the scheduler's books after every step and fail it when they do not add up; slow."""
+    load_format: str = "auto"
+    """``auto`` reads the checkpoint's safetensors; ``dummy`` needs config.json alone and makes random weights."""
+    quantization: str | None = None
+    """``fp8`` rounds the weights of linear layers to e4m3, one scale an output channel; None leaves them."""
+    exclude_modules: tuple[str, ...] = ()
+    """Globs of module paths that ``quantization`` leaves alone, such as ``*.down_proj``."""
     kv_bytes: int = 1 << 30
     """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
     logits: str = "last"
@@ -63,7 +71,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            _require(getattr(self, name) in choices, name, getattr(self, name), f"must be one of {', '.join(choices)}")
+            _require(
+                getattr(self, name) in choices,
+                name,
+                getattr(self, name),
+                f"must be one of {', '.join(map(str, choices))}",
+            )
         for name in _COUNTS:
             _require(_is_count(getattr(self, name)), name, getattr(self, name), "must be a whole number above 0")
         _require(self.tp % self.ep == 0, "ep", self.ep, f"must divide tp={self.tp}")
@@ -79,6 +92,18 @@ class EngineConfig:
             _require(limit is None or (_is_number(limit) and limit > 0), name, limit, f"{rule}, or None")
         for name in ("prefix_cache", "check", "batch_invariant"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "must be true or false")
+        _require(
+            isinstance(self.exclude_modules, tuple) and all(isinstance(glob, str) for glob in self.exclude_modules),
+            "exclude_modules",
+            self.exclude_modules,
+            "must be a tuple of texts",
+        )
+        _require(
+            not self.exclude_modules or self.quantization is not None,
+            "exclude_modules",
+            self.exclude_modules,
+            "has a meaning only with quantization",
+        )
         mark = self.watermark
         _require(_is_number(mark) and 0 <= mark < 1, "watermark", mark, "must be a number from 0, below 1")
 

@@ -48,6 +48,8 @@ class Experts(Weighted):
     `down_proj` [experts, hidden, features].
     """
 
+    may_quantize = True
+
     def __init__(
         self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
     ) -> None:

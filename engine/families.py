@@ -83,7 +83,6 @@ def windows(reader: Reader, kinds: tuple[str, ...], window: int | None) -> Field
 
 
 def _refuse_the_unknown(reader: Reader) -> None:
-    reader.refuse("quantization_config", (), "quantised weights are not supported; use floating-point ones")
     reader.refuse("use_bidirectional_attention", (False,), "only causal attention is supported")
 
 

@@ -12,14 +12,16 @@ from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.invariant import BatchInvariant, make_invariant
+from tapscope.engine.dummy import fill_with_dummies
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.modes import StepMode, StepModes
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
+from tapscope.engine.quantization import Online
 from tapscope.engine.sampling.greedy import sample
 from tapscope.engine.stages import Stages, resident_bytes
-from tapscope.engine.weights import check_weights, load_weights
+from tapscope.engine.weights import check_weights, load_weights, usual_pieces
 from tapscope.errors import ConfigError
 from tapscope.observe import ObserverFactory, RankInfo, StepObserver
 
@@ -42,8 +44,12 @@ class Runner:
         self._tied = TIED if model_config.tie_word_embeddings else {}
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
         self._skipped = tuple(f"model.layers.{layer}." for layer in skipped)
+        self._online = Online(config.exclude_modules) if config.quantization else None
         with self.stages.stage("weights"):
-            load_weights(self.model, Path(config.model), self._tied, self._skipped)
+            if config.load_format == "dummy":
+                fill_with_dummies(usual_pieces(self.model))
+            else:
+                load_weights(self.model, Path(config.model), self._tied, self._skipped, online=self._online)
         layout = self.model.cache_layout()
         self.num_pages = num_pages(config, model_config.max_positions, layout.position_width * dtype.itemsize)
         with self.stages.stage("cache"):
@@ -77,7 +83,7 @@ class Runner:
 
     def load_weights(self, folder: Path, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those that ``folder`` has."""
-        load_weights(self.model, folder, self._tied, self._skipped, partial=partial)
+        load_weights(self.model, folder, self._tied, self._skipped, partial=partial, online=self._online)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`.

@@ -1,15 +1,21 @@
 """Weights: which piece of which checkpoint tensor goes into which parameter, and loading them all."""
 
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from tapscope.engine.checkpoint import Checkpoint, open_checkpoint
-from tapscope.errors import CheckpointError
+from tapscope.engine.quantization import Online, as_fp8
+from tapscope.errors import CheckpointError, ConfigError
 
+_THREADS = 4
+_CHUNK_ELEMENTS = 8 << 20  # of one read: 32 MiB in fp32
 _DERIVED = "rotary_emb.inv_freq"  # old Llama checkpoints store it; it follows from config.json
 
 
@@ -27,9 +33,26 @@ class Piece:
     index: int | None = None
     """Which matrix of a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has rows and columns."""
+        return self.into.ndim == 2
+
+    def chunks(self) -> "Iterator[Piece]":
+        """The same in stretches of rows of at most a few MiB, so that what is under way is bounded."""
+        rows = max(1, _CHUNK_ELEMENTS // max(1, self.into[:1].numel()))
+        if self.dim != 0 or len(self.into) <= rows:
+            yield self
+            return
+        for first in range(0, len(self.into), rows):
+            yield replace(self, into=self.into[first : first + rows], start=self.start + first)
+
 
 class Weighted(nn.Module):
     """A module that has parameters and knows what they are called in a Hugging Face checkpoint."""
+
+    may_quantize: ClassVar[bool] = False
+    """Whether its matrices are among those that a quantised engine quantises."""
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """What fills this module's parameters when it is known as ``path`` in the model."""
@@ -46,21 +69,35 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def load_weights(
-    model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = (), *, partial: bool = False
+    model: nn.Module,
+    folder: Path,
+    tied: dict[str, str],
+    skipped: tuple[str, ...] = (),
+    *,
+    partial: bool = False,
+    online: Online | None = None,
 ) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 
     ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has
     both they must be equal. Tensors whose names begin with one of ``skipped`` are left alone. With ``partial`` what
-    the checkpoint lacks keeps its values. Raises CheckpointError for missing, unexpected, misshaped or unreadable
-    tensors.
+    the checkpoint lacks keeps its values; with ``online`` linear layers are rounded to fp8 on the way. Several threads
+    read, a few MiB each at a time. Raises CheckpointError for missing, unexpected, misshaped or unreadable tensors, and
+    ConfigError when ``online`` does not fit the checkpoint.
     """
-    with open_checkpoint(folder) as checkpoint, torch.no_grad():
+    with open_checkpoint(folder) as checkpoint:
         pieces = _checked_pieces(model, checkpoint, tied, skipped, partial=partial)
-        for piece in pieces:
-            count = piece.into.shape[piece.dim]
-            piece.into.copy_(checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count, piece.index))
+        quantized = _quantized(model, checkpoint, online) if online is not None else frozenset()
+        _fill(checkpoint, [chunk for piece in pieces for chunk in piece.chunks()], quantized)
         _check_tied(checkpoint, pieces, tied)
+        checkpoint.check_unchanged()
+
+
+def usual_pieces(model: nn.Module) -> Iterator[Piece]:
+    """Every piece of ``model`` in the layout that checkpoints usually have."""
+    for path, module in model.named_modules():
+        if isinstance(module, Weighted):
+            yield from next(iter(module.layouts(path)))
 
 
 def check_weights(
@@ -72,6 +109,48 @@ def check_weights(
         for piece in pieces:
             checkpoint.read(piece.name, piece.shape, piece.dim, 0, 0, piece.index)
         _check_tied(checkpoint, pieces, tied)
+
+
+def _fill(checkpoint: Checkpoint, pieces: list[Piece], quantized: frozenset[str]) -> None:
+    """Read pieces into their parameters, those of one file and name together."""
+    ordered = sorted(pieces, key=lambda piece: (checkpoint.file_of(piece.name), piece.name, piece.start))
+
+    def read(piece: Piece) -> None:
+        with torch.no_grad():  # of this thread
+            piece.into.copy_(_read(checkpoint, piece, is_quantized=piece.name in quantized))
+
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "tapscope-load") as pool:
+        running = [pool.submit(read, piece) for piece in ordered]
+        try:
+            for future in running:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _read(checkpoint: Checkpoint, piece: Piece, *, is_quantized: bool) -> Tensor:
+    count = piece.into.shape[piece.dim]
+    if not is_quantized or not piece.is_matrix:
+        return checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count, piece.index)
+    if piece.dim == 0:
+        return as_fp8(checkpoint.read(piece.name, piece.shape, 0, piece.start, count, piece.index))
+    rows = piece.shape[-2]  # an output channel has one scale, whatever this rank has of it
+    whole = as_fp8(checkpoint.read(piece.name, piece.shape, 0, 0, rows, piece.index))
+    return whole[:, piece.start : piece.start + count]
+
+
+def _quantized(model: nn.Module, checkpoint: Checkpoint, online: Online) -> frozenset[str]:
+    """Names of the tensors that are rounded to fp8 while they are read; raises ConfigError."""
+    if checkpoint.quantization is not None:
+        method = checkpoint.quantization.method
+        raise ConfigError(f"quantization='fp8': {checkpoint.folder} is quantised already ({method}); leave it out")
+    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Weighted) and m.may_quantize]
+    names = {piece.name for path, m in linears for layout in m.layouts(path) for piece in layout if piece.is_matrix}
+    names &= set(checkpoint.names)
+    if unmatched := online.unmatched(names):
+        raise ConfigError(f"exclude_modules: no linear layer matches {unmatched[0]!r}; one is {min(names)}")
+    return frozenset(name for name in names if online.covers(name))
 
 
 def _checked_pieces(

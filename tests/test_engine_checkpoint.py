@@ -153,7 +153,7 @@ def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is None"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be a JSON object"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; only whole heads"),
-        ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+        ({"quantization_config": {"bits": 4}}, "quant_method None is not supported"),
         ({"eos_token_id": "x"}, "eos_token_id is"),
     ],
 )

@@ -17,6 +17,8 @@ class FusedLinear(Weighted):
     ``parts`` maps each part's name, a sibling of this module in the checkpoint, to its output features.
     """
 
+    may_quantize = True
+
     tap_ports = ("in",)
     """Its outputs are seen under their own names, as outputs of the parts' Probes."""
 
@@ -52,6 +54,8 @@ class RowParallelLinear(Weighted):
     The bias is part of rank 0's summand, so that the `partial` outputs sum to the output exactly once.
     """
 
+    may_quantize = True
+
     def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.tp = (out_features, in_features), tp
@@ -76,6 +80,8 @@ class RowParallelLinear(Weighted):
 class ColumnParallelLinear(Weighted):
     """A linear whose output features are split."""
 
+    may_quantize = True
+
     def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.tp = (out_features, in_features), tp
@@ -97,6 +103,8 @@ class ColumnParallelLinear(Weighted):
 
 class ReplicatedLinear(Weighted):
     """A linear that every rank computes whole."""
+
+    may_quantize = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
