@@ -11,8 +11,8 @@ from torch import Tensor
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
 from tapscope.engine.config import EngineConfig
-from tapscope.engine.invariant import BatchInvariant, make_invariant
 from tapscope.engine.dummy import fill_with_dummies
+from tapscope.engine.invariant import BatchInvariant, make_invariant
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.modes import StepMode, StepModes
