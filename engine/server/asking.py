@@ -70,7 +70,7 @@ class Job:
 def jobs(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], request_id: str | None, priority: int) -> list[Job]:
     """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
-    names = [request_id if request_id is None or len(each) == 1 else f"{request_id}#{i}" for i in range(len(each))]
+    names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
     return [
         Job(token_ids=ids, params=params, request_id=name, priority=priority)
         for (ids, params), name in zip(each, names, strict=True)
