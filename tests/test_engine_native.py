@@ -129,6 +129,13 @@ def test_the_key_opens_every_route_but_health_needs_none(served: Served) -> None
             assert stranger.get("/get_server_info", headers=wrong).status_code == 401
 
 
+def test_a_web_page_of_another_origin_is_kept_out(served: Served) -> None:
+    for origin, status in (("http://page.example", 403), ("null", 403), (str(served.client.base_url), 200)):
+        answer = served.client.post("/flush_cache", headers={"Origin": origin})
+        assert answer.status_code == status
+    assert "may not use this server" in served.client.post("/flush_cache", headers={"Origin": "x"}).text
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_of_100_mb_is_a_413_and_the_server_goes_on(served: Served, announced: bool) -> None:
     piece = b"x" * (1 << 20)
@@ -151,6 +158,16 @@ def test_more_requests_than_may_wait_are_turned_away(served: Served) -> None:
     assert together.status_code == 503
     assert "requests are waiting already" in together.json()["error"]["message"]
     assert served.info()["num_running"] + served.info()["num_waiting"] == 0  # the rest of the batch was aborted
+
+
+def test_a_bug_of_ours_is_a_500_in_the_dialect_of_the_path(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("tapscope.engine.server.native.wanted", explode)
+    answer = served.generate(input_ids=[5])
+    assert answer.status_code == 500
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
 
 
 def test_metrics_count_what_was_done(served: Served) -> None:

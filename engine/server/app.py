@@ -14,7 +14,7 @@ from tapscope.engine.api.errors import error_answer, error_body
 from tapscope.engine.server import anthropic, native, openai
 from tapscope.engine.server.asking import Asked
 from tapscope.engine.server.client import EngineClient
-from tapscope.engine.server.door import KeyDoor, SizeDoor
+from tapscope.engine.server.door import KeyDoor, PageDoor, SizeDoor
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.meters import Listener, Meters
 from tapscope.engine.server.metrics import CONTENT_TYPE
@@ -82,6 +82,7 @@ def build_app(
         max_weights_bytes=state.settings.max_weights_bytes,
         answer=error_response,
     )
+    app.add_middleware(PageDoor, answer=error_response)
     if state.settings.api_key is not None:
         app.add_middleware(KeyDoor, key=state.settings.api_key, answer=error_response)
     _add_metrics(app, state, more_metrics)

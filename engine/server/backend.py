@@ -53,7 +53,6 @@ class Backend:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
-        self._socket.linger = 1000
         address = f"ipc://{self._folder / 'engine'}"
         try:
             self._socket.bind(address)
@@ -71,7 +70,7 @@ class Backend:
         if self._front.poll() is None:
             self._front.kill()
             self._front.wait()
-        self._socket.close()
+        self._socket.close(linger=0)  # the front has ended: nobody reads what is left
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -43,6 +43,25 @@ class KeyDoor:
         await response(scope, receive, send)
 
 
+class PageDoor:
+    """Keeps web pages of other origins out: a browser on this host would carry their requests to a loopback server."""
+
+    def __init__(self, app: ASGIApp, answer: Answer) -> None:
+        self._app = app
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 403."""
+        if scope["type"] == "http" and not scope["path"].startswith(_GUARDED_ELSEWHERE):
+            headers = Headers(scope=scope)
+            origin, host = headers.get("origin"), headers.get("host", "").lower()
+            if origin is not None and (not host or origin.lower().partition("://")[2] != host):
+                text = f"a web page of {origin[:200]!r} may not use this server; use a program"
+                await self._answer(scope["path"], 403, text)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class SizeDoor:
     """Refuses bodies that are too long, without holding them."""
 

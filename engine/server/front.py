@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import uvicorn
 import zmq
 from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tapscope.engine.server.app import MoreMetrics, build_app
 from tapscope.engine.server.client import EngineClient
@@ -66,7 +67,7 @@ def front_main(make_extras: Callable[[dict[str, Any]], Extras] | None = None) ->
 
 
 async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState) -> int:
-    server = _FrontServer(make_server(app, state.settings.drain_timeout_s).config)
+    server = _FrontServer(make_server(_cut_off_quietly(app), state.settings.drain_timeout_s).config)
     channel.setblocking(False)
     loop, code = asyncio.get_running_loop(), 0
 
@@ -86,6 +87,19 @@ async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, 
     loop.add_signal_handler(signal.SIGTERM, server.drain)
     await server.serve(sockets=[listener])
     return code
+
+
+def _cut_off_quietly(app: ASGIApp) -> ASGIApp:
+    """uvicorn cancels what outlives the drain and says so in a line; a traceback for each would say no more."""
+
+    async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+
+    return quiet
 
 
 def _read(channel: socket.socket) -> bytes:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from tapscope.errors import ListenError
 
@@ -46,7 +47,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{name}]:{bound}" if ":" in name else f"http://{name}:{bound}"
 
 
-def make_server(app: FastAPI, drain_timeout_s: float) -> uvicorn.Server:
+def make_server(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Server:
     """uvicorn for ``app``; its own logging would write accesses to stdout, which belongs to data."""
     timeout = max(1, round(drain_timeout_s))
     config = uvicorn.Config(
