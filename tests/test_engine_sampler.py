@@ -17,6 +17,7 @@ from transformers.generation import logits_process as hf
 
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.request import Request
+from tapscope.engine.sampling.filters import keep_top_p
 from tapscope.engine.sampling.gumbel import gumbel, hashes
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.errors import UsageError
@@ -139,6 +140,17 @@ def test_penalties_count_the_output_token_by_token_and_after_preemption_from_not
             score = score * repetition if score < 0 else score / repetition
         expected = score - counts[token] * frequency - (token in counts) * presence
         assert scores[0, token].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_nucleus_larger_than_what_is_sorted_first_is_found_too() -> None:
+    vocab = 3000
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [6.0], [1.0]])
+    top_p = torch.tensor([0.9, 0.9, 0.2])
+    kept = ~keep_top_p(logits, top_p).isinf()
+    for row in range(3):
+        expected = hf.TopPLogitsWarper(top_p[row].item())(torch.zeros(1, 1), logits[row][None])
+        assert torch.equal(kept[row], ~expected[0].isinf())
+    assert kept.sum(-1).tolist()[0] > 2000
 
 
 def test_rows_of_counts_are_used_again_clean() -> None:

@@ -26,16 +26,21 @@ def keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 
     A token is kept when those more likely than it hold less than top_p, hence the one that crosses it is.
     """
-    probabilities = scores.softmax(-1)
-    wanted = top_p.unsqueeze(1)
-    for width in (min(_HEAD, scores.shape[1]), scores.shape[1]):
-        head = probabilities.topk(width, dim=-1).values
-        total = head.cumsum(-1, dtype=torch.float64)
-        if width == scores.shape[1] or bool((total[:, -1:] >= wanted).all()):
-            break
-    num_kept = (total - head < wanted).sum(-1, keepdim=True)
-    floor = head.gather(1, (num_kept - 1).clamp(min=0))
+    probabilities, wanted = scores.softmax(-1), top_p.unsqueeze(1)
+    head = probabilities.topk(min(_HEAD, scores.shape[1]), dim=-1).values
+    floor, total = _nucleus(head, wanted)
+    wide = (total < wanted).squeeze(1).nonzero().squeeze(1)  # rows whose nucleus is larger than the head
+    if len(wide) and head.shape[1] < scores.shape[1]:
+        whole = probabilities[wide].sort(dim=-1, descending=True).values
+        floor[wide] = _nucleus(whole, wanted[wide])[0]
     return scores.masked_fill((probabilities < floor) & (wanted < 1), -torch.inf)
+
+
+def _nucleus(descending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Of sorted probabilities [rows, n]: the smallest one that is kept [rows, 1], and the sum of all [rows, 1]."""
+    total = descending.cumsum(-1, dtype=torch.float64)
+    num_kept = (total - descending < wanted).sum(-1, keepdim=True)
+    return descending.gather(1, (num_kept - 1).clamp(min=0)), total[:, -1:]
 
 
 def keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
