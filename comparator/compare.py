@@ -29,7 +29,7 @@ from tapscope.comparator.rows import RowMap, map_rows
 from tapscope.comparator.rules import Rule, check_rules, compile_rules
 from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
 from tapscope.comparator.series import series_of
-from tapscope.comparator.set_aside import set_aside
+from tapscope.comparator.set_aside import set_aside, sound_flips
 from tapscope.comparator.stages import numbered
 from tapscope.comparator.tokens import tokens_of
 from tapscope.comparator.twin import Twin, twin_of
@@ -89,7 +89,7 @@ def _compare(
     rules = compile_rules((*options.rules, *options.mapping.rules))
     seen = _see(baseline, target, options, damage, rules, progress)
     check_models((baseline, target), seen.examined)
-    findings, divergences = _judge(seen, rules, _twin(baseline, target, options), options)
+    seen, findings, divergences = _judge(seen, rules, _twin(baseline, target, options), options)
     if look(damage, divergences, seen.examined):  # once more, without what only looked like a culprit
         return _compare(baseline, target, options, damage, progress)
     if all(f.basis == "none" for f in findings):
@@ -103,17 +103,24 @@ def _compare(
 
 def _judge(
     seen: "_Seen", rules: tuple[Rule, ...], twin: Twin | None, options: CompareOptions
-) -> tuple[list[Finding], list[Divergence]]:
-    judge = Judge(
-        seen.examined, seen.sites, Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips)
-    )
-    findings, divergences = localise(judge.findings(), judge.matched, judge.graph, judge.inputs)
+) -> tuple["_Seen", list[Finding], list[Divergence]]:
+    """What was judged in the end, and what came of it."""
+    standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips)
+    raw, seen = seen, seen.without_moved_rows()
+    judge = Judge(seen.examined, seen.sites, standards)
+    found = judge.findings()
+    sound = sound_flips(seen.flips, found)
+    if len(sound) < len(seen.flips):
+        seen = replace(raw, flips=sound).without_moved_rows()
+        judge = Judge(seen.examined, seen.sites, standards)
+        found = judge.findings()
+    findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     placed = [_placed(each, seen) for each in divergences]
     if not placed:
-        return findings, []
+        return seen, findings, []
     from tapscope.comparator.explain.explain import Context, explain
 
-    return findings, explain(placed, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
+    return seen, findings, explain(placed, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,10 @@ class _Seen:
     num_objects: tuple[int, int]
     flips: Mapping[str, Flip]
     notes: tuple[str, ...]
+
+    def without_moved_rows(self) -> "_Seen":
+        """Without the token rows that went to other experts at a near tie, where these matter."""
+        return replace(self, everything=set_aside(self.everything, self.flips, self.examiner))
 
     @property
     def examined(self) -> list[Examined]:
@@ -161,7 +172,6 @@ def _see(
     notes = (*given[0].notes, *given[1].notes)
     everything = _examine(examiner, pairs, progress)
     flips = explain_flips([one for one in everything if not one.apart], examiner.preparer)
-    everything = set_aside(everything, flips, examiner)
     return _Seen(everything, examiner, rows, sites, counts, objects, flips, notes)
 
 
@@ -185,9 +195,8 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
         if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:
             run.assume_mesh(baseline.mesh)
         own = replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
-        return twin_of(
-            str(options.floor), _see(baseline, run, own, (Damage(baseline), Damage(run))).examined, options.margin
-        )
+        seen = _see(baseline, run, own, (Damage(baseline), Damage(run))).without_moved_rows()
+        return twin_of(str(options.floor), seen.examined, options.margin)
 
 
 def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:

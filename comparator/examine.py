@@ -132,6 +132,7 @@ class Examiner:
         odd = np.flatnonzero(measured.rows.equal < measured.rows.width) if seen.num_unequal else _NONE
         permuted = seen.num_unequal > 0 and _is_permuted(measured, odd, ready)
         scans = seen.num_unequal and len(measured.rows) >= MIN_ROWS and not one.is_exact
+        scans = scans and not ready.layouts[0].keyed  # its columns are tokens
         return replace(
             one,
             numbers=numbers,

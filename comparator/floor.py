@@ -44,6 +44,9 @@ EXTREME = 6.0
 PEAK = 3.0
 """How much wider a condition may be for one element of one row than for the typical row: a norm's weights, say, lift
 single channels to several times the rest."""
+PEAK_UNKNOWN = EXTREME
+"""The same where nobody knows what was computed: a product with another activation lifts single elements by as much as
+that one's largest stands out, in a row of a million normal ones."""
 CHANNEL = 4.0
 """How much more of a channel's systematic error may come out of a module than went in."""
 
@@ -112,11 +115,13 @@ def local_floor(
     eps: float,
     *,
     mixes: bool = False,
+    sums_rows: bool = False,
     limit: float = ROW_LIMIT,
 ) -> Floor:
     """The floor of a module given the spreads of what went into it; ``base`` is its own rounding.
 
     ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
+    ``sums_rows``: it is a sum over the rows of the inputs, such as a parameter's gradient.
     ``limit``: the most that a row may be off.
     """
     few = _few(spread)
@@ -131,8 +136,8 @@ def local_floor(
     return Floor(
         _rising([errors[0] * few, *errors[1:]], limit),
         min(2.0 * few * condition * math.hypot(element, 2.0 * base), limit),
-        PEAK * condition * math.hypot(peak, EXTREME * base, widest[-1]),
-        _gain_floor(spread, gain, base, eps),
+        (PEAK_UNKNOWN if mixes else PEAK) * condition * math.hypot(peak, EXTREME * base, widest[-1]),
+        _gain_floor(spread, gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
         math.inf if mixes else max(spread.channel_noise, eps, CHANNEL * math.hypot(base, channel)),
     )
 
@@ -167,6 +172,12 @@ def _gain_floor(spread: Spread, inherited: float, base: float, eps: float) -> fl
     rows = max(spread.num_rows, 1)
     sampling = 3.0 * max(spread.gain_sd, spread.errors[0] / rows) / math.sqrt(rows)
     return max(0.5 * eps, base) + 2.0 * inherited + sampling
+
+
+def summed_gain(inputs: Sequence[Spread]) -> float:
+    """What of the gain of a sum over rows the gains of the rows explain: it is their mean, weighted by what each row
+    adds, and where one row adds nearly all, it is that row's."""
+    return 3.0 * max((s.gain_sd for s in inputs), default=0.0)
 
 
 def observed_condition(spread: Spread, inputs: Sequence[Spread], base: float) -> float:

@@ -29,18 +29,18 @@ class Graph:
         self._given: dict[str, list[int]] = {}
         self._made: dict[tuple[str, bool], list[int]] = {}
         self._inside: dict[str, list[int]] = {}
+        self._called = {node.path for node in nodes}
         for i, node in enumerate(nodes):
             if node.is_input or node.is_state:
                 self._given.setdefault(node.path, []).append(i)
             elif node.numeric:
-                self._made.setdefault((_parent(node.path), node.is_backward), []).append(i)
+                self._made.setdefault((self._enclosing(node.path), node.is_backward), []).append(i)
             above = node.path
             while above:
                 above = _parent(above)
                 self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes)
         """Layers that lie before each node."""
-        self._called = {node.path for node in nodes}
         self._consumers: dict[int, list[str]] = {}
         self.all_inputs = self._resolve()
         """What went into each node."""
@@ -91,10 +91,14 @@ class Graph:
             return (common, outer) if len(set(inner)) == 1 and outer != common else (common,)
         if not node.is_input:
             return (node.path.removesuffix(PARTIAL),)
-        above = _parent(node.path)
-        while above and above not in self._called:  # a list of modules is never called, and can do nothing
+        return (self._enclosing(node.path),)
+
+    def _enclosing(self, path: str) -> str:
+        """The nearest module around another that is called; a list of modules never is, and can do nothing."""
+        above = _parent(path)
+        while above and above not in self._called:
             above = _parent(above)
-        return (above,)
+        return above
 
     def _same(self, index: int, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
         """The site that held these bytes first, on both sides or on one."""
@@ -118,7 +122,9 @@ class Graph:
         if not node.is_input:
             path = node.path.removesuffix(PARTIAL)
             own = [i for i in self._given.get(path, ()) if i < index and self._reaches(i, index)]
-            if node.is_backward:  # the gradient of a tensor that went round the module as well, along the residual
+            if node.is_backward and not any(self.nodes[i].is_backward for i in own):
+                own = []  # the gradient that went in was seen later, by a module that hands on its input, or never
+            elif node.is_backward:  # the gradient of a tensor that went round the module as well, along the residual
                 own += [i for i in self._given.get(_parent(path), ()) if i < index and self._goes(i, node)]
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
             inside = [i for i in inside if self._reaches(i, index)]
@@ -146,7 +152,7 @@ class Graph:
         found: list[int] = []
         above, levels = node.path, 0
         while above and levels < 2:
-            above = _parent(above)
+            above = self._enclosing(above)
             given = [i for i in self._given.get(above, ()) if i < index and self._goes(i, node)]
             siblings = self._made.get((above, node.is_backward), [])
             end = bisect_left(siblings, index)

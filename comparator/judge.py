@@ -45,6 +45,8 @@ class Judge:
         self.graph = Graph([_node(examined[i], sites) for i in self.matched])
         self.inputs: list[Inputs] = self.graph.all_inputs
         self._rounding = Rounding(examined, self.matched, self.graph, sites)
+        self._behind: set[int] = set()
+        """Nodes that are beyond their floor, and all that they went into."""
 
     def findings(self) -> list[Finding]:
         """One finding a site, in execution order."""
@@ -55,7 +57,12 @@ class Judge:
             found.append(self._judge_matched(one, nodes[i], i, found, within) if i in nodes else _unmatched(one, i))
             if not found[-1].verdict.is_bad:
                 within.add(one.site)
+            if i in nodes and (found[-1].verdict.is_bad or self._is_behind(nodes[i])):
+                self._behind.add(nodes[i])
         return found
+
+    def _is_behind(self, node: int) -> bool:
+        return any(i in self._behind for i in self.inputs[node].nodes)
 
     def _judge_matched(self, one: Examined, node: int, order: int, found: list[Finding], within: set[str]) -> Finding:
         how = self.inputs[node].how
@@ -129,7 +136,7 @@ class Judge:
         if one.permuted:  # rounding leaves no value where it was and none where another was
             by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
             return _finding(one, order, Verdict.DIFFERS, error=spread.errors[-1], **by)
-        local, floor = self._rounding.floors(node)
+        local, floor = self._rounding.floors(node, is_behind_culprit=self._is_behind(node))
         twin = self._standards.twin.floor(one, self._rounding.base(node)) if self._standards.twin else None
         error, limit, test = (twin or floor).worst(spread)
         growth = score(*local.worst(spread)[:2])

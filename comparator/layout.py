@@ -26,6 +26,8 @@ class Layout:
     """Sequence before batch: row s * B + b is slot b * S + s."""
     broadcast: bool = False
     """One sequence that stands for every one of the batch."""
+    keyed: bool = False
+    """Attention weights ``[batch, heads, queries, keys]``: the columns are tokens too, see :mod:`.keyed`."""
     problem: str = ""
     """Why the annotation cannot be right; the site is not compared then."""
 
@@ -86,7 +88,8 @@ def _annotated(dims: Dims) -> Layout:
         return Layout()
     if b is None:
         return Layout((s,), "annotated")
-    return Layout((min(b, s), max(b, s)), "annotated", swapped=s < b)
+    keyed = (b, s, dims.index("k"), dims.ndim) == (0, 2, 3, 4)
+    return Layout((min(b, s), max(b, s)), "annotated", swapped=s < b, keyed=keyed)
 
 
 def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
@@ -125,7 +128,16 @@ def _inferred(whole: Whole, rows: StepRows) -> list[Layout]:
         found.append(Layout((0,), "inferred"))
     if padded and not subset and len(shape) >= 2 and tuple(shape[:2]) == (1, rows.grid[1]):
         found.append(Layout((0, 1), "inferred", broadcast=True))
-    return found if padded else found[::-1]
+    found = found if padded else found[::-1]
+    return [*found, Layout((0, 2), "inferred", keyed=True)] if _may_be_keyed(whole, rows) else found
+
+
+def _may_be_keyed(whole: Whole, rows: StepRows) -> bool:
+    """Whether it has the shape of attention weights: a query for each place of the grid, and as many keys or more."""
+    batch, length = rows.grid if len(rows.grid) == 2 else (1, rows.num_slots)
+    shape, record = whole.shape, whole.records[0]
+    fits = len(shape) == 4 and (shape[0], shape[2]) == (batch, length) and shape[3] >= length
+    return fits and record.rows is None and not is_mask(record.key.site)
 
 
 def num_rows(whole: Whole, rows: StepRows) -> int:

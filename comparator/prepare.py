@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from tapscope.comparator.align import Aligner, Join, Plan, without_rows
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.keyed import with_keys
 from tapscope.comparator.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.match import Pair
 from tapscope.comparator.places import Places, places_of
@@ -77,6 +78,10 @@ class Preparer:
         assert pair.target is not None
         self._left_out[key_of(pair.baseline), key_of(pair.target)] = rows
 
+    def leave_out_nothing(self) -> None:
+        """Forget what :meth:`leave_out` said."""
+        self._left_out.clear()
+
     def prepare(self, pair: Pair) -> Prepared:
         """Prepare a pair of tensors; never raises for what the runs hold."""
         assert pair.baseline is not None
@@ -93,6 +98,9 @@ class Preparer:
             layouts, problem = (Layout(), Layout()), next((p for p in problems[:2] if p), "")
         plan = Plan() if problem else self._aligner.plan(left, right, layouts)
         plan = with_order(plan, *order) if is_ordered and not problem else plan
+        if layouts[0].keyed and plan.joins:
+            keyed = with_keys(plan, left, right, self.row_map, self._aligner.steps)
+            plan, left, right = keyed.plan, keyed.left, keyed.right
         if rows := self._left_out.get((key_of(pair.baseline), key_of(pair.target))):
             plan = without_rows(plan, rows)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))

@@ -25,7 +25,10 @@ def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) 
 
     Where several fit equally well, the layout of a side that needs it says so in its :attr:`~.layout.Layout.problem`.
     """
-    if any(layout.problem for layout in layouts) or not all(rows):
+    if layouts[0].keyed != layouts[1].keyed:
+        left, right = (_without_keys(layout) for layout in layouts)
+        layouts = left, right
+    if any(layout.problem for layout in layouts) or not all(rows) or layouts[0].keyed:
         return layouts
     unclear = [_is_unclear(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)]
     if not any(unclear) and _fit(layouts, wholes):
@@ -47,6 +50,11 @@ def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) 
     if not best or not any(layout.by_rows for layout in layouts):
         return layouts
     return _doubtful(layouts, best, wholes)
+
+
+def _without_keys(layout: Layout) -> Layout:
+    """An annotation still says where the rows are; what was inferred of attention weights is void."""
+    return layout if not layout.keyed else replace(layout, keyed=False) if layout.source == "annotated" else Layout()
 
 
 def _is_unclear(layout: Layout, whole: Whole) -> bool:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapscope import dtypes
 from tapscope.comparator.examined import Examined
@@ -16,6 +16,7 @@ from tapscope.comparator.floor import (
     local_floor,
     observed_condition,
     path_floor,
+    summed_gain,
     unit,
 )
 from tapscope.comparator.graph import Graph
@@ -64,6 +65,7 @@ class Rounding:
         self._widest = max(
             (r for p, n in zip(self._params, graph.nodes, strict=True) if (r := _reduction(n.cls, p))), default=_GUESS
         )
+        self._losses = _losses(graph)
         self._cases: list[_Case | None] = []
         for node in range(len(matched)):
             self._cases.append(self._case(node))
@@ -78,8 +80,12 @@ class Rounding:
         case = self._cases[node]
         return case.base if case is not None else 0.0
 
-    def floors(self, node: int) -> tuple[Floor, Floor]:
-        """(given its inputs, given the path too): the verdict is about the second, the first says who is to blame."""
+    def floors(self, node: int, *, is_behind_culprit: bool = False) -> tuple[Floor, Floor]:
+        """(given its inputs, given the path too): the verdict is about the second, the first says who is to blame.
+
+        ``is_behind_culprit``: what went in carries another module's error, which like that of a token that went to
+        other experts may be all in a few rows.
+        """
         case = self._cases[node]
         assert case is not None
         whole = path_floor(case.modelled, case.spread, case.base, case.eps)
@@ -90,21 +96,34 @@ class Rounding:
             condition = _STATE
         elif case.is_twin and all(s.is_zero for s in case.inputs):
             condition = min(condition, CONDITION_TWIN)
-        mixes = self._graph.inputs(node).how in ("around", "inside", "before")
+        is_back, is_sum = self._graph.nodes[node].is_backward, self._is_sum(node)
         inputs = case.inputs
-        if case.is_behind_flips and self._graph.inputs(node).how != "same" and not self._keeps_rows(node):
-            inputs = tuple(spread.worst_everywhere() for spread in inputs)  # any row may have had a part of theirs
-        if not case.is_behind_flips:
-            local = local_floor(inputs, case.base, case.spread, condition, case.eps, mixes=mixes)
+        mixes = self._graph.inputs(node).how in ("around", "inside", "before")
+        local = local_floor(inputs, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
+        if is_sum:
+            whole = replace(whole, gain=whole.gain + summed_gain(inputs))
+        if not (case.is_behind_flips or is_behind_culprit or is_back):
             return local, local.smaller(whole)
+        # Errors may be all in a few rows: of tokens that took another way, or whose gradient is next to nothing.
+        if self._graph.inputs(node).how != "same" and not self._keeps_rows(node):
+            inputs = tuple(spread.worst_everywhere() for spread in inputs)
         limit = max(ROW_LIMIT, _MOVED * max((s.errors[-1] for s in inputs), default=0.0))
-        local = local_floor(inputs, case.base, case.spread, condition, case.eps, mixes=mixes, limit=limit)
-        return local, local
+        wide = local_floor(
+            inputs, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum, limit=limit
+        )
+        if case.is_behind_flips:
+            return wide, wide
+        return wide, (wide if is_back else local).smaller(whole)
+
+    def _is_sum(self, node: int) -> bool:
+        """Whether it is the gradient of a parameter, a sum over token rows."""
+        this = self._graph.nodes[node]
+        return this.is_backward and this.port.startswith("param[")
 
     def _keeps_rows(self, node: int) -> bool:
         """Whether each row is made of the same row of what went in."""
         this = self._graph.nodes[node]
-        return not this.is_input and (bool(self._params[node]) or this.is_pointwise)
+        return not this.is_input and not self._is_sum(node) and (bool(self._params[node]) or this.is_pointwise)
 
     def _spread(self, node: int) -> Spread:
         one = self._examined[self._matched[node]]
@@ -122,9 +141,23 @@ class Rounding:
         before = [case.modelled for i in inputs.nodes if (case := self._cases[i])]
         modelled = math.hypot(max(before, default=0.0), base)
         spreads = tuple(self._spread(i) for i in inputs.nodes if self._graph.nodes[i].numeric)
+        if (loss := self._of_loss(node)) is not None:
+            spreads, modelled = (*spreads, loss), math.hypot(modelled, loss.errors[-1])
         behind = any(self._is_behind_flips(i) for i in inputs.nodes)
         eps = max(map(dtypes.epsilon, names))
         return _Case(one.spread, spreads, base, modelled, eps, names[0] == names[1], behind)
+
+    def _of_loss(self, node: int) -> Spread | None:
+        """What the errors of the logits make of the gradient that a loss gives them; None for any other gradient.
+
+        A cross-entropy's is p - y. Of p = softmax(z), dp_j = p_j (dz_j - sum p dz), so that no element is off by more
+        than 2 max|dz| of itself, that of the label included: an absolute error of the logits is a relative one here.
+        """
+        if node not in self._losses:
+            return None
+        numbers = self._examined[self._matched[self._losses[node]]].numbers
+        error = 2.0 * numbers.max_abs if numbers is not None else 0.0
+        return replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
 
     def _is_behind_flips(self, node: int) -> bool:
         case = self._cases[node]
@@ -159,6 +192,18 @@ class Rounding:
             for (node, _), condition in zip(likes, learned, strict=True):
                 found[node] = condition
         return found
+
+
+def _losses(graph: Graph) -> dict[int, int]:
+    """Gradients that come from no other gradient -> the value they are the gradient of."""
+    places = {(node.path, node.port): i for i, node in enumerate(graph.nodes) if node.numeric}
+    found = {}
+    for i, node in enumerate(graph.nodes):
+        own = places.get((node.path, node.port.removesuffix(".grad")))
+        first = node.is_backward and not any(graph.nodes[j].is_backward for j in graph.inputs(i).nodes)
+        if first and own is not None and not node.port.startswith("param["):
+            found[i] = own
+    return found
 
 
 def _dtype(one: Examined, side: str) -> str:

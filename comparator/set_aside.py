@@ -10,11 +10,13 @@ from dataclasses import replace
 
 from tapscope.comparator.examine import Examiner
 from tapscope.comparator.examined import Examined
+from tapscope.comparator.finding import Finding
 from tapscope.comparator.flips import Flip
 
 
 def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner: Examiner) -> list[Examined]:
     """The sites, those around a router without the token rows that moved."""
+    examiner.preparer.leave_out_nothing()
     moved: dict[str, tuple[frozenset[int], str]] = {}
     found: list[Examined] = []
     for one in examined:
@@ -26,6 +28,12 @@ def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner:
         block = next((b for b in moved if _is_within(one.site, b)), "")
         found.append(_without(one, *moved[block], examiner) if block and flip is None else one)
     return found
+
+
+def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding]) -> dict[str, Flip]:
+    """The flips whose scores are within their floor: where they are not, another choice is a fault's doing."""
+    bad = {finding.site for finding in findings if finding.verdict.is_bad}
+    return {site: flip for site, flip in flips.items() if flip.scores not in bad}
 
 
 def _without(one: Examined, rows: frozenset[int], scores: str, examiner: Examiner) -> Examined:

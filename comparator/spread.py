@@ -40,7 +40,7 @@ class Spread:
     def worst_everywhere(self) -> "Spread":
         """As if the typical row were as far off as the worst, and its elements too."""
         worst = (self.errors[-1],) * len(self.errors)
-        return replace(self, errors=worst, element=self.peak, gain=max(abs(self.gain), self.errors[-1]))
+        return replace(self, errors=worst, element=self.peak)
 
 
 NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
