@@ -9,7 +9,7 @@ from tapscope.errors import ConfigError
 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "logits": ("last", "all"),
+    "logits": ("last", "all", "observed"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
     "quantization": (None, "fp8"),
@@ -61,7 +61,8 @@ class EngineConfig:
     kv_bytes: int = 1 << 30
     """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
     logits: str = "last"
-    """``last``: lm_head sees the rows to sample from; ``all``: every row."""
+    """``last``: lm_head sees the rows to sample from; ``all``: every row; ``observed``: every row while an observer's
+    taps are in place, else the last ones."""
     seed: int = 0
     """Seed of sampling, written into manifests; greedy decoding draws nothing."""
     batch_invariant: bool = False

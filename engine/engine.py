@@ -38,6 +38,7 @@ class Engine:
         self.model_config.check_split(config.tp)
         self._lost: RankLostError | None = None
         self._ranks: Ranks | None = None
+        self._epoch = 0
         self._live: dict[str, Request] = {}
         num_threads = torch.get_num_threads()
         if config.tp == 1:
@@ -132,7 +133,7 @@ class Engine:
             return late
         observer = self.runner.observer
         plan = self.scheduler.plan(
-            all_logits=self.config.logits == "all", epoch=None if observer is None else observer.epoch
+            all_logits=self._wants_all_logits(), epoch=None if observer is None else observer.epoch
         )
         requests = [self._live[share.request] for share in plan.shares]
         sampled = SampledStep(self.sampler, plan, requests)
@@ -145,6 +146,15 @@ class Engine:
         sampled.tell()
         self.runner.finish(plan)
         return self._outputs([share.request for share in plan.shares], finished)
+
+    def _wants_all_logits(self) -> bool:
+        """Whether lm_head sees every row of the next step; an observer that is about to be armed counts as one."""
+        observer = self.runner.observer
+        if self.config.logits != "observed" or observer is None:
+            return self.config.logits == "all"
+        before, self._epoch = self._epoch, observer.epoch
+        asks = any(request.capture for request in self.scheduler.live())
+        return observer.armed or asks or self._epoch != before
 
     def abort(self, request_id: str) -> Output | None:
         """Drop a live request between two steps; its last output, or None when no such request is live."""

@@ -142,3 +142,17 @@ def test_over_http_by_a_field_or_a_header(served: Served, tmp_path: Path) -> Non
     assert "none" not in requests
     assert len(requests) == 2
     assert any(record.stats and not record.entry for record in run.records)
+
+
+def test_every_row_has_logits_only_while_somebody_looks(llama: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+    with observed(llama, tmp_path / "run", DumperConfig(keep="off"), logits="observed") as llm:
+        llm.model.register_forward_hook(lambda _module, _args, out: seen.append(len(out.logits)))
+        answered(llm, {})
+        assert seen[0] == len(PROMPTS)
+        seen.clear()
+        answered(llm, {1: "stats"})
+        assert seen[0] > len(PROMPTS)
+        seen.clear()
+        answered(llm, {})
+        assert seen[0] == len(PROMPTS)

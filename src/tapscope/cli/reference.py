@@ -39,9 +39,9 @@ def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - as above
+        encoded = [tokenizer(p)["input_ids"] if isinstance(p, str) else list(map(int, p)) for p in prompts]
+    except Exception as error:  # noqa: BLE001 - as above; some tokenizers load and cannot encode
         raise CheckpointError(f"{model} has no usable tokenizer for text prompts: {error}") from None
-    encoded = [tokenizer(p)["input_ids"] if isinstance(p, str) else list(map(int, p)) for p in prompts]
     empty = next((i for i, ids in enumerate(encoded) if not ids), None)
     if empty is not None:
         raise UsageError(f"prompt {empty} has no tokens")

@@ -72,7 +72,7 @@ def _serve(
         from tapscope.engine import LLM
 
         observer = partial(make_observer, out=str(out.absolute()), config=config, force=args.force)
-        with LLM(args.model, dtype=args.dtype, tp=args.tp, ep=args.ep, logits="all", observer=observer) as llm:
+        with LLM(args.model, dtype=args.dtype, tp=args.tp, ep=args.ep, logits="observed", observer=observer) as llm:
             diagnostics.note(f"serving {args.model} on {url}; run: {out}")
             diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
             backend.run(llm)
