@@ -26,7 +26,8 @@ def make_scripted(path: Path, template: str, scripts: dict[str, list[str]], spec
     pieces = list(dict.fromkeys(piece for script in scripts.values() for piece in script))
     assert len(pieces) == sum(map(len, scripts.values())), "a piece that comes twice has two successors"
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in [*special, *map(_start, scripts)]])
-    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
+    plain = [piece for piece in pieces if piece not in special]
+    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in plain])
     path.mkdir(parents=True, exist_ok=True)
     (path / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     named = [name for name in scripts if name != "default"]

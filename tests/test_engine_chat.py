@@ -5,11 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-from chat_templates import LLAMA3, QWEN, write_chat
+from chat_templates import LLAMA3, QWEN, SPECIAL, write_chat
+from engine_http import served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from scripted import make_scripted
 from transformers import AutoTokenizer
 
 from tapscope.engine.api.anthropic_in import read_system, read_turns
@@ -333,3 +336,29 @@ def test_the_schema_of_forced_calls_has_every_tool_and_lifts_definitions() -> No
     clash = ({"type": "function", "function": {"name": "h", "parameters": {"$defs": {"X": {}}}}},)
     with pytest.raises(RequestError, match=r"two tools define \$defs.X differently"):
         Tools(tools + clash, "required").schema()
+
+
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
+SCRIPTS = {
+    "default": ["Hello", "<|eom_id|>", " there"],
+    "weather": ["<|python_tag|>", '{"name": "weather", ', '"parameters": {"city": ', '"Paris"', "}}"],
+}
+
+
+def test_llamas_special_tokens_serve_the_parser_and_stay_hidden(tmp_path: Path) -> None:
+    path = make_scripted(tmp_path / "m", LLAMA3, SCRIPTS, SPECIAL["llama3"])
+    with served(path, settings={"model_name": "tiny"}) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        for tools in ({"tools": [TOOL]}, {}):
+            body: dict[str, Any] = GREEDY | tools
+            talk = [{"role": "user", "content": "hi"}]
+            assert client.chat.completions.create(messages=talk, **body).choices[0].message.content == "Hello there"
+            chunks = client.chat.completions.create(messages=talk, stream=True, **body)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello there"
+        called = client.chat.completions.create(
+            messages=[{"role": "user", "content": "weather"}], tools=[TOOL], **GREEDY
+        )
+        call = called.choices[0].message.tool_calls[0].function
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
+        assert called.choices[0].finish_reason == "tool_calls"
+        client.close()
