@@ -27,6 +27,10 @@ PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 1
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-yarn": ("deepseek_v2", {"rope_parameters": YARN}),
     "v2-lite": ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True}),
+    "v2-dynamic": (
+        "deepseek_v2",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "num_hidden_layers": 2},
+    ),
     "v3-yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "v3-halves": ("deepseek_v3", {"rope_interleave": False, "attention_bias": True, "rms_norm_eps": 1e-3}),
     "v3-direct-query": ("deepseek_v3", {"q_lora_rank": None, "v_head_dim": 16, "qk_nope_head_dim": 4}),

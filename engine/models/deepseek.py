@@ -9,7 +9,7 @@ from tapscope.engine.cache import CacheLayout, StepCache
 from tapscope.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, ANGLES, SHARD, TOKENS, WHOLE, Probe, is_watched
-from tapscope.engine.layers.rope import attention_scaling, inverse_frequencies, rotate, yarn_mscale
+from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies, rotate, yarn_mscale
 from tapscope.engine.mla import LatentAttention
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.decoder import Decoder
@@ -142,14 +142,16 @@ class DeepseekV2Rotary(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.rope = config.rope
         self.register_buffer("inv_freq", inverse_frequencies(config.rope, config.head_dim), persistent=False)
         self.attention_scaling = attention_scaling(config.rope)
         self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out": ANGLES}
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Positions [tokens] -> [tokens, rope / 2] complex64."""
-        angles = position_ids[:, None].float() * self.inv_freq
-        return torch.polar(torch.full_like(angles, self.attention_scaling), angles)
+    def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Positions [tokens] -> [tokens, rope / 2] complex64; ``lengths`` as RotaryEmbedding's."""
+        wide = torch.float32
+        cos, sin = cos_sin(self.rope, self.inv_freq, self.attention_scaling, wide, position_ids, lengths)
+        return torch.complex(cos, sin)[:, : len(self.inv_freq)]
 
 
 class DeepseekV2Decoder(Decoder):
