@@ -74,7 +74,7 @@ def answer(output: Output, latency_s: float, style: Style, *, has_text: bool) ->
     if output.routed_experts is not None:
         meta["routed_experts"] = output.routed_experts.text
         meta["routed_experts_shape"] = output.routed_experts.shape
-    if style.logprobs:
+    if style.logprobs or output.logprobs or output.prompt_logprobs:  # asked for in the body or among the parameters
         meta |= _logprobs(output, style)
     return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
 
@@ -96,11 +96,13 @@ def _logprobs(output: Output, style: Style) -> dict[str, Any]:
     """SGLang's lists: [log-probability, token id, text or null], prompt tokens from ``logprob_start`` on."""
     given = output.logprobs or ()
     meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
-    prompt = (output.prompt_logprobs or ())[style.logprob_start :] if style.logprob_start >= 0 else ()
+    prompt = (output.prompt_logprobs or ())[max(0, style.logprob_start) :]
     meta["input_token_logprobs"] = [None if item is None else _triple(item, style) for item in prompt]
-    if style.top:
+    if style.top or any(item.top for item in (*given, *filter(None, prompt))):
         meta["output_top_logprobs"] = [_top(item, style) for item in given]
         meta["input_top_logprobs"] = [None if item is None else _top(item, style) for item in prompt]
+    if any(item.full for item in given):
+        meta["output_full_logprobs"] = [[v if isfinite(v) else None for v in item.full or ()] for item in given]
     return meta
 
 

@@ -1,6 +1,7 @@
 """The native routes over HTTP: streams, logprobs, aborts, weights, metrics, the request log and the doors."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,27 @@ def test_logprobs_are_the_models(served: Served, path: Path) -> None:
     for position, best in enumerate(meta["output_top_logprobs"], start=2):
         assert [token for _, token, _ in best] == expected[position].topk(2).indices.tolist()
     assert len(meta["input_top_logprobs"]) == 2
+
+
+def test_every_sampling_parameter_reaches_the_engine(served: Served, path: Path) -> None:
+    params = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0, "full_logprobs": True}
+    meta = served.generate(input_ids=[5, 6, 7], sampling_params=params).json()["meta_info"]
+    row = reference_logits(path, [5, 6, 7]).log_softmax(-1)[-1]
+    assert meta["output_full_logprobs"][0] == pytest.approx(row.tolist(), abs=1e-4)
+    assert meta["output_top_logprobs"][0][0][1] == row.argmax()
+    assert [None if item is None else item[1] for item in meta["input_token_logprobs"]] == [None, 6, 7]
+    params = {"max_new_tokens": 60, "temperature": 2.0, "sampling_seed": 1, "regex": "[0-9]{4}-x[a-c]{3}"}
+    whole = served.generate(input_ids=[5], sampling_params=params).json()
+    assert re.fullmatch(params["regex"], whole["text"])
+    params |= {"stop": ["-x"]}
+    cut = served.generate(input_ids=[5], sampling_params=params).json()
+    assert cut["text"] == whole["text"][:4]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": "-x"}
+    events = list(served.stream(input_ids=[5], sampling_params=params))
+    assert (events[-1]["text"], events[-1]["output_ids"]) == (cut["text"], cut["output_ids"])
+    refused = served.generate(input_ids=[5], sampling_params={"json_schema": '{"type": "nope"}'})
+    assert refused.status_code == 400
+    assert "Invalid type: nope" in refused.json()["error"]["message"]
 
 
 def test_an_abort_answers_with_what_there_is(served: Served) -> None:
