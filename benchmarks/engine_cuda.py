@@ -74,12 +74,12 @@ def logits_of(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return found
 
 
-def parity(folder: Path, vocab: int, device: str) -> None:
+def parity(folder: Path, vocab: int, device: str, tp: int) -> None:
     ids = torch.randint(0, vocab, (1, 256), generator=torch.Generator().manual_seed(1)).to(device)
     exact = logits_of(folder, ids, torch.float32)
     theirs = logits_of(folder, ids, torch.bfloat16)
     seen: list[torch.Tensor] = []
-    with LLM(folder, dtype="bfloat16", device=device, logits="all", max_running=1) as llm:
+    with LLM(folder, dtype="bfloat16", device=device, tp=tp, logits="all", max_running=1) as llm:
         llm.model.register_forward_hook(lambda _m, _a, out: seen.append(out.logits.float().cpu()))
         llm.generate([ids[0].tolist()], max_new_tokens=1)
     ours = torch.cat(seen)[: len(exact)]
@@ -120,7 +120,9 @@ def timed(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def speed(folder: Path, batch: int, prompt: int, new: int, rounds: int, device: str) -> tuple[list[float], list[float]]:
+def speed(
+    folder: Path, batch: int, prompt: int, new: int, rounds: int, device: str, tp: int
+) -> tuple[list[float], list[float]]:
     """Seconds of decoding ``new`` tokens (those of one token taken off): the engine's, and transformers'."""
     generator = torch.Generator().manual_seed(2)
     vocab = 256
@@ -134,7 +136,7 @@ def speed(folder: Path, batch: int, prompt: int, new: int, rounds: int, device: 
                 inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=count, pad_token_id=0
             )
 
-    with LLM(folder, dtype="bfloat16", device=device, max_running=batch, kv_bytes=8 << 30) as llm:
+    with LLM(folder, dtype="bfloat16", device=device, tp=tp, max_running=batch, kv_bytes=8 << 30) as llm:
 
         def ours(count: int) -> object:
             return llm.generate(ids.tolist(), max_new_tokens=count, ignore_eos=True)
@@ -155,20 +157,23 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1, help="the engine's ranks; transformers has one GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device, rate = args.device, copy_rate(args.device)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{args.shape} bf16 on {name}, torch {torch.__version__}; plain copy {rate / 1e9:.0f} GB/s read and written")
+    print(
+        f"{args.shape} bf16, tp {args.tp} on {name}, torch {torch.__version__}; plain copy {rate / 1e9:.0f} GB/s read and written"
+    )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / args.shape
         nbytes = make(args.shape, folder, device)
-        parity(folder, _SHAPES[args.shape]().vocab_size, device)
+        parity(folder, _SHAPES[args.shape]().vocab_size, device, args.tp)
         for batch in args.batch:
             gc.collect()
-            ours, theirs = speed(folder, batch, args.prompt, args.new, args.rounds, device)
+            ours, theirs = speed(folder, batch, args.prompt, args.new, args.rounds, device, args.tp)
             a, b = statistics.median(ours), statistics.median(theirs)
-            limit = nbytes / rate * args.new
+            limit = nbytes / args.tp / rate * args.new
             print(
                 f"batch {batch:3}: engine {batch * args.new / a:8.0f} tok/s ({a / args.new * 1e3:.2f} ms a step, "
                 f"{limit / a:.0%} of reading the weights), transformers {batch * args.new / b:8.0f} tok/s; "
