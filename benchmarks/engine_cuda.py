@@ -162,9 +162,8 @@ def main() -> None:
     args = parser.parse_args()
     device, rate = args.device, copy_rate(args.device)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(
-        f"{args.shape} bf16, tp {args.tp} on {name}, torch {torch.__version__}; plain copy {rate / 1e9:.0f} GB/s read and written"
-    )
+    where = f"{name}, torch {torch.__version__}; plain copy {rate / 1e9:.0f} GB/s read and written"
+    print(f"{args.shape} bf16, tp {args.tp} on {where}")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / args.shape
         nbytes = make(args.shape, folder, device)
