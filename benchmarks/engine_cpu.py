@@ -1,0 +1,147 @@
+"""The engine on a CPU against transformers' generate and generate_batch: the same weights, in turn.
+
+    python benchmarks/engine_cpu.py [--shape 29m] [--dtype float32] [--case equal-8 ragged] [--new 64] [--rounds 3]
+
+One process, one torch thread, random weights. Cases: `equal-N` N prompts of one length (transformers' best case),
+`ragged` prompts and answers of very different lengths (transformers pads and goes on to the longest), `shared` 16
+prompts that begin with the same 448 tokens. A ratio is transformers' time over the engine's, of CPU time and of wall
+time: above 1 the engine is faster. Median of rounds; how many answers are equal is said (bf16 rounds differently).
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+
+from tapscope.engine import LLM
+
+_SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": 512},
+    "29m": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64, "vocab_size": 4096},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both are asked."""
+
+    prompts: list[list[int]]
+    new: list[int]
+
+
+def cases(vocab: int, new: int) -> dict[str, Case]:
+    dice = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [dice.randrange(2, vocab) for _ in range(length)]
+
+    found = {f"equal-{count}": Case([prompt(64) for _ in range(count)], [new] * count) for count in (1, 8, 32)}
+    lengths = [(dice.randint(8, 128), dice.randint(new // 8, new)) for _ in range(16)]
+    found["ragged"] = Case([prompt(length) for length, _ in lengths], [count for _, count in lengths])
+    start = prompt(448)
+    found["shared"] = Case([start + prompt(16) for _ in range(16)], [new // 8] * 16)
+    return found
+
+
+def save(shape: str, dtype: str, folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **_SHAPES[shape], num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model
+
+
+def by_engine(llm: LLM, case: Case) -> list[list[int]]:
+    llm.engine.scheduler.flush()
+    names = [
+        llm.submit(prompt, max_new_tokens=count, ignore_eos=True)
+        for prompt, count in zip(case.prompts, case.new, strict=True)
+    ]
+    done = {}
+    while llm.has_work:
+        done |= {generation.request: list(generation.token_ids) for generation in llm.step()}
+    return [done[name] for name in names]
+
+
+@torch.no_grad()
+def by_generate(model: Any, case: Case) -> list[list[int]]:
+    """One padded batch, to the longest answer."""
+    longest = max(map(len, case.prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in case.prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in case.prompts])
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max(case.new), do_sample=False, pad_token_id=0)
+    return [row[longest : longest + count].tolist() for row, count in zip(out, case.new, strict=True)]
+
+
+@torch.no_grad()
+def by_generate_batch(model: Any, case: Case) -> list[list[int]]:
+    """Continuous batching of transformers, all answers as long as the longest."""
+    config = GenerationConfig(max_new_tokens=max(case.new), do_sample=False, eos_token_id=-1, pad_token_id=0)
+    out = model.generate_batch(inputs=case.prompts, generation_config=config, progress_bar=False)
+    answers = [out[name].generated_tokens for name in sorted(out, key=lambda name: int(name.rpartition("_")[2]))]
+    return [answer[:count] for answer, count in zip(answers, case.new, strict=True)]
+
+
+def timed(run: Callable[[], list[list[int]]]) -> tuple[float, float, list[list[int]]]:
+    cpu, wall = time.process_time(), time.perf_counter()
+    ids = run()
+    return time.process_time() - cpu, time.perf_counter() - wall, ids
+
+
+def compare(name: str, case: Case, ways: dict[str, Callable[[], list[list[int]]]], rounds: int) -> None:
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    ids: dict[str, list[list[int]]] = {}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            cpu, wall, ids[way] = timed(run)
+            taken[way].append((cpu, wall))
+    middle = {way: [statistics.median(column) for column in zip(*times, strict=True)] for way, times in taken.items()}
+    cpu, wall = middle["engine"]
+    said = [f"{name:<9} engine {sum(case.new) / cpu:7.0f} tok/s"]
+    for way in list(ways)[1:]:
+        same = sum(a == b for a, b in zip(ids["engine"], ids[way], strict=True))
+        ratios = f"{middle[way][0] / cpu:5.2f} cpu {middle[way][1] / wall:5.2f} wall"
+        said.append(f"{way} / engine {ratios}, {same}/{len(case.prompts)} answers equal")
+    print("; ".join(said), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=_SHAPES, default="29m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--case", nargs="*", help="of these cases only")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--generate-batch", action="store_true", help="transformers' continuous batching too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="engine-cpu-"))
+    model = save(args.shape, args.dtype, folder)
+    print(f"{args.shape} {args.dtype}, one thread, torch {torch.__version__}")
+    with LLM(folder, dtype=args.dtype, device="cpu") as llm:
+        for name, case in cases(_SHAPES[args.shape]["vocab_size"], args.new).items():
+            if args.case and name not in args.case:
+                continue
+            ways: dict[str, Callable[[], list[list[int]]]] = {
+                "engine": lambda case=case: by_engine(llm, case),  # type: ignore[misc]
+                "generate": lambda case=case: by_generate(model, case),  # type: ignore[misc]
+            }
+            if args.generate_batch:
+                ways["generate_batch"] = lambda case=case: by_generate_batch(model, case)  # type: ignore[misc]
+            compare(name, case, ways, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
