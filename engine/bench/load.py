@@ -38,7 +38,8 @@ class Load:
 
 async def run_load(load: Load, items: Sequence[Item], on_done: Callable[[], None]) -> tuple[list[Timing], float, int]:
     """(timings in the order of ``items``, duration in seconds, most requests under way at once)."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection for each request: httpx deals one idle connection to several waiting requests, which wait for it.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(load.timeout_s, connect=30.0)
     async with httpx.AsyncClient(base_url=load.url, limits=limits, timeout=timeout, headers=load.headers) as client:
         runner = _Runner(load, client, on_done)
