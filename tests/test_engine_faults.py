@@ -106,7 +106,8 @@ def _is_gone(pid: int) -> bool:
 
 
 def test_clients_that_hang_up_or_read_slowly_and_sigterm_drains(path: Path, tmp_path: Path) -> None:
-    with _serving(path, tmp_path / "run") as process:
+    with _serving(path, tmp_path / "run", "--set", "max_running=7", "--set", "prefix_cache=false") as process:
+        assert process.info()["max_running"] == 7
         assert process.generate(input_ids=[5, 6], sampling_params=SHORT).json()["output_ids"] == reference_tokens(
             path, [5, 6], 4
         )
@@ -210,6 +211,24 @@ def test_a_second_sigterm_ends_at_once(path: Path, tmp_path: Path) -> None:
             list(lines)
         assert process.end()[0] == 143
         assert process.children() == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--set", "max_runing=7"], 2, "the engine has no setting 'max_runing'"),
+        (["--set", "tp=2"], 2, "have flags of their own"),
+        (["--request-log", "/nowhere/at/all"], 2, "request_log='/nowhere/at/all': cannot be written"),
+        (["--max-body-bytes", "0"], 2, "max_body_bytes=0"),
+    ],
+)
+def test_a_wrong_flag_is_said_before_anything_starts(
+    path: Path, tmp_path: Path, flags: list[str], code: int, message: str
+) -> None:
+    process = Process(path, tmp_path / "run", *flags)
+    found, text = process.end()
+    assert (found, message in text, text.count("\n")) == (code, True, 1), text
+    assert not (tmp_path / "run").exists()
 
 
 def _refuses(address: str) -> bool:

@@ -64,6 +64,8 @@ class Backend:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._is_running:
+            self._front.kill()  # the model was not loaded: nobody was served
         self._channel.close()  # a front that still serves sees it, and ends
         with self._listener, suppress(subprocess.TimeoutExpired):
             self._front.wait(_KILL_S)

@@ -26,6 +26,7 @@ from tapscope.engine.server.listen import make_server
 from tapscope.engine.server.meters import Meters
 from tapscope.engine.server.settings import ServerSettings
 from tapscope.engine.tokenizer import Tokenizer
+from tapscope.errors import TapscopeError
 
 ENGINE_LOST = 4
 """Exit code of a front whose engine ended before it."""
@@ -48,22 +49,34 @@ def front_main(make_extras: Callable[[dict[str, Any]], Extras] | None = None) ->
     with channel, listener:
         welcome = json.loads(channel.makefile("rb").readline())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-        settings = ServerSettings(**welcome["settings"])
-        state = FrontState(welcome["model"], settings)
+        try:
+            return _run(welcome, listener, channel, make_extras)
+        except TapscopeError as error:
+            print(f"tapscope: error: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
 
-        @asynccontextmanager
-        async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
-            tokenizer = Tokenizer.find(Path(welcome["model"]))
-            with zmq.Context() as context:
-                client = EngineClient(context, welcome["address"], tokenizer, meters)
-                try:
-                    yield client
-                finally:
-                    client.close()
 
-        extras = Extras() if make_extras is None else make_extras(welcome["extras"])
-        app = build_app(state, connect, extras.routers, extras.more_metrics)
-        return asyncio.run(_serve(app, listener, channel, state))
+def _run(
+    welcome: dict[str, Any],
+    listener: socket.socket,
+    channel: socket.socket,
+    make_extras: Callable[[dict[str, Any]], Extras] | None,
+) -> int:
+    state = FrontState(welcome["model"], ServerSettings(**welcome["settings"]))
+    tokenizer = Tokenizer.find(Path(welcome["model"]))
+
+    @asynccontextmanager
+    async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
+        with zmq.Context() as context:
+            client = EngineClient(context, welcome["address"], tokenizer, meters)
+            try:
+                yield client
+            finally:
+                client.close()
+
+    extras = Extras() if make_extras is None else make_extras(welcome["extras"])
+    app = build_app(state, connect, extras.routers, extras.more_metrics)
+    return asyncio.run(_serve(app, listener, channel, state))
 
 
 async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState) -> int:
@@ -86,7 +99,7 @@ async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, 
     loop.add_reader(channel, on_channel)
     loop.add_signal_handler(signal.SIGTERM, server.drain)
     await server.serve(sockets=[listener])
-    return code
+    return code if server.started else 1
 
 
 def _cut_off_quietly(app: ASGIApp) -> ASGIApp:

@@ -1,19 +1,21 @@
 """`tapscope serve`: the engine over HTTP, its taps steered on the same port."""
 
 import argparse
+import json
 import os
-import socket
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import capture, diagnostics
 from tapscope.cli.diagnostics import ExitCode
+from tapscope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tapscope.dumper import DumperConfig
+    from tapscope.engine import EngineConfig
     from tapscope.engine.server.settings import ServerSettings
+    from tapscope.observe import RankInfo, StepObserver
 
 
 class ServeCommand:
@@ -40,42 +42,43 @@ class ServeCommand:
         """Serve until SIGTERM or Ctrl-C."""
         from tapscope.dumper.guard import Guard, parse_address, token_of
         from tapscope.dumper.session import require_free
+        from tapscope.engine.server.backend import Backend
         from tapscope.engine.server.listen import listen, url_of
+        from tapscope.engine.server.request_log import RequestLog
 
-        settings = _settings(args)
+        engine, settings = _engine_config(args), _settings(args)
         host, port = parse_address(args.listen)
         Guard.of(host, token_of(None))
         out = args.out or Path("runs") / f"{capture.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
         require_free(out, force=args.force)
         config = capture.config(args)
-        listener = listen(host, port)  # a taken port is said before the model is loaded
-        _serve(args, config, settings, out, listener, host, url_of(listener))
+        if settings.request_log is not None:
+            RequestLog(settings.request_log).close()  # said before the model is loaded, as is a taken port
+        listener = listen(host, port)
+        observer = partial(_observe, out=str(out.absolute()), config=config, force=args.force)
+        extras = {"run": str(out.absolute()), "host": host}
+        url = url_of(listener)
+
+        def announce() -> None:
+            diagnostics.note(f"serving {args.model} on {url}; run: {out}")
+            diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
+
+        backend = Backend(engine.model, listener, settings, front_module="tapscope.cli.front", extras=extras)
+        with backend.signals(), backend:
+            from tapscope.engine import LLM
+
+            with LLM(engine, observer=observer) as llm:
+                announce()
+                backend.run(llm)
         diagnostics.note(f"next: tapscope info {out}")
         return ExitCode.OK
 
 
-def _serve(
-    args: argparse.Namespace,
-    config: "DumperConfig",
-    settings: "ServerSettings",
-    out: Path,
-    listener: socket.socket,
-    host: str,
-    url: str,
-) -> None:
-    from tapscope.engine.server.backend import Backend
+def _observe(model: Any, info: "RankInfo", **settings: Any) -> "StepObserver":
+    """The dumper, loaded with torch: after the front has started."""
+    from tapscope.dumper import make_observer
 
-    extras = {"run": str(out.absolute()), "host": host}
-    backend = Backend(args.model, listener, settings, front_module="tapscope.cli.front", extras=extras)
-    with backend.signals(), backend:
-        from tapscope.dumper import make_observer
-        from tapscope.engine import LLM
-
-        observer = partial(make_observer, out=str(out.absolute()), config=config, force=args.force)
-        with LLM(args.model, dtype=args.dtype, tp=args.tp, ep=args.ep, logits="observed", observer=observer) as llm:
-            diagnostics.note(f"serving {args.model} on {url}; run: {out}")
-            diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
-            backend.run(llm)
+    return make_observer(model, info, **settings)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +90,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool-format", metavar="FORM", help=text)
     text = "think: answers may begin with <think>; none (default: as the chat template says)"
     parser.add_argument("--reasoning-format", metavar="FORM", help=text)
+    text = "a setting of the engine, such as max_running=8 (repeatable)"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "append a line of JSON for every request that ended"
     parser.add_argument("--request-log", metavar="FILE", help=text)
     text = "longest body in bytes (default: 33554432)"
@@ -95,6 +100,22 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-waiting", type=int, metavar="N", default=None, help=text)
     text = "time that requests have to finish after SIGTERM (default: 30)"
     parser.add_argument("--drain-timeout", type=float, metavar="SECONDS", default=None, help=text)
+
+
+def _engine_config(args: argparse.Namespace) -> "EngineConfig":
+    """The engine's settings; raises ConfigError."""
+    from tapscope.engine.config import EngineConfig
+
+    given: dict[str, Any] = {"dtype": args.dtype, "tp": args.tp, "ep": args.ep, "logits": "observed"}
+    for text in args.set:
+        name, separator, value = text.partition("=")
+        if not separator or name in ("dtype", "tp", "ep"):
+            raise ConfigError(f"--set {text!r}: write NAME=VALUE; dtype, tp and ep have flags of their own")
+        try:
+            given[name] = json.loads(value)
+        except ValueError:
+            given[name] = value  # a word
+    return EngineConfig.build(args.model, given)
 
 
 def _settings(args: argparse.Namespace) -> "ServerSettings":
