@@ -248,7 +248,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dense": ("deepseek_v2", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1; it must be"),
     "more experts": ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.experts.4.w1.weight.*missing"),
     "fewer experts": ("mixtral", {"num_local_experts": 3}, "block_sparse_moe.experts.3.w1.weight.*unexpected"),
-    "wrong size": ("qwen3_moe", {"moe_intermediate_size": 16}, r"gate_proj.weight.*has shape \[32, 64\].*\[16, 64\]"),
+    "wrong size": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 16},
+        r"experts.0.down_proj.*has shape \[64, 32\].*\[64, 16\]",
+    ),
 }
 
 
