@@ -6,6 +6,7 @@ One process, one torch thread, random weights. Cases: `equal-N` N prompts of one
 `ragged` prompts and answers of very different lengths (transformers pads and goes on to the longest), `shared` 16
 prompts that begin with the same 448 tokens. A ratio is transformers' time over the engine's, of CPU time and of wall
 time: above 1 the engine is faster. Median of rounds; how many answers are equal is said (bf16 rounds differently).
+`--generate-batch`: transformers makes its manager and cache anew in each call, and that is in its time.
 """
 
 import argparse
