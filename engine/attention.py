@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.cache import StepCache
+from tapscope.engine.splits import HeadSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,12 @@ class AttentionSpec:
 class Attention(nn.Module):
     """Writes the step's keys and values into the cache and attends to what each row may see."""
 
-    def __init__(self, layer: int, spec: AttentionSpec) -> None:
+    def __init__(self, layer: int, spec: AttentionSpec, share: HeadSplit) -> None:
         super().__init__()
         self.layer, self.spec = layer, spec
-        heads = "t num_heads[tp] d"
-        self.tap_dims = {"in[query]": heads, "in[key]": heads, "in[value]": heads, "out": "t h[tp]"}
+        self.tap_dims = {"in[query]": share.queries.dims("num_heads", "d"), "out": "t h[tp]"}
+        if not share.keys.is_whole:  # else the heads cut out of them are copies of unequal number, which dims lack
+            self.tap_dims |= dict.fromkeys(("in[key]", "in[value]"), share.keys.dims("num_heads", "d"))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: StepCache) -> Tensor:
         """[tokens, heads, d] with [tokens, kv_heads, d] twice -> [tokens, heads * d], in the query's dtype."""

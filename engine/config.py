@@ -29,7 +29,7 @@ class EngineConfig:
     device: str = "auto"
     """``cpu``, ``cuda`` (rank r on the r-th GPU), or ``auto``: the GPU where there is one."""
     tp: int = 1
-    """Tensor-parallel ranks; divides the key/value heads and the MLP's intermediate size."""
+    """Tensor-parallel ranks; at most one a query head."""
     ep: int = 1
     """Expert-parallel groups among the ``tp`` ranks, which it divides: each holds a block of every layer's experts."""
     page_size: int = 16

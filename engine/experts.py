@@ -34,7 +34,7 @@ class ExpertShare:
     def of(cls, tp: TensorParallel, config: MoeConfig) -> "ExpertShare":
         """Each of ``tp.ep`` groups of neighbouring ranks holds a block of experts and shares their features.
 
-        Neither needs to divide: the last groups hold fewer experts, the last ranks fewer features, or none.
+        Neither needs to divide: the last groups may hold fewer experts, the last ranks fewer features, or none.
         """
         group_size = tp.size // tp.ep
         group, member = divmod(tp.rank, group_size)

@@ -86,19 +86,9 @@ class ModelConfig:
         } | {name: value for part in parts for name, value in part.items()}
 
     def check_split(self, tp: int) -> None:
-        """Raise UsageError when ``tp`` ranks cannot share heads and features evenly.
-
-        The vocabulary, the experts and their features may be uneven.
-        """
-        moe = self.moe
-        has_dense = moe is None or any(layer in moe.dense_layers for layer in range(self.num_layers))
-        for name, count in (
-            ("heads", self.num_heads) if self.mla else ("key/value heads", self.num_kv_heads),
-            ("intermediate features", self.intermediate_size if has_dense else 0),
-            ("features of the shared experts", 0 if moe is None else moe.shared_size),
-        ):
-            if count % tp:
-                raise UsageError(f"tp={tp} does not divide the model's {count} {name}; use a divisor of {count}")
+        """Raise UsageError when there are more ranks than heads; nothing else needs to divide, or be enough."""
+        if tp > self.num_heads:
+            raise UsageError(f"tp={tp} is more than the model's {self.num_heads} heads; use at most {self.num_heads}")
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":

@@ -47,7 +47,7 @@ class TensorParallel:
         self._group = None
 
     def span(self, total: int) -> tuple[int, int]:
-        """This rank's [start, end) of ``total`` items in equal blocks; the last blocks may be shorter or empty."""
+        """This rank's [start, end) of ``total`` items; see :func:`span`."""
         return span(total, self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ class TensorParallel:
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Block ``rank`` of ``total`` items in ``size`` equal ones, [start, end); the last ones may be shorter or empty."""
-    block = -(-total // size)
-    return min(rank * block, total), min((rank + 1) * block, total)
+    """Block ``rank`` of ``total`` items in ``size``, [start, end): the first ones hold one more where need be."""
+    block, longer = divmod(total, size)
+    return rank * block + min(rank, longer), (rank + 1) * block + min(rank + 1, longer)
 
 
 def _first_line(error: BaseException) -> str:

@@ -289,7 +289,7 @@ def test_published_spellings_of_expert_counts_are_read(tmp_path: Path) -> None:
     [
         ({"tp": 2, "ep": 4}, ConfigError, "ep=4: must divide tp=2"),
         ({"ep": 0}, ConfigError, "ep=0: must be a whole number above 0"),
-        ({"tp": 4}, UsageError, "tp=4 does not divide the model's 2 key/value heads"),
+        ({"tp": 5}, UsageError, "tp=5 is more than the model's 4 heads"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(

@@ -8,13 +8,14 @@ from torch.nn import functional
 
 from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.splits import Split
 from tapscope.engine.weights import Piece, Weighted, parameter
 
 
 class FusedLinear(Weighted):
     """Several column-parallel linears of one input as one GEMM; returns one view per part.
 
-    ``parts`` maps each part's name, a sibling of this module in the checkpoint, to its output features.
+    ``parts`` maps each part's name, a sibling of this module in the checkpoint, to this rank's output features.
     """
 
     may_quantize = True
@@ -22,18 +23,16 @@ class FusedLinear(Weighted):
     tap_ports = ("in",)
     """Its outputs are seen under their own names, as outputs of the parts' Probes."""
 
-    def __init__(
-        self, in_features: int, parts: dict[str, int], bias: bool, tp: TensorParallel, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, in_features: int, parts: dict[str, Split], bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.parts, self.tp = in_features, parts, tp
-        self.widths = [size // tp.size for size in parts.values()]
+        self.in_features, self.parts = in_features, parts
+        self.widths = [share.count for share in parts.values()]
         self.weight = parameter(sum(self.widths), in_features, dtype=dtype)
         self.bias = parameter(sum(self.widths), dtype=dtype) if bias else None
-        self.tap_dims = {"in[input]": WHOLE} | {f"out[{i}]": SHARD for i in range(len(parts))}
+        self.tap_dims = {"in[input]": WHOLE} | {f"out[{i}]": part.dims("h") for i, part in enumerate(parts.values())}
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
-        """[tokens, in_features] -> one [tokens, features / tp] view per part."""
+        """[tokens, in_features] -> one [tokens, this rank's features] view per part."""
         return torch.split(functional.linear(input, self.weight, self.bias), self.widths, dim=-1)
 
     def pieces(self, path: str) -> Iterator[Piece]:
@@ -41,11 +40,10 @@ class FusedLinear(Weighted):
         parent = path.rpartition(".")[0]
         weights = torch.split(self.weight, self.widths)
         biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
-        for i, (name, size) in enumerate(self.parts.items()):
-            start = self.tp.span(size)[0]
-            yield Piece(f"{parent}.{name}.weight", (size, self.in_features), weights[i], 0, start)
+        for i, (name, share) in enumerate(self.parts.items()):
+            yield Piece(f"{parent}.{name}.weight", (share.total, self.in_features), weights[i], 0, share.start)
             if biases:
-                yield Piece(f"{parent}.{name}.bias", (size,), biases[i], 0, start)
+                yield Piece(f"{parent}.{name}.bias", (share.total,), biases[i], 0, share.start)
 
 
 class RowParallelLinear(Weighted):
@@ -56,23 +54,23 @@ class RowParallelLinear(Weighted):
 
     may_quantize = True
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+    def __init__(self, inputs: Split, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shape, self.tp = (out_features, in_features), tp
-        self.weight = parameter(out_features, in_features // tp.size, dtype=dtype)
+        self.shape, self.inputs, self.tp = (out_features, inputs.total), inputs, tp
+        self.weight = parameter(out_features, inputs.count, dtype=dtype)
         self.bias = parameter(out_features, dtype=dtype) if bias else None
         self.partial = Probe(PARTIAL)
         self.tap_dims = {"in[input]": SHARD, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[tokens, in_features / tp] -> [tokens, out_features]."""
+        """[tokens, this rank's inputs] -> [tokens, out_features]."""
         bias = self.bias if self.tp.rank == 0 else None
         summand: Tensor = self.partial(functional.linear(input, self.weight, bias))
         return self.tp.all_reduce(summand)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """This rank's columns, and the whole bias."""
-        yield Piece(f"{path}.weight", self.shape, self.weight, 1, self.tp.span(self.shape[1])[0])
+        yield Piece(f"{path}.weight", self.shape, self.weight, 1, self.inputs.start)
         if self.bias is not None:
             yield Piece(f"{path}.bias", self.shape[:1], self.bias)
 
@@ -82,20 +80,20 @@ class ColumnParallelLinear(Weighted):
 
     may_quantize = True
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+    def __init__(self, in_features: int, outputs: Split, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shape, self.tp = (out_features, in_features), tp
-        self.weight = parameter(out_features // tp.size, in_features, dtype=dtype)
-        self.bias = parameter(out_features // tp.size, dtype=dtype) if bias else None
+        self.shape, self.outputs = (outputs.total, in_features), outputs
+        self.weight = parameter(outputs.count, in_features, dtype=dtype)
+        self.bias = parameter(outputs.count, dtype=dtype) if bias else None
         self.tap_dims = {"in[input]": WHOLE, "out": SHARD}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features / tp]."""
+        """[tokens, in_features] -> [tokens, this rank's outputs]."""
         return functional.linear(input, self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """This rank's rows."""
-        start = self.tp.span(self.shape[0])[0]
+        start = self.outputs.start
         yield Piece(f"{path}.weight", self.shape, self.weight, 0, start)
         if self.bias is not None:
             yield Piece(f"{path}.bias", self.shape[:1], self.bias, 0, start)

@@ -7,10 +7,11 @@ from tapscope.engine.attention import Attention, AttentionSpec
 from tapscope.engine.cache import StepCache
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
-from tapscope.engine.layers.probe import ANGLE_INPUTS, SHARD, WHOLE, Probe
+from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
 from tapscope.engine.layers.rope import rotate
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.splits import HeadSplit
 
 
 class SelfAttention(nn.Module):
@@ -29,18 +30,21 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.share = HeadSplit.of(config.num_heads, config.num_kv_heads, tp)
+        width, kv_width = self.share.queries.times(config.head_dim), self.share.keys.times(config.head_dim)
         parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, tp, dtype)
-        self.q_proj, self.k_proj, self.v_proj = Probe(SHARD), Probe(SHARD), Probe(SHARD)
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, dtype)
+        self.q_proj, self.k_proj, self.v_proj = (Probe(part.dims("h")) for part in parts.values())
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
-            self.k_norm = norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
+            self.k_norm = norm_class(
+                config.head_dim, config.rms_norm_eps, dtype, self.share.keys.dims("num_heads", "d")
+            )
         spec = AttentionSpec(
             scale=config.attention_scale, window=config.window(layer), softcap=config.attention_softcap
         )
-        self.attn = Attention(layer, spec)
+        self.attn = Attention(layer, spec, self.share)
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.o_bias, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 
@@ -54,8 +58,12 @@ class SelfAttention(nn.Module):
         value = self._heads(self.v_proj(value))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        core = self.attn(rotate(query, cos, sin), rotate(key, cos, sin), value, past_key_values)
+        key, value = self._used(rotate(key, cos, sin)), self._used(value)
+        core = self.attn(rotate(query, cos, sin), key, value, past_key_values)
         return self.o_proj(core), None
+
+    def _used(self, tensor: Tensor) -> Tensor:
+        return tensor[:, slice(*self.share.used)] if self.share.keys.is_whole else tensor
 
     def _heads(self, tensor: Tensor) -> Tensor:
         return tensor.view(len(tensor), -1, self.head_dim)

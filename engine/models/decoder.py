@@ -24,6 +24,7 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.mlp import GatedMLP
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.splits import HeadSplit
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [tokens, head_dim] each."""
@@ -148,8 +149,9 @@ class CausalLM(nn.Module):
 
     def cache_layout(self) -> CacheLayout:
         """What this rank caches of each position."""
-        heads, dim = self.config.num_kv_heads // self.tp.size, self.config.head_dim
-        return CacheLayout(num_layers=self.config.num_layers, kv_heads=heads, key_dim=dim, value_dim=dim)
+        config, dim = self.config, self.config.head_dim
+        first, end = HeadSplit.of(config.num_heads, config.num_kv_heads, self.tp).used
+        return CacheLayout(num_layers=config.num_layers, kv_heads=end - first, key_dim=dim, value_dim=dim)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None

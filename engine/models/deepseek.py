@@ -16,6 +16,7 @@ from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.routers import DeepseekV2Router, DeepseekV3Router
+from tapscope.engine.splits import Split
 
 _NORM_EPS = 1e-6  # of the latents' norms: transformers leaves its default, whatever rms_norm_eps is
 
@@ -37,22 +38,23 @@ class DeepseekAttention(nn.Module):
         self.layer, self.mla = layer, config.mla
         self.scale = self.mla.head_dim**-0.5 * yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
         self._make_query(config, tp, dtype)
-        rank, heads = self.mla.kv_lora_rank, config.num_heads
+        rank, heads = self.mla.kv_lora_rank, Split.of(config.num_heads, tp)
         self.kv_a_proj_with_mqa = ReplicatedLinear(config.hidden_size, rank + self.mla.rope_dim, config.qkv_bias, dtype)
         self.kv_a_layernorm = RMSNorm(rank, _NORM_EPS, dtype)
-        self.kv_b_proj = ColumnParallelLinear(rank, heads * (self.mla.nope_dim + self.mla.value_dim), False, tp, dtype)
+        keys_values = heads.times(self.mla.nope_dim + self.mla.value_dim)
+        self.kv_b_proj = ColumnParallelLinear(rank, keys_values, False, dtype)
         self.query, self.latent, self.attn = Probe("t num_heads[tp] d"), Probe(WHOLE), Probe(SHARD)
-        self.o_proj = RowParallelLinear(heads * self.mla.value_dim, config.hidden_size, config.o_bias, tp, dtype)
+        self.o_proj = RowParallelLinear(heads.times(self.mla.value_dim), config.hidden_size, config.o_bias, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 
     def _make_query(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
-        rank, features = self.mla.q_lora_rank, config.num_heads * self.mla.head_dim
+        rank, features = self.mla.q_lora_rank, Split.of(config.num_heads, tp).times(self.mla.head_dim)
         if rank is None:
-            self.q_proj = ColumnParallelLinear(config.hidden_size, features, False, tp, dtype)
+            self.q_proj = ColumnParallelLinear(config.hidden_size, features, False, dtype)
             return
         self.q_a_proj = ReplicatedLinear(config.hidden_size, rank, config.qkv_bias, dtype)
         self.q_a_layernorm = RMSNorm(rank, _NORM_EPS, dtype)
-        self.q_b_proj = ColumnParallelLinear(rank, features, False, tp, dtype)
+        self.q_b_proj = ColumnParallelLinear(rank, features, False, dtype)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache

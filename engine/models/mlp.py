@@ -8,6 +8,7 @@ from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.splits import Split
 
 
 class GatedMLP(nn.Module):
@@ -15,11 +16,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
-        parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias, tp, dtype)
+        share = Split.of(size, tp)
+        parts = {"gate_proj": share, "up_proj": share}
+        self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias, dtype)
         self.gate_proj, self.up_proj = Probe(SHARD), Probe(SHARD)
         self.act_fn = Activation(config.activation)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp, dtype)
+        self.down_proj = RowParallelLinear(share, config.hidden_size, config.mlp_bias, tp, dtype)
         self.tap_dims = {"in[x]": WHOLE, "out": WHOLE}
 
     def forward(self, x: Tensor) -> Tensor:
