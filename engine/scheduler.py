@@ -188,6 +188,8 @@ class Scheduler:
         while (room := self.paging.room(request)) < 1:
             planned = [other for other, _ in self._planned]
             victim = next(other for other in reversed(self.running) if other not in planned)
+            if victim is request and planned and not request.is_decoding:
+                return  # less urgent ones decode in this step; in the next they are the ones to give way
             self._preempt(victim)
             if victim is request:
                 return

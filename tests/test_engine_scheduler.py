@@ -243,6 +243,23 @@ def test_out_of_pages_the_least_urgent_is_preempted_and_resumes_from_what_the_ca
     assert second.finish_reason == "length"
 
 
+def test_a_prompt_does_not_give_way_to_less_urgent_requests_that_decode() -> None:
+    scheduler = _scheduler(num_pages=9, page_size=1, max_tokens=3, prefix_cache=False)
+    low = _add(scheduler, "low", 2, new=8)
+    _step(scheduler)
+    high = _add(scheduler, "high", 6, new=1, priority=1)
+    trace = []
+    while not high.finish_reason:
+        trace.append(_step(scheduler))
+    assert trace == [
+        {"low": (2, 1), "high": (0, 2)},
+        {"low": (3, 1), "high": (2, 2)},
+        {"low": (4, 1)},
+        {"high": (4, 2)},
+    ]
+    assert (high.num_preemptions, low.num_preemptions) == (0, 1)
+
+
 def test_without_a_prefix_cache_a_preempted_request_is_computed_from_its_start() -> None:
     scheduler = _scheduler(num_pages=7, page_size=2, max_tokens=64, prefix_cache=False)
     _add(scheduler, "a", 4, new=5)
