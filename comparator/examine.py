@@ -195,7 +195,7 @@ def _examine_stats(one: Examined, ready: Prepared) -> Examined:
         problem = "the hashes differ, maybe in the padding alone: capture with keep=full to compare these"
     if problem:
         return replace(one, problem=problem)
-    odd = [join for join in ready.plan.joins if not ready.equal_by_hash(join)]
+    odd = [join for join in ready.plan.joins if ready.unequal_by_hash(join)]
     permuted = bool(num_unequal) and any(map(ready.equal_by_bag, odd))
     notes = [PERMUTED] if permuted else ["the hashes differ, the statistics do not"] * (num_unequal and spread.is_zero)
     notes.append("only statistics were kept: what leaves mean, rms and maximum alone is not seen")

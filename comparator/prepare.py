@@ -7,6 +7,7 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.keyed import with_keys
 from tapscope.comparator.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.match import Pair
+from tapscope.comparator.pieces import same_form
 from tapscope.comparator.places import Places, places_of
 from tapscope.comparator.readings import settle
 from tapscope.comparator.realise import realise
@@ -46,6 +47,11 @@ class Prepared:
             return False
         one, two = self.left[join.baseline], self.right[join.target]
         return one.dtype == two.dtype and (digest := one.digest) is not None and digest == two.digest
+
+    def unequal_by_hash(self, join: Join) -> bool:
+        """Whether both tensors are put together alike and their hashes are not the same."""
+        one, two = self.left[join.baseline].digest, self.right[join.target].digest
+        return one is not None and two is not None and same_form(one, two) and one != two
 
     def equal_by_bag(self, join: Join) -> bool:
         """Whether both tensors hold the same elements in whatever order, as far as their bags tell."""

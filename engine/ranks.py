@@ -182,7 +182,8 @@ def rank_main(
     rank: int, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, folder: str
 ) -> None:
     """Body of a spawned rank: load, obey plans, end with rank 0. What goes wrong is told to rank 0."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
+    for name in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; rank 0 decides what they mean
+        signal.signal(name, signal.SIG_IGN)
     torch.set_num_threads(1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
@@ -254,9 +255,6 @@ def _rank_0_lives() -> bool:
 
 def _end(process: BaseProcess, deadline: float) -> None:
     process.join(max(0.0, deadline - time.monotonic()))
-    if process.is_alive():
-        process.terminate()
-        process.join(1.0)
     if process.is_alive():
         process.kill()
         process.join()

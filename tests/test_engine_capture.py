@@ -11,6 +11,7 @@ import torch
 from checkpoints import make_llama
 from engine_http import Served
 
+from tapscope.comparator import Verdict, compare
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
@@ -157,3 +158,15 @@ def test_every_row_has_logits_only_while_somebody_looks(llama: Path, tmp_path: P
         seen.clear()
         answered(llm, {})
         assert seen[0] == len(PROMPTS)
+
+
+def test_statistics_of_shards_are_no_permutation_of_the_whole(llama: Path, tmp_path: Path) -> None:
+    config = DumperConfig(keep="stats")
+    for tp in (1, 2):
+        with observed(llama, tmp_path / f"tp{tp}", config, tp=tp) as llm:
+            answered(llm, {})
+    with open_run(tmp_path / "tp1") as one, open_run(tmp_path / "tp2") as two:
+        report = compare(one, two)
+    verdicts = {finding.verdict for finding in report.findings}
+    assert Verdict.DIFFERS not in verdicts, [f.site for f in report.findings if f.verdict is Verdict.DIFFERS]
+    assert Verdict.CLOSE in verdicts
