@@ -89,10 +89,10 @@ class Engine:
         """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
         self._check_usable()
         vocab = self.model_config.vocab_size
-        for name, ids in (("prompt", request.prompt_ids), ("forced tokens", request.forced)):
+        for name, ids in (("the prompt", request.prompt_ids), ("forced", request.forced)):
             wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab), None)
             if wrong is not None:
-                raise UsageError(f"request {request.id!r}: {name} hold {wrong!r}; token ids run from 0 to {vocab - 1}")
+                raise UsageError(f"request {request.id!r}: {name} holds {wrong!r}; token ids run from 0 to {vocab - 1}")
         if request.pooling not in (None, *POOLINGS):
             raise UsageError(
                 f"request {request.id!r}: pooling is {request.pooling!r}; it must be {' or '.join(POOLINGS)}"

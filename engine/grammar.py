@@ -125,7 +125,9 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    """The first line; of a regular expression's error, drawn over several lines, also the one that gives the reason."""
+    first, *rest = text.strip().split("\n")
+    return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])
 
 
 def _short(text: str) -> str:

@@ -18,6 +18,7 @@ from tapscope.engine.prompts import (
     one_each,
     params_each,
     params_of,
+    require_list,
     several,
     token_ids,
 )
@@ -66,7 +67,7 @@ class LLM:
         ... ``forced[i]`` are tokens that request i takes instead of sampled ones while they last. Raises UsageError,
         before anything is computed, when one of the requests can never run, and RankLostError.
         """
-        _refuse_text(prompts)
+        require_list(prompts)
         self._require_idle("generate")
         ids_given = one_each("request_ids", request_ids, len(prompts))
         forced_given = one_each("forced", forced, len(prompts))
@@ -149,7 +150,7 @@ class LLM:
 
         From the first such call on a thread runs the engine; what is not async has it again once nothing is live.
         """
-        _refuse_text(prompts)
+        require_list(prompts)
         each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
         return await self._async().generate(prompts, each, request_ids)
 
@@ -312,8 +313,3 @@ class LLM:
         if told.finish_reason and not output.finish_reason:
             self.engine.abort(output.request)
         return told
-
-
-def _refuse_text(prompts: Any) -> None:
-    if isinstance(prompts, str):
-        raise UsageError("prompts is one text; give a list of prompts")

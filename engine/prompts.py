@@ -25,10 +25,21 @@ def several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
+def require_list(prompts: Any) -> None:
+    """Raise UsageError for what is no list of prompts."""
+    if isinstance(prompts, str):
+        raise UsageError("prompts is one text; give a list of prompts")
+    if not isinstance(prompts, Sequence):
+        raise UsageError(f"prompts is {type(prompts).__name__}; give a list of texts, or of lists of token ids")
+
+
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The prompt's tokens; raises UsageError where a text meets no tokenizer."""
+    """The prompt's tokens; raises UsageError for what is no prompt, and where a text meets no tokenizer."""
     if not isinstance(prompt, str):
-        return tuple(prompt)
+        try:
+            return tuple(prompt)
+        except TypeError:
+            raise UsageError(f"a prompt is {type(prompt).__name__}; give a text or a list of token ids") from None
     if tokenizer is None:
         raise UsageError("the checkpoint has no tokenizer.json; give prompts as token ids")
     return tuple(tokenizer.encode(prompt))
@@ -36,6 +47,10 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def params_of(params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None) -> SamplingParams:
     """``params``, or those that the two short forms stand for."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise UsageError(
+            f"params is {type(params).__name__}; give SamplingParams, one or a list of one for each prompt"
+        )
     short = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
     given = {name: value for name, value in short.items() if value is not None}
     if params is not None and given:

@@ -44,7 +44,7 @@ class MessagesAnswer:
     """Takes the outputs of a request as they come."""
 
     def __init__(self, model: ServedModel, form: ReplyForm, num_prompt: int) -> None:
-        self._id = new_id("msg_")
+        self.id = new_id("msg_")
         self._model = model
         self._reply = Reply(form)
         self._blocks: list[_Block] = []
@@ -121,7 +121,7 @@ class MessagesAnswer:
         return _event("content_block_stop", index=len(self._blocks) - 1) if self._blocks else ""
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model.name, "content": content}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model.name, "content": content}
         ended = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         return head | ended | {"usage": dict(self._counts) | {"cache_creation_input_tokens": 0}}
 

@@ -30,7 +30,8 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
         model = await asked.model()
         wanted, prompt = await asked.read(request, _read_messages)
         answer = MessagesAnswer(model, prompt.form, len(prompt.token_ids))
-        outputs = outputs_of(state, jobs([(prompt.token_ids, prompt.params)], None, 0), capture_of(request))
+        work = jobs([(prompt.token_ids, prompt.params)], answer.id, 0)
+        outputs = outputs_of(state, work, capture_of(request))
         if wanted.stream:
             return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))
         return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))

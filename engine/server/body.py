@@ -60,7 +60,8 @@ def checked(model: type[M], body: Any) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{where!r}: {first['msg']}" if where else str(first["msg"])) from None
+        text = first["msg"].removeprefix("Value error, ")  # pydantic's word for a rule of ours
+        raise UsageError(f"{where!r}: {text}" if where else text) from None
 
 
 def rule(text: str) -> WrapValidator:

@@ -44,7 +44,7 @@ def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
         model = await asked.model()
         wanted, prompt = await asked.read(request, _read_chat)
         answer = ChatAnswer(model, prompt.form, n=prompt.params.n, with_logprobs=wanted.with_logprobs)
-        work = jobs([(prompt.token_ids, prompt.params)], wanted.request_id, wanted.priority)
+        work = jobs([(prompt.token_ids, prompt.params)], wanted.request_id or answer.id, wanted.priority)
         return await _reply(request, outputs_of(state, work, capture_of(request)), answer, wanted)
 
 
@@ -55,7 +55,9 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
         model = await asked.model()
         wanted = await asked.read(request, CompletionRequest.parse)
         answer = CompletionAnswer(model, wanted)
-        work = jobs(list(zip(wanted.prompts, wanted.params, strict=True)), wanted.request_id, wanted.priority)
+        work = jobs(
+            list(zip(wanted.prompts, wanted.params, strict=True)), wanted.request_id or answer.id, wanted.priority
+        )
         return await _reply(request, outputs_of(state, work, capture_of(request)), answer, wanted)
 
 

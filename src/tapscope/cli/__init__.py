@@ -50,7 +50,7 @@ _HEAD = """tapscope: see inside a running model, and find the first tensor where
   $ tapscope dump MODEL -o base             capture a run
   $ tapscope diff base target               exit 1 where they differ
 """
-_EPILOG = "docs: README.md, docs/dumper.md, docs/format.md, docs/architecture.md"
+_EPILOG = "docs: README.md; docs/dumper.md, engine.md, comparator.md, format.md, architecture.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
