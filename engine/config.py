@@ -1,5 +1,6 @@
 """EngineConfig: every setting of the engine, its default and its rule, in one place."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,8 +14,10 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
     "quantization": (None, "fp8"),
+    "launch": ("spawn", "external"),
 }
 _COUNTS = ("tp", "ep", "page_size", "max_running", "ageing_steps", "kv_bytes")
+_RENDEZVOUS = re.compile(r"tcp://[^\s:/]+:[0-9]{1,5}")
 _TIMEOUTS = ("waiting_timeout_s", "running_timeout_s")
 
 
@@ -67,6 +70,11 @@ class EngineConfig:
     """Seed of sampling, written into manifests; greedy decoding draws nothing."""
     batch_invariant: bool = False
     """The same request gives the same bits alone and in any batch, chunk or prefix hit; slower (docs/engine.md)."""
+    launch: str = "spawn"
+    """``spawn``: rank 0 starts the others. ``external``: torchrun or the like started all ``tp``, each makes this LLM,
+    which returns on rank 0 only; the others obey it, and exit when it closes."""
+    rendezvous: str | None = None
+    """``tcp://HOST:PORT`` on rank 0's machine, where externally launched ranks meet; None: MASTER_ADDR, MASTER_PORT."""
     rank_timeout_s: float = 60.0
     """A rank that keeps the others waiting in a collective for longer is lost."""
 
@@ -105,6 +113,14 @@ class EngineConfig:
             self.exclude_modules,
             "has a meaning only with quantization",
         )
+        place = self.rendezvous
+        _require(
+            place is None or (isinstance(place, str) and _RENDEZVOUS.fullmatch(place) is not None),
+            "rendezvous",
+            place,
+            "must be tcp://HOST:PORT, or None",
+        )
+        _require(place is None or self.launch == "external", "rendezvous", place, "needs launch='external'")
         mark = self.watermark
         _require(_is_number(mark) and 0 <= mark < 1, "watermark", mark, "must be a number from 0, below 1")
 

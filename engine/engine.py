@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tapscope.engine.config import EngineConfig
+from tapscope.engine.external import ExternalRanks, obey_if_launched
 from tapscope.engine.grammar import Grammars
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.output import Output
@@ -41,6 +42,8 @@ class Engine:
         self._epoch = 0
         self._live: dict[str, Request] = {}
         num_threads = torch.get_num_threads()
+        if config.launch == "external":
+            obey_if_launched(config, self.model_config, observer)
         if config.tp == 1:
             self.runner = Runner(config, self.model_config, TensorParallel(), observer)
         else:
@@ -295,7 +298,8 @@ def _start(config: EngineConfig, model_config: ModelConfig, observer: ObserverFa
     """Spawn the other ranks and load on all of them at once."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks share the cores: contended OpenMP threads cost more than they give
-    ranks = Ranks(config, model_config, observer)
+    make = ExternalRanks if config.launch == "external" else Ranks
+    ranks = make(config, model_config, observer)
     try:
         runner = Runner(config, model_config, ranks.connect(), observer)
         ranks.await_all("ready")

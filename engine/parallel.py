@@ -20,31 +20,56 @@ distributed: Any = torch.distributed  # its type stubs lack most of what is used
 class TensorParallel:
     """Rank ``rank`` of ``size``; with one rank every collective returns its input."""
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, gpu_group: Any = None) -> None:
         self.rank = rank
         self.size = size
         self.ep = 1
         """Groups of neighbouring ranks that hold different experts; divides ``size``. Set before the model is built."""
         self.ordered = False
         """Add up in the order of ranks at every element; the library's own order depends on the tensor's size."""
+        self.device: torch.device | None = None
+        """Where this rank computes, once it is decided."""
         self._group = group
+        self._gpu_group = gpu_group
 
     @classmethod
-    def connect(cls, path: Path, rank: int, size: int, timeout_s: float) -> "TensorParallel":
+    def connect(
+        cls, path: Path, rank: int, size: int, timeout_s: float, device: torch.device | None = None
+    ) -> "TensorParallel":
         """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``."""
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=timeout_s)
-        store = distributed.FileStore(str(path), size)
-        store.set_timeout(timedelta(seconds=timeout_s))
+        return cls.join(distributed.FileStore(str(path), size), rank, size, timeout_s, device)
+
+    @classmethod
+    def join(
+        cls,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+        hostname: str = "127.0.0.1",
+    ) -> "TensorParallel":
+        """Meet the other ranks through ``store``, listening on ``hostname``; raises RankLostError after ``timeout_s``.
+
+        Tensors on the CPU travel by gloo; those on ``device``, where it is a GPU, by NCCL.
+        """
+        timeout = timedelta(seconds=timeout_s)
         try:
-            return cls(rank, size, distributed.ProcessGroupGloo(store, rank, size, options))
+            store.set_timeout(timeout)
+            group = _gloo(store, rank, size, timeout, hostname)
+            is_gpu = device is not None and device.type == "cuda"
+            tp = cls(rank, size, group, _nccl(store, rank, size, timeout, device) if is_gpu else None)
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
+        tp.device = device
+        return tp
 
     def disconnect(self) -> None:
-        """Leave the group: ranks that wait for this one in a collective raise RankLostError at once."""
-        self._group = None
+        """Leave the group: ranks that wait for this one in a collective raise RankLostError at once.
+
+        On GPUs they do when ``timeout_s`` is over: NCCL ends them.
+        """
+        self._group = self._gpu_group = None
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, end) of ``total`` items; see :func:`span`."""
@@ -59,7 +84,7 @@ class TensorParallel:
             return sum(parts[1:], start=parts[0])
         total = tensor.clone(memory_format=torch.contiguous_format)
         try:
-            self._group.allreduce([total]).wait()
+            self._group_of(total).allreduce([total]).wait()
         except RuntimeError as error:
             raise RankLostError(f"rank {self.rank} lost a peer in an all-reduce: {_first_line(error)}") from error
         return total
@@ -76,10 +101,29 @@ class TensorParallel:
         padded[:, : tensor.shape[1]] = tensor
         shards = [torch.empty_like(padded) for _ in widths]
         try:
-            self._group.allgather([shards], [padded]).wait()
+            self._group_of(padded).allgather([shards], [padded]).wait()
         except RuntimeError as error:
             raise RankLostError(f"rank {self.rank} lost a peer in an all-gather: {_first_line(error)}") from error
         return torch.cat([shard[:, :columns] for shard, columns in zip(shards, widths, strict=True)], dim=1)
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self._gpu_group if tensor.is_cuda else self._group
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, hostname: str) -> Any:
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=hostname)]
+    options._timeout = timeout
+    return distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device | None) -> Any:
+    """A communicator on ``device``; made at once, so that what is wrong with it fails the start."""
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = distributed.ProcessGroupNCCL(distributed.PrefixStore("nccl/", store), rank, size, options)
+    group.eager_connect_single_device(device)
+    return group
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:

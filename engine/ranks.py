@@ -11,6 +11,8 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
@@ -22,7 +24,7 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
-from tapscope.engine.runner import Runner
+from tapscope.engine.runner import Runner, device_of
 from tapscope.errors import CheckpointError, RankLostError, UsageError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, decode, encode
@@ -43,7 +45,7 @@ class Ranks:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         try:
-            self._socket.bind(_address(self._folder))
+            self._bind()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             self._folder.rmdir()
@@ -59,6 +61,14 @@ class Ranks:
             for rank in range(1, config.tp)
         }
 
+    def _bind(self) -> None:
+        self._socket.bind(_address(self._folder))
+
+    @property
+    def _peers(self) -> Iterable[int]:
+        """The other ranks."""
+        return self._processes
+
     def connect(self) -> TensorParallel:
         """Start the processes and join rank 0 with them; raises RankLostError."""
         for process in self._processes.values():
@@ -68,7 +78,8 @@ class Ranks:
                 raise UsageError(f"the observer factory must be picklable when tp > 1: {error}") from None
         self.await_all("up")
         try:
-            return TensorParallel.connect(self._folder / "store", 0, self._config.tp, self._config.rank_timeout_s)
+            path, timeout_s = self._folder / "store", self._config.rank_timeout_s
+            return TensorParallel.connect(path, 0, self._config.tp, timeout_s, device_of(self._config.device, 0))
         except RankLostError as error:
             self.explain(error)
 
@@ -84,7 +95,7 @@ class Ranks:
 
     def await_all(self, kind: str) -> None:
         """Wait until every rank has sent a message of this kind; raises RankLostError as soon as one is dead."""
-        while any((rank, kind) not in self._said for rank in self._processes):
+        while any((rank, kind) not in self._said for rank in self._peers):
             self._receive(_POLL_MS)
             self.check()
 
@@ -92,19 +103,19 @@ class Ranks:
         """Have every rank compute ``plan``; raises RankLostError when one is dead."""
         self.check()
         frames = encode(plan.to_message())
-        for rank in self._processes:
-            self._socket.send_multipart([_identity(rank), *frames])
+        for rank in self._peers:
+            self._socket.send_multipart([identity(rank), *frames])
 
     def ask(self, message: Message) -> None:
         """Have every rank do what ``message`` says; :meth:`answers` has what came of it."""
         self.check()
         self._answers.clear()
-        for rank in self._processes:
-            self._socket.send_multipart([_identity(rank), *encode(message)])
+        for rank in self._peers:
+            self._socket.send_multipart([identity(rank), *encode(message)])
 
     def answers(self) -> dict[int, str | None]:
         """What went wrong on each rank, None where nothing did; waits for all of them, raises RankLostError."""
-        while len(self._answers) < len(self._processes):
+        while len(self._answers) < self._config.tp - 1:
             self._receive(_POLL_MS)
             self.check()
         return dict(self._answers)
@@ -112,16 +123,20 @@ class Ranks:
     def check(self) -> None:
         """Raise RankLostError when a rank has failed or ended."""
         self._receive(0)
-        dead = self._dead()
-        if dead or self._failures:
-            self._raise(dead, None)
+        if self._failures or self._dead():
+            self.explain(None)
 
-    def explain(self, error: RankLostError) -> NoReturn:
-        """Raise the RankLostError that says which rank broke the collective, with its traceback if it sent one."""
+    def explain(self, error: RankLostError | None) -> NoReturn:
+        """Raise the RankLostError that says which rank broke the collective, with its traceback if it sent one.
+
+        Ranks whose peer vanished fail too; they are named only when no rank turns out to have begun it.
+        """
         deadline = time.monotonic() + _LAST_WORDS_S
-        while not self._failures and not self._dead() and time.monotonic() < deadline:
+        while not self._own_failures() and not self._silent() and time.monotonic() < deadline:
             self._receive(_POLL_MS)
-        self._raise(self._dead(), error)
+        if not self._own_failures():
+            self._receive(2 * _POLL_MS)  # a dead rank's last words may still be on their way
+        self._raise(error)
 
     def abandon(self) -> None:
         """The ranks are out of step: :meth:`close` will not wait long for them."""
@@ -132,8 +147,8 @@ class Ranks:
         if self._dismissed or self._abandoned:
             return
         self._dismissed = True
-        for rank in self._processes:
-            self._socket.send_multipart([_identity(rank), *encode(Message("close"))])
+        for rank in self._peers:
+            self._socket.send_multipart([identity(rank), *encode(Message("close"))])
 
     def close(self) -> None:
         """End every rank, gently unless abandoned; safe to call twice."""
@@ -163,18 +178,24 @@ class Ranks:
                 self._failures[rank] = message["traceback"]
             timeout_ms = 0
 
-    def _raise(self, dead: list[int], cause: RankLostError | None) -> NoReturn:
-        if dead and not self._failures:
-            self._receive(2 * _POLL_MS)  # its last words may still be on their way
-        if self._failures:
-            # A rank whose peer vanished fails too; the one that failed for a reason of its own explains more.
-            rank, text = min(self._failures.items(), key=lambda item: ("RankLostError" in item[1], item[0]))
-            raise RankLostError(f"rank {rank} of {self._config.tp} failed:\n{text.rstrip()}") from cause
-        if dead:
-            code = self._processes[dead[0]].exitcode
+    def _own_failures(self) -> dict[int, str]:
+        """Tracebacks of the ranks that failed for a reason of their own."""
+        return {rank: text for rank, text in self._failures.items() if "RankLostError" not in text}
+
+    def _silent(self) -> list[int]:
+        """Ranks that ended without a word."""
+        return [rank for rank in self._dead() if rank not in self._failures]
+
+    def _raise(self, cause: RankLostError | None) -> NoReturn:
+        failures = self._own_failures() or ({} if self._silent() else self._failures)
+        if failures:
+            rank = min(failures)
+            raise RankLostError(f"rank {rank} of {self._config.tp} failed:\n{failures[rank].rstrip()}") from cause
+        if silent := self._silent():
+            code = self._processes[silent[0]].exitcode
             hint = '; a script that makes an LLM with tp > 1 does so under `if __name__ == "__main__":`'
             how = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}{hint}"
-            raise RankLostError(f"rank {dead[0]} of {self._config.tp} {how}") from cause
+            raise RankLostError(f"rank {silent[0]} of {self._config.tp} {how}") from cause
         raise cause or RankLostError("a rank was lost")
 
 
@@ -187,10 +208,14 @@ def rank_main(
     torch.set_num_threads(1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
-        socket.identity = _identity(rank)
+        socket.identity = identity(rank)
         socket.connect(_address(Path(folder)))
         try:
-            _obey(rank, config, model_config, observer, Path(folder), socket)
+            device = device_of(config.device, rank)
+            meet = partial(
+                TensorParallel.connect, Path(folder) / "store", rank, config.tp, config.rank_timeout_s, device
+            )
+            obey(meet, config, model_config, observer, socket)
         except BaseException:  # noqa: BLE001  (told to rank 0, which raises it)
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
             raise SystemExit(1) from None
@@ -199,20 +224,23 @@ def rank_main(
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _obey(
-    rank: int,
+def obey(
+    meet: Callable[[], TensorParallel],
     config: EngineConfig,
     model_config: ModelConfig,
     observer: ObserverFactory | None,
-    folder: Path,
     socket: "zmq.Socket[bytes]",
+    rank_0_ended: "zmq.Socket[bytes] | None" = None,
 ) -> None:
+    """Load this rank's part and compute the plans of rank 0 until it says close or is no more.
+
+    ``rank_0_ended`` becomes readable when the connection is lost; a rank that rank 0 spawned sees its parent end.
+    """
     socket.send_multipart(encode(Message("up")))
-    tp = TensorParallel.connect(folder / "store", rank, config.tp, config.rank_timeout_s)
-    runner = Runner(config, model_config, tp, observer)
+    runner = Runner(config, model_config, meet(), observer)
     try:
         socket.send_multipart(encode(Message("ready")))
-        while (message := _next_message(socket)) is not None:
+        while (message := _next_message(socket, rank_0_ended)) is not None:
             if message.kind == "weights":
                 socket.send_multipart(encode(Message("done", {"error": change_weights(runner, message)})))
                 continue
@@ -235,13 +263,15 @@ def change_weights(runner: Runner, message: Message) -> str | None:
     return None
 
 
-def _next_message(socket: "zmq.Socket[bytes]") -> Message | None:
+def _next_message(socket: "zmq.Socket[bytes]", rank_0_ended: "zmq.Socket[bytes] | None") -> Message | None:
     """The next plan; None when rank 0 says close or is no more."""
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         poller.register(parent.sentinel, zmq.POLLIN)
+    if rank_0_ended is not None:
+        poller.register(rank_0_ended, zmq.POLLIN)
     if socket not in dict(poller.poll()):
         return None
     message = decode(socket.recv_multipart())
@@ -265,5 +295,6 @@ def _address(folder: Path) -> str:
     return f"ipc://{folder / 'plans'}"
 
 
-def _identity(rank: int) -> bytes:
+def identity(rank: int) -> bytes:
+    """What rank 0 addresses a rank's messages by."""
     return f"rank-{rank}".encode()

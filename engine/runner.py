@@ -37,7 +37,7 @@ class Runner:
         self.dtype = dtype_name(config, model_config)
         dtype = _DTYPES[self.dtype]
         tp.ep = config.ep
-        self.device = device_of(config.device, tp.rank)
+        self.device = tp.device or device_of(config.device, tp.rank)
         self.stages = Stages()
         with self.stages.stage("model"), self.device:
             self.model = build_model(model_config, tp, dtype).eval()
@@ -159,7 +159,7 @@ class Runner:
 
 
 def device_of(name: str, rank: int) -> torch.device:
-    """This rank's device; raises ConfigError when there is no such GPU."""
+    """This rank's device, by its number on its machine; raises ConfigError when there is no such GPU."""
     num_gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not num_gpus):
         return torch.device("cpu")

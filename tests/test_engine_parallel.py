@@ -1,19 +1,26 @@
 """Any number of ranks computes the model: whatever does not divide, heads held by several ranks, other launchers."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, make_llama
-from engine_helpers import check_parity
+from engine_helpers import check_parity, reference_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_checkpoints import make_moe
 
 from tapscope.cli import main
+from tapscope.engine import LLM
 from tapscope.engine.parallel import TensorParallel, span
 from tapscope.engine.splits import HeadSplit
+from tapscope.errors import ConfigError, RankLostError
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13]]
 ODD = {"vocab_size": 523, "intermediate_size": 93, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -70,3 +77,84 @@ def test_a_dump_with_heads_held_twice_agrees_with_transformers(
     said = capsys.readouterr().out
     assert " 0 differs" in said
     assert "not compared" not in said
+
+
+def test_a_rank_of_three_that_dies_in_a_collective_ends_the_job(tmp_path: Path) -> None:
+    with LLM(make_llama(tmp_path / "model", num_hidden_layers=1, **ODD), tp=3) as llm:
+        pid = llm.engine.rank_pids[2]
+        llm.model.model.layers[0].mlp.register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))
+        with pytest.raises(RankLostError, match="rank 2 of 3 was killed by signal 9"):
+            llm.generate(PROMPTS, max_new_tokens=24)
+
+
+PROGRAM = """
+import sys
+from tapscope.engine import LLM
+from tapscope.errors import RankLostError
+llm = LLM(sys.argv[1], tp=2, launch="external", device="cpu", rendezvous=sys.argv[2] if sys.argv[2:] else None)
+print(list(llm.generate([[5, 6, 7]], max_new_tokens=6, ignore_eos=True)[0].token_ids), flush=True)
+if sys.argv[2:]:
+    sys.stdin.readline()
+    try:
+        llm.generate([[5, 6, 7]], max_new_tokens=6)
+    except RankLostError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and a program that all ranks run."""
+    folder = tmp_path_factory.mktemp("launched")
+    (folder / "program.py").write_text(PROGRAM)
+    return make_llama(folder / "model", num_hidden_layers=1), folder / "program.py"
+
+
+def test_torchrun_starts_the_ranks_and_rank_0_goes_on_alone(launched: tuple[Path, Path]) -> None:
+    model, program = launched
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, program, model], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(reference_tokens(model, [5, 6, 7], 6))
+
+
+def test_a_launched_rank_that_is_killed_is_said_on_rank_0(launched: tuple[Path, Path]) -> None:
+    model, program = launched
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, model, place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert ranks[0].stdout.readline().strip() == str(reference_tokens(model, [5, 6, 7], 6))
+        ranks[1].kill()
+        ranks[1].communicate(timeout=20)
+        assert "ranks 1 to 1 has ended" in ranks[0].communicate("go\n", timeout=30)[0]
+        assert ranks[0].returncode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def test_a_launch_that_cannot_be_is_refused(launched: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = launched
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK is not set; start the program by torchrun"):
+        LLM(model, tp=2, launch="external")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="tp=2, but RANK=0, WORLD_SIZE=3"):
+        LLM(model, tp=2, launch="external")
+    with pytest.raises(ConfigError, match="rendezvous='host:1': must be tcp://HOST:PORT"):
+        LLM(model, tp=2, launch="external", rendezvous="host:1")
+    with pytest.raises(ConfigError, match="rendezvous='tcp://host:1': needs launch='external'"):
+        LLM(model, tp=2, rendezvous="tcp://host:1")

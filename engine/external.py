@@ -1,0 +1,169 @@
+"""Ranks that torchrun, or anything that sets its variables, has started: how they meet, and how rank 0 sees them.
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where a process stands, LOCAL_RANK which GPU is its own. Plans travel
+over ZMQ as between spawned ranks; rank 0's address goes through torch's store. Nothing is authenticated: on more
+than one machine the network must be trusted.
+"""
+
+import itertools
+import os
+import socket as sockets
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+import zmq
+
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.ranks import Ranks, identity, obey
+from tapscope.engine.runner import device_of
+from tapscope.errors import ConfigError, RankLostError
+from tapscope.observe import ObserverFactory
+from tapscope.wire import Message, encode
+
+distributed: Any = torch.distributed
+_count = itertools.count()
+"""Engines made by this process: all ranks make the same ones in the same order, and each has keys of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a launched process stands."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+    hostname: str
+    """What the other ranks know this process's machine by."""
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> "Place":
+        """From the environment; raises ConfigError naming the variable."""
+        rank, size = _number("RANK"), _number("WORLD_SIZE")
+        if size != config.tp or not 0 <= rank < size:
+            raise ConfigError(f"launch='external': tp={config.tp}, but RANK={rank}, WORLD_SIZE={size}; make them equal")
+        if config.rendezvous is not None:
+            host, _, port = config.rendezvous.removeprefix("tcp://").rpartition(":")
+        else:
+            host, port = _variable("MASTER_ADDR"), str(_number("MASTER_PORT"))
+        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
+        hostname = "127.0.0.1" if is_one_machine else host if rank == 0 else sockets.gethostname()
+        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host, int(port), hostname)
+
+    def store(self, config: EngineConfig) -> Any:
+        """A store of this engine alone; raises RankLostError when the ranks do not meet within the time."""
+        is_served = config.rendezvous is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        timeout = timedelta(seconds=config.rank_timeout_s)
+        try:
+            store = distributed.TCPStore(
+                self.host, self.port, self.size, self.rank == 0 and not is_served, timeout, multi_tenant=True
+            )
+        except (RuntimeError, ValueError) as error:
+            where = f"tcp://{self.host}:{self.port}"
+            raise RankLostError(f"rank {self.rank} could not meet the others at {where}: {error}") from error
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return distributed.PrefixStore(f"tapscope/{attempt}/{next(_count)}/", store)
+
+    def meet(self, store: Any, config: EngineConfig, device: torch.device) -> TensorParallel:
+        """Join the collectives; raises RankLostError."""
+        return TensorParallel.join(store, self.rank, self.size, config.rank_timeout_s, device, self.hostname)
+
+
+class ExternalRanks(Ranks):
+    """The other ranks of an engine whose processes somebody else started."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
+        self._place = Place.read(config)
+        super().__init__(config, model_config, observer)
+        self._processes = {}
+        self._ended = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def _bind(self) -> None:
+        self._port = self._socket.bind_to_random_port(f"tcp://{_resolved(self._place.hostname)}")
+
+    @property
+    def _peers(self) -> range:
+        return range(1, self._config.tp)
+
+    def connect(self) -> TensorParallel:
+        """Tell the others where plans come from and join them; raises RankLostError."""
+        store = self._place.store(self._config)
+        store.set("plans", f"tcp://{_resolved(self._place.hostname)}:{self._port}")
+        device = device_of(self._config.device, self._place.local_rank)
+        self.await_all("up")
+        try:
+            return self._place.meet(store, self._config, device)
+        except RankLostError as error:
+            self.explain(error)
+
+    def check(self) -> None:
+        """Raise RankLostError when a rank has failed, or its connection was lost."""
+        super().check()
+        if self._ended.poll(0):
+            self._receive(100)  # its last words
+            super().check()
+            raise RankLostError(f"one of the ranks 1 to {self._config.tp - 1} has ended; see what its launcher says")
+
+    def close(self) -> None:
+        """Tell the ranks to end; their launcher waits for them."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._ended.close(linger=0)
+            self._socket.linger = 1000
+        super().close()
+
+
+def obey_if_launched(config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
+    """On rank 0 nothing; on the others all work until rank 0 closes, then SystemExit.
+
+    Raises ConfigError, RankLostError; what else goes wrong is told to rank 0 and raised.
+    """
+    place = Place.read(config)
+    if place.rank == 0:
+        return
+    torch.set_num_threads(1)
+    store = place.store(config)
+    try:
+        address = store.get("plans").decode()
+    except RuntimeError as error:
+        raise RankLostError(f"rank {place.rank} did not hear of rank 0 in {config.rank_timeout_s} s") from error
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 1000
+        socket.identity = identity(place.rank)
+        ended = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(address)
+        try:
+            device = device_of(config.device, place.local_rank)
+            obey(lambda: place.meet(store, config, device), config, model_config, observer, socket, ended)
+        except BaseException:
+            socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
+            raise
+        finally:
+            socket.disable_monitor()
+            ended.close(linger=0)
+    raise SystemExit(0)
+
+
+def _resolved(hostname: str) -> str:
+    return sockets.gethostbyname(hostname)
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise ConfigError(f"launch='external': {name} is not set; start the program by torchrun, or set it")
+    return value
+
+
+def _number(name: str) -> int:
+    value = _variable(name)
+    if not value.isdecimal():
+        raise ConfigError(f"launch='external': {name}={value!r} must be a whole number")
+    return int(value)
