@@ -40,7 +40,7 @@ class LLM:
     ) -> None:
         """Load ``model`` with settings of :class:`EngineConfig`; ``observer`` is called once on every rank.
 
-        Raises ConfigError, UsageError (a tp that does not divide the model), CheckpointError, RankLostError.
+        Raises ConfigError, UsageError (a tp above the number of heads), CheckpointError, RankLostError.
         """
         config = EngineConfig.build(model, settings)
         self.tokenizer = Tokenizer.find(Path(config.model))

@@ -1,7 +1,9 @@
 """`tapscope bench`: workloads, a real server under load, the engine alone."""
 
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +159,29 @@ def test_the_engine_alone_is_measured(path: Path, capsys: pytest.CaptureFixture[
 def test_what_makes_no_sense_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) in (2, 4)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "body", "message"), [(401, "{}", "wants a key"), (200, "{}", "lists no model")])
+def test_a_server_that_cannot_be_measured_is_one_sentence(
+    status: int, body: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert main(["bench", "serving", f"http://127.0.0.1:{server.server_port}"]) == 4
+        finally:
+            server.shutdown()
+            thread.join()
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert "\n" not in said

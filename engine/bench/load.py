@@ -55,7 +55,11 @@ async def run_load(load: Load, items: Sequence[Item], on_done: Callable[[], None
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
     """The name of the server's (first) model; raises UnreachableError."""
-    return str((await _get(f"{url}/v1/models", headers))["data"][0]["id"])
+    answer = await _get(f"{url}/v1/models", headers)
+    try:
+        return str(answer["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise UnreachableError(f"{url}/v1/models lists no model; is it an OpenAI-compatible server?") from None
 
 
 async def server_info(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -69,8 +73,12 @@ async def server_info(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
 async def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
     try:
         async with httpx.AsyncClient(headers=headers, timeout=30) as client:
-            answer = (await client.get(url)).raise_for_status().json()
-            return dict(answer)
+            answer = await client.get(url)
+        if answer.status_code in (401, 403):
+            raise UnreachableError(f"{url} wants a key ({answer.status_code}); set TAPSCOPE_API_KEY or OPENAI_API_KEY")
+        if not answer.is_success:
+            raise UnreachableError(f"{url} answers {answer.status_code}; is it an OpenAI-compatible server?")
+        return dict(answer.json())
     except (httpx.HTTPError, ValueError, TypeError) as error:
         raise UnreachableError(f"{url} gives no answer of an OpenAI-compatible server: {error!r}") from None
 

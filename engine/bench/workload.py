@@ -117,7 +117,9 @@ def _first_turns(path: Path) -> list[tuple[str, str]]:
         stored: Any = json.loads(path.read_text(encoding="utf-8"))
         talks = [entry.get("conversations") or entry.get("conversation") or [] for entry in stored]
         return [(str(talk[0]["value"]), str(talk[1]["value"])) for talk in talks if len(talk) >= 2]
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         form = '[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, ...]'
         raise DataError(f"{path} is no ShareGPT file, {form}: {error!r}") from None
 
