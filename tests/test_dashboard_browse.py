@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from dashboard_driver import Driver
 from dashboard_runs import toy_run
 from factories import RunFactory
 from textual.widgets import Input
@@ -30,33 +31,8 @@ def no_rest(monkeypatch):
     monkeypatch.setattr(panes, "REST_S", 0.001)
 
 
-class Driver:
-    """Presses keys and waits until the screen has answered."""
-
-    def __init__(self, app, pilot):
-        self.app, self.pilot = app, pilot
-
-    @property
-    def screen(self):
-        return self.app.screen_stack[1]
-
-    async def press(self, *keys):
-        for key in keys:
-            self.app.simulate_key(key)
-            await self._answer()
-        await self.pilot.pause()
-
-    async def settle(self):
-        await self._answer()
-        await self.pilot.pause()
-
-    async def _answer(self):
-        await self.pilot.pause()
-        for _ in range(400):
-            if self.screen.settled:
-                break
-            await asyncio.sleep(0.01)
-        assert self.screen.settled, "the screen still waits for an answer"
+class Browser(Driver):
+    """What the browse screen shows."""
 
     @property
     def record(self):
@@ -80,7 +56,7 @@ async def browsing(path, size=(120, 36), **options):
     app = TapscopeApp(lambda: RunSource(open_run(path)), **options)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
-        driver = Driver(app, pilot)
+        driver = Browser(app, pilot)
         await driver.settle()
         yield driver
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from comparator_toy import Toy, weights
+from dashboard_driver import Driver
 from textual.widgets import Input
 
 from tapscope.comparator import CompareOptions, Verdict
@@ -44,27 +45,8 @@ def no_rest(monkeypatch):
     monkeypatch.setattr(comparing, "REST_S", 0.001)
 
 
-class Driver:
-    def __init__(self, app, pilot):
-        self.app, self.pilot = app, pilot
-
-    @property
-    def screen(self):
-        return self.app.screen_stack[1]
-
-    async def press(self, *keys):
-        for key in keys:
-            self.app.simulate_key(key)
-            await self.settle()
-
-    async def settle(self):
-        await self.pilot.pause()
-        for _ in range(1000):
-            if self.screen.settled:
-                break
-            await asyncio.sleep(0.01)
-        assert self.screen.settled, "the screen still waits for an answer"
-        await self.pilot.pause()
+class Viewer(Driver):
+    """What the diff screen shows."""
 
     def text(self, widget):
         return str(self.screen.query_one(widget).render())
@@ -85,7 +67,7 @@ def app_of(root, target="damaged", **options):
 @asynccontextmanager
 async def running(app, size=(110, 36)):
     async with app.run_test(size=size) as pilot:
-        driver = Driver(app, pilot)
+        driver = Viewer(app, pilot)
         await driver.settle()
         yield driver
 

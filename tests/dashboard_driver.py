@@ -1,0 +1,32 @@
+"""Presses keys on a real screen."""
+
+import asyncio
+
+
+class Driver:
+    """Presses keys and waits until the screen has answered."""
+
+    def __init__(self, app, pilot):
+        self.app, self.pilot = app, pilot
+
+    @property
+    def screen(self):
+        return self.app.screen_stack[1]
+
+    async def press(self, *keys):
+        for key in keys:
+            self.app.simulate_key(key)
+            await self._answer()
+        await self.pilot.pause()
+
+    async def settle(self):
+        await self._answer()
+        await self.pilot.pause()
+
+    async def _answer(self):
+        await self.pilot.pause()
+        for _ in range(1000):
+            if self.screen.settled:
+                break
+            await asyncio.sleep(0.01)
+        assert self.screen.settled, "the screen still waits for an answer"
