@@ -76,11 +76,6 @@ class Backend:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def front_pid(self) -> int:
-        """Process id of the front."""
-        return self._front.pid
-
     def run(self, llm: "LLM") -> None:
         """Serve until SIGTERM or Ctrl-C has drained the front; a second one raises SystemExit.
 
