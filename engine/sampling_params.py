@@ -140,7 +140,8 @@ class SamplingParams:
         """Put lists, whole numbers, JSON's text keys and schema objects into the types of the fields."""
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
-            _require(isinstance(value, str | Sequence), name, value, "it must be a list")
+            rule = "it must be a text or a list of texts" if name == "stop" else "it must be a list of token ids"
+            _require(isinstance(value, str | Sequence), name, value, rule)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             if type(getattr(self, name)) is int:

@@ -30,7 +30,7 @@ from tapscope.errors import UsageError
         ({"seed": 1 << 63}, "seed=9223372036854775808: it must be a whole number from -9223372036854775808 to"),
         ({"n": 0}, "n=0: it must be a whole number from 1 to 128"),
         ({"stop": [""]}, "stop='': each must be a text that is not empty"),
-        ({"stop": 5}, "stop=5: it must be a list"),
+        ({"stop": 5}, "stop=5: it must be a text or a list of texts"),
         ({"stop_token_ids": [-1]}, "stop_token_ids=-1: each must be a token id"),
         ({"ignore_eos": 1}, "ignore_eos=1: it must be true or false"),
         ({"logprobs": -1}, "logprobs=-1: it must be a whole number from 0"),
