@@ -67,9 +67,11 @@ class TensorParallel:
     def disconnect(self) -> None:
         """Leave the group: ranks that wait for this one in a collective raise RankLostError at once.
 
-        On GPUs they do when ``timeout_s`` is over: NCCL ends them.
+        On GPUs they do when ``timeout_s`` is over: NCCL ends them. Safe to call twice.
         """
-        self._group = self._gpu_group = None
+        gpu_group, self._group, self._gpu_group = self._gpu_group, None, None
+        if gpu_group is not None:
+            gpu_group.abort()  # left to itself it would wait, when it is freed, for ranks that have ended
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, end) of ``total`` items; see :func:`span`."""

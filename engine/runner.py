@@ -114,10 +114,13 @@ class Runner:
         self.observer.after_step(metrics | _memory())
 
     def close(self) -> None:
-        """Close the observer; safe to call twice."""
+        """Close the observer and leave the ranks' group; safe to call twice."""
         observer, self.observer = self.observer, None
-        if observer is not None:
-            observer.close()
+        try:
+            if observer is not None:
+                observer.close()
+        finally:
+            self.model.tp.disconnect()
 
     def mode(self) -> StepMode:
         """How the next step runs; equal on all ranks once the observer has applied the plan's epoch."""
