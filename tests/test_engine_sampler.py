@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import make_llama
 from engine_helpers import reference_logits
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
@@ -88,8 +88,9 @@ def test_scores_are_those_of_transformers_whatever_else_is_in_the_batch(requests
         expected = _by_transformers(request, logits[row])
         if request.params.is_plain:
             assert torch.equal(scores[row], logits[row])
+        elif not _is_clear(request, logits[row]):
+            continue
         else:
-            assume(_is_clear(request, logits[row]))
             assert torch.equal(scores[row].isinf(), expected.isinf())
             torch.testing.assert_close(scores[row].softmax(-1), expected.softmax(-1), atol=1e-6, rtol=1e-5)
         if request.params.is_greedy:
