@@ -4,7 +4,7 @@ Forms: Qwen's and Hermes' chat templates write `<tool_call>{"name": ..., "argume
 model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `<|python_tag|>name.call(key=value)`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from tapscope.engine.api.call_scanner import CallScanner
@@ -47,31 +47,30 @@ class Speech:
         self._blanks, self._is_after_call = "", True
 
 
-class HermesParser:
-    """Calls between tags, text between the calls."""
+class _Machine:
+    """Takes of the text what its state can, until the state stays the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: str, behind_call: str, names: Collection[str] | None = None) -> None:
+        """``behind_call`` is the state after a call; ``names`` are those that make an object a call, None for any."""
         self._text = ""
-        self._state = "text"
+        self._lead = ""
+        """What came before the object that may be a call; part of the text if it is none."""
+        self._state = state
+        self._behind_call = behind_call
+        self._names = names
         self._speech = Speech()
-        self._scanner = CallScanner(0)
+        self._scanner = CallScanner(0, names)
+        self._steps: dict[str, Callable[[bool], Iterator[Delta]]] = {"call": self._inside}
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
         """What is certain by now."""
         self._text += text
-        steps = {"text": self._outside, "call": self._inside, "close": self._close}
         state = ""
         while state != self._state:
             state = self._state
-            yield from steps[state](is_final)
+            yield from self._steps[state](is_final)
         if is_final:
             yield from self._speech.say("", is_final=True)
-
-    def _outside(self, is_final: bool) -> Iterator[Delta]:
-        plain, tag, self._text = split_at_tag(self._text, (CALL_OPEN,), is_final=is_final)
-        yield from self._speech.say(plain)
-        if tag:
-            self._state = "call"
 
     def _inside(self, is_final: bool) -> Iterator[Delta]:
         """A call ends with its object; one that was never named is text as it stands."""
@@ -83,9 +82,24 @@ class HermesParser:
         if scanner.state not in ("done", "broken") and not is_final:
             return
         if not scanner.has_begun:
-            yield from self._speech.say(CALL_OPEN + scanner.raw)
-        self._state = "close" if scanner.has_begun else "text"
-        self._scanner = CallScanner(scanner.index + scanner.has_begun)
+            yield from self._speech.say(self._lead + scanner.raw)
+        self._state = self._behind_call if scanner.has_begun else "text"
+        self._scanner = CallScanner(scanner.index + scanner.has_begun, self._names)
+
+
+class HermesParser(_Machine):
+    """Calls between tags, text between the calls."""
+
+    def __init__(self) -> None:
+        super().__init__("text", behind_call="close")
+        self._lead = CALL_OPEN
+        self._steps |= {"text": self._outside, "close": self._close}
+
+    def _outside(self, is_final: bool) -> Iterator[Delta]:
+        plain, tag, self._text = split_at_tag(self._text, (CALL_OPEN,), is_final=is_final)
+        yield from self._speech.say(plain)
+        if tag:
+            self._state = "call"
 
     def _close(self, is_final: bool) -> Iterator[Delta]:
         """The closing tag; models that forget it go on with text."""
@@ -97,27 +111,13 @@ class HermesParser:
         yield from ()
 
 
-class LlamaParser:
+class LlamaParser(_Machine):
     """A whole answer that is a call, several split by `;`, or a call behind the python tag."""
 
     def __init__(self, names: Collection[str]) -> None:
         """``names`` of the tools that may be called: a bare object that names none of them is an answer in JSON."""
-        self._names = names
-        self._text = self._lead = ""
-        self._state = "start"
-        self._speech = Speech()
-        self._scanner = CallScanner(0, names)
-
-    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """What is certain by now."""
-        self._text += text
-        steps = {"start": self._begin, "call": self._inside, "text": self._outside, "python": self._python}
-        state = ""
-        while state != self._state:
-            state = self._state
-            yield from steps[state](is_final)
-        if is_final:
-            yield from self._speech.say("", is_final=True)
+        super().__init__("start", behind_call="start", names=names)
+        self._steps |= {"start": self._begin, "text": self._outside, "python": self._python}
 
     def _begin(self, is_final: bool) -> Iterator[Delta]:
         """At the beginning, and behind a call: blanks or `;`, then a call or anything else."""
@@ -128,19 +128,6 @@ class LlamaParser:
         elif is_final or not PYTHON_TAG.startswith(text):
             self._state = "text"
         yield from ()
-
-    def _inside(self, is_final: bool) -> Iterator[Delta]:
-        scanner = self._scanner
-        deltas, self._text = scanner.feed(self._text)
-        if deltas and isinstance(deltas[0], CallBegun):
-            self._speech.call()
-        yield from deltas
-        if scanner.state not in ("done", "broken") and not is_final:
-            return
-        if not scanner.has_begun:
-            yield from self._speech.say(self._lead + scanner.raw)
-        self._state = "start" if scanner.has_begun else "text"
-        self._scanner = CallScanner(scanner.index + scanner.has_begun, self._names)
 
     def _outside(self, is_final: bool) -> Iterator[Delta]:
         plain, tag, self._text = split_at_tag(self._text, (PYTHON_TAG,), is_final=is_final)
