@@ -1,8 +1,9 @@
 """Asked: what single requests ask for themselves, over what the configuration keeps.
 
 A host tells with every step which of its requests want their rows captured (:attr:`tapscope.observe.StepInfo.asked`).
-Such a wish is about everything that rules for everything reach; it adds to the configuration and takes nothing away: a
-site that is kept in full anyway, or as statistics where no more is wanted, is kept as ever.
+Such a wish is about everything that rules for everything reach. A site of which the configuration keeps as much or
+more is kept as ever; where everybody's statistics are kept and a request wants its rows in full, a step that it is in
+has those rows instead.
 """
 
 from collections.abc import Mapping
@@ -41,6 +42,11 @@ class AskedChoice(Choice):
         return Taking(keep, requests=frozenset(here))
 
 
-def checked(asked: Mapping[str, Any]) -> dict[str, Keep]:
-    """The wishes of a step that the dumper knows; a host's other words ask for nothing."""
-    return {name: keep for name, keep in asked.items() if keep in KEEPS and keep != "off"}
+def checked(asked: Mapping[str, Any]) -> tuple[dict[str, Keep], str | None]:
+    """The wishes of a step, and what is wrong with the first one that cannot be granted."""
+    known = {name: keep for name, keep in asked.items() if keep in ("stats", "full")}
+    wrong = next((name for name in asked if name not in known), None)
+    return (
+        known,
+        None if wrong is None else f"asked[{wrong!r}]={asked[wrong]!r}: must be 'stats' or 'full'; not captured",
+    )

@@ -67,7 +67,7 @@ class Regime:
             self.apply_agreed(info.step, info.epoch, reopen)
             link.note(at=info.step, capture_left=self._capture_left)
         self.apply_own()
-        self._ask(checked(info.asked))
+        self._ask(info.asked)
         self._obey()
         return self.adoption.applied
 
@@ -116,8 +116,11 @@ class Regime:
         if self._collector.keeper.stopped is not None and self.is_on:
             self.select()
 
-    def _ask(self, asked: dict[str, Keep]) -> None:
+    def _ask(self, wishes: Mapping[str, str]) -> None:
         """Place taps for what the requests of the coming step want."""
+        asked, problem = checked(wishes)
+        if problem is not None:
+            self._collector.account.complain("step", problem)
         if asked != self._asked:
             self._asked = asked
             self.select()

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tapscope.engine.quantization import KINDS, Quantization, block_of, dequantised, is_aside, scale_of
+from tapscope.engine.quantization import CACHE_SCALES, KINDS, Quantization, block_of, dequantised, is_aside, scale_of
 from tapscope.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -69,6 +69,11 @@ class Checkpoint:
             return self._dequantised(name, where, piece, shape, (start, 0) if dim == 0 else (0, start), index)
         except SafetensorError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
+
+    @property
+    def cache_scales(self) -> list[str]:
+        """Tensors that scale an 8-bit KV cache, which this engine does not have."""
+        return [name for name in self._files if name.endswith(CACHE_SCALES)]
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError when a file is not the one that was opened: half of what was read may be new."""

@@ -24,6 +24,8 @@ from tapscope.errors import CheckpointError
 
 KINDS = ("F8_E4M3", "F8_E5M2", "I8")
 """Element types of quantised weights, as safetensors spells them."""
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+"""How names of scales of a KV cache end."""
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", None)
 _SUFFIXES = ("_scale_inv", "_scale")

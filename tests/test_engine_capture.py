@@ -12,10 +12,11 @@ from checkpoints import make_llama
 from engine_http import Served
 
 from tapscope.comparator import Verdict, compare
-from tapscope.dumper import make_observer
+from tapscope.dumper import Dumper, make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
 from tapscope.errors import UsageError
+from tapscope.observe import StepInfo
 from tapscope.run import Run, open_run
 
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
@@ -169,3 +170,13 @@ def test_statistics_of_shards_are_no_permutation_of_the_whole(llama: Path, tmp_p
     verdicts = {finding.verdict for finding in report.findings}
     assert Verdict.DIFFERS not in verdicts, [f.site for f in report.findings if f.verdict is Verdict.DIFFERS]
     assert Verdict.CLOSE in verdicts
+
+
+def test_a_wish_of_another_host_that_cannot_be_granted_is_said(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    step = StepInfo(step=0, asked={"mine": "everything"})
+    with Dumper(model, tmp_path / "run", keep="stats") as dumper, dumper.step_of(step):
+        model(torch.zeros(1, 2))
+    with open_run(tmp_path / "run") as run:
+        said = [event.fields["reason"] for event in run.events() if event.kind == "failed"]
+    assert said == ["asked['mine']='everything': must be 'stats' or 'full'; not captured"]

@@ -101,6 +101,14 @@ def test_a_quantised_checkpoint_computes_what_its_weights_mean(tmp_path: Path, k
     torch.testing.assert_close(logits_of(quantised), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
+def test_scales_of_a_cache_that_is_not_quantised_are_said_to_be_unused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(make(tmp_path, "modelopt")[0]):
+        assert "2 scales of an 8-bit KV cache" in caplog.text
+        assert "k_scale, are not used" in caplog.text
+
+
 def test_ranks_cut_through_blocks(tmp_path: Path) -> None:
     quantised, meant = make(tmp_path, "fp8")
     torch.testing.assert_close(logits_of(quantised, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
