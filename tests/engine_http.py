@@ -16,6 +16,34 @@ from tapscope.engine import LLM
 from tapscope.engine.server import ServerSettings, make_app
 
 
+class Hold:
+    """Lets a model compute so many steps more, then none until it is released."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._left: int | None = None
+        self._released = threading.Event()
+        llm.model.register_forward_pre_hook(self._wait)
+
+    def after(self, steps: int) -> None:
+        """The step after the next ``steps`` waits for :meth:`release`."""
+        self._released.clear()
+        self._left = steps
+
+    def release(self) -> None:
+        """Go on, from now on."""
+        self._left = None
+        self._released.set()
+
+    def _wait(self, *_: Any) -> None:
+        if self._left is not None:
+            self._left -= 1
+            assert self._left >= 0 or self._released.wait(30), "nobody released the model"
+
+
+HOLDS: dict[str, Hold] = {}
+"""Of the servers that :func:`served` has running, by their addresses."""
+
+
 class Served:
     """A served LLM and a client of it."""
 
@@ -53,8 +81,12 @@ class Served:
 def served(path: Path, *, settings: dict[str, Any] | None = None, **engine: Any) -> Iterator[str]:
     """Serve the checkpoint at ``path``; gives the server's address, for clients of the test's own."""
     with LLM(path, **engine) as llm:
+        hold = Hold(llm)
         made = Served(llm, [], ServerSettings(**(settings or {})))
+        address = str(made.client.base_url).rstrip("/")
+        HOLDS[address] = hold
         try:
-            yield str(made.client.base_url).rstrip("/")
+            yield address
         finally:
+            del HOLDS[address]
             made.close()

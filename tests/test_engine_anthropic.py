@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import pytest
 from chat_templates import QWEN
-from engine_http import served
+from engine_http import HOLDS, served
 from scripted import make_scripted
 from transformers import AutoTokenizer
 
@@ -64,14 +64,19 @@ def test_a_message_is_answered_with_its_counts(client: anthropic.Anthropic, path
     assert counted.input_tokens == len(prompt)
 
 
-def test_a_stream_has_anthropics_events_in_order(client: anthropic.Anthropic) -> None:
-    events = list(client.messages.create(messages=ask("count"), stream=True, **BASE))
+def test_a_stream_has_anthropics_events_in_order(client: anthropic.Anthropic, url: str) -> None:
+    HOLDS[url].after(2)  # a slow reader would find all outputs together, as one event
+    events = []
+    for event in client.messages.create(messages=ask("count"), stream=True, **BASE):
+        events.append(event)
+        if event.type == "content_block_delta":
+            HOLDS[url].release()
     kinds = [event.type for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]  # the package swallows the ping between them
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     deltas = [event.delta.text for event in events if event.type == "content_block_delta"]
     assert "".join(deltas) == "one two three four five"
-    assert len(deltas) >= 2  # outputs that a slow reader finds together are one event
+    assert len(deltas) >= 2
     assert (events[-2].delta.stop_reason, events[-2].usage.output_tokens) == ("end_turn", 6)
     with client.messages.stream(messages=ask("count"), **BASE) as stream:
         assert "".join(stream.text_stream) == "one two three four five"

@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 from chat_templates import QWEN
-from engine_http import served
+from engine_http import HOLDS, served
 from scripted import make_scripted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -88,12 +88,17 @@ def test_a_chat_is_answered_with_its_counts(client: openai.OpenAI, path: Path) -
     }
 
 
-def test_a_stream_adds_up_to_the_answer_and_ends_with_usage(client: openai.OpenAI) -> None:
+def test_a_stream_adds_up_to_the_answer_and_ends_with_usage(client: openai.OpenAI, url: str) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(messages=ask("count"), **GREEDY, **options))
+    HOLDS[url].after(2)  # a slow reader would find all outputs together, as one chunk
+    chunks = []
+    for chunk in client.chat.completions.create(messages=ask("count"), **GREEDY, **options):
+        chunks.append(chunk)
+        if chunk.choices and chunk.choices[0].delta.content:
+            HOLDS[url].release()
     *body, last = chunks
     assert "".join(chunk.choices[0].delta.content or "" for chunk in body) == "one two three four five"
-    assert len(body) >= 2  # outputs that a slow reader finds together are one chunk
+    assert len([chunk for chunk in body if chunk.choices[0].delta.content]) >= 2
     assert body[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in body] == [None] * (len(body) - 1) + ["stop"]
     assert len({chunk.id for chunk in chunks}) == 1
