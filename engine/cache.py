@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tapscope.engine.kv_format import KVFormat
+from tapscope.engine.pool import Pool
+
 _BATCH_BYTES = 3 << 20
 
 
@@ -19,17 +22,23 @@ class CacheLayout:
     value_dim: int
     """0 where values are made from what is cached as keys (:attr:`AttentionSpec.value_dim`)."""
 
-    @property
-    def position_width(self) -> int:
-        """Elements of one position in all layers."""
-        return self.num_layers * self.kv_heads * (self.key_dim + self.value_dim)
+    exact_dim: int = 0
+    """The last features of a key that stay in the type the model computes in, whatever the cache is stored in: the
+    rotated part of a latent, as DeepSeek's own kernels (FlashMLA) have it."""
+
+    def position_bytes(self, form: KVFormat) -> int:
+        """Bytes of one position in all layers."""
+        scaled = (self.key_dim - self.exact_dim + self.value_dim) * form.stored.itemsize
+        return self.num_layers * self.kv_heads * (scaled + self.exact_dim * form.computed.itemsize)
 
 
 class KVCache:
     """Keys and values of every layer on this rank, each [layers, pages + 1, page_size, kv_heads, dim].
 
     The page after the last is the *dummy*: padding rows write there, and gathers that are longer than a request read
-    there. The pool starts as zeros, so nothing read before it was written is NaN.
+    there. The pool starts as zeros, so nothing read before it was written is NaN. Keys and values are given and
+    returned in the type ``form.computed``; attention only ever sees what was stored, of a step's own rows too, so
+    that a request's values do not depend on how its prompt is cut.
     """
 
     def __init__(
@@ -37,20 +46,18 @@ class KVCache:
         layout: CacheLayout,
         num_pages: int,
         page_size: int,
-        dtype: torch.dtype,
+        form: KVFormat,
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (layout.num_layers, num_pages + 1, page_size, layout.kv_heads)
-        self.keys = torch.zeros(*shape, layout.key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, layout.value_dim, dtype=dtype, device=device)
+        self.layout, self.form = layout, form
         self.num_pages = num_pages
         self.page_size = page_size
-        pools = self.keys, self.values
-        self._by_page = [tuple(_cut(pool[layer], 1) for pool in pools) for layer in range(layout.num_layers)]
-        self._by_position = [
-            tuple(_cut(pool[layer], page_size) for pool in pools) for layer in range(layout.num_layers)
-        ]
-        self._workspaces = _Workspace(), _Workspace()
+        exact_dim = 0 if form.is_plain else layout.exact_dim
+        self._keys = Pool((*shape, layout.key_dim - exact_dim), form, device)
+        self._values = Pool((*shape, layout.value_dim), form, device)
+        plain = KVFormat(form.computed, form.computed)
+        self._exact = Pool((*shape, exact_dim), plain, device) if exact_dim else None
 
     @property
     def device(self) -> torch.device:
@@ -58,52 +65,48 @@ class KVCache:
         return self.keys.device
 
     @property
-    def position_bytes(self) -> int:
-        """Bytes of one position in one layer."""
-        widths = self.keys.shape[-2] * (self.keys.shape[-1] + self.values.shape[-1])
-        return widths * self.keys.element_size()
+    def keys(self) -> Tensor:
+        """As they are stored, without their exact features where these are kept apart."""
+        return self._keys.tensor
+
+    @property
+    def values(self) -> Tensor:
+        """As they are stored."""
+        return self._values.tensor
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of one position in one layer when it was read."""
+        widths = self.layout.kv_heads * (self.layout.key_dim + self.layout.value_dim)
+        return widths * self.form.computed.itemsize
+
+    def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
+        """What a stored 1 means in ``layer``; None leaves it. What is cached of earlier steps is void afterwards."""
+        for pool, scale in ((self._keys, key), (self._values, value)):
+            if scale is not None:
+                pool.set_scale(layer, scale)
 
     def pages(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole pages, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
-        return self._gather(self._by_page[layer], numbers, len(numbers) * self.page_size)
+        keys, values = self._keys.pages(layer, numbers), self._values.pages(layer, numbers)
+        if self._exact is not None:
+            keys = torch.cat((keys, self._exact.pages(layer, numbers)), dim=-1)
+        return keys, values
 
     def positions(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots [n], [n, kv_heads, dim] each; valid until the next gather."""
-        return self._gather(self._by_position[layer], slots, len(slots))
+        keys, values = self._keys.positions(layer, slots), self._values.positions(layer, slots)
+        if self._exact is not None:
+            keys = torch.cat((keys, self._exact.positions(layer, slots)), dim=-1)
+        return keys, values
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store [n, kv_heads, dim] at slots [n]."""
-        keys, values = self._by_position[layer]
-        keys.index_copy_(0, slots, key.flatten(1))
-        values.index_copy_(0, slots, value.flatten(1))
-
-    def _gather(self, pools: tuple[Tensor, ...], index: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Rows ``index`` of a layer's keys and values, which hold ``count`` positions."""
-        keys = self._workspaces[0].gather(pools[0], index).view(count, *self.keys.shape[3:])
-        return keys, self._workspaces[1].gather(pools[1], index).view(count, *self.values.shape[3:])
-
-
-def _cut(pages: Tensor, parts: int) -> Tensor:
-    """[pages, page_size, kv_heads, dim] as [pages * parts, rest]."""
-    return pages.view(len(pages) * parts, pages[0].numel() // parts)
-
-
-class _Workspace:
-    """Memory that gathers on a CPU go to again and again: pages fresh from the system cost more than the copy."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0)
-
-    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
-        """``rows[index]`` of a [n, width] tensor."""
-        if rows.device.type != "cpu":
-            return rows.index_select(0, index)
-        size = len(index) * rows.shape[1]
-        if size == 0:  # a model that caches no values
-            return rows.new_empty(len(index), 0)
-        if self._buffer.numel() < size:
-            self._buffer = rows.new_empty(1 << (size - 1).bit_length())
-        return torch.index_select(rows, 0, index, out=self._buffer[:size].view(len(index), rows.shape[1]))
+        width = self.keys.shape[-1]
+        self._keys.write(layer, slots, key[..., :width])
+        self._values.write(layer, slots, value)
+        if self._exact is not None:
+            self._exact.write(layer, slots, key[..., width:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,15 @@ class StepCache:
         """Store [tokens, kv_heads, dim] of this step's rows."""
         self.cache.write(layer, self.slots, key, value)
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether attention reads other values than were written."""
+        return not self.cache.form.is_plain
+
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of this step's rows as attention reads them; valid until the next read."""
+        return self.cache.positions(layer, self.slots)
+
     def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each.
 
@@ -192,7 +204,7 @@ class StepCache:
         On a CPU only as long as what is gathered stays in the caches.
         """
         count = self._num_single
-        size = count * self._batch_width(window) * self.cache.position_bytes
+        size = count * self._batch_width(window) * self.cache.gathered_bytes
         return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
 
     def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:

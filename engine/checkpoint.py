@@ -7,13 +7,22 @@ Layout: `model.safetensors`, or several files named by the `weight_map` of `mode
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tapscope.engine.quantization import CACHE_SCALES, KINDS, Quantization, block_of, dequantised, is_aside, scale_of
+from tapscope.engine.quantization import (
+    KINDS,
+    Quantization,
+    block_of,
+    dequantised,
+    is_aside,
+    is_cache_scale,
+    scale_of,
+)
 from tapscope.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -37,7 +46,7 @@ class Checkpoint:
     def names(self) -> list[str]:
         """Every tensor that is a weight, in the order of the index or file; scales belong to theirs."""
         if self.quantization is None:
-            return list(self._files)
+            return [name for name in self._files if not is_cache_scale(name)]
         return [name for name in self._files if not is_aside(name, self._files)]
 
     def file_of(self, name: str) -> str:
@@ -70,10 +79,22 @@ class Checkpoint:
         except SafetensorError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
 
-    @property
+    @cached_property
     def cache_scales(self) -> list[str]:
-        """Tensors that scale an 8-bit KV cache, which this engine does not have."""
-        return [name for name in self._files if name.endswith(CACHE_SCALES)]
+        """Tensors that scale an FP8 KV cache."""
+        return [name for name in self._files if is_cache_scale(name)]
+
+    def number(self, name: str) -> float:
+        """The one number that tensor ``name`` holds; raises CheckpointError when it is something else."""
+        where = f"{name} in {self.file_of(name)}"
+        try:
+            stored = self._handles[self._files[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{where} cannot be read: {error}") from None
+        if stored.numel() != 1 or not stored.dtype.is_floating_point:
+            kind = str(stored.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{where} is {kind} of shape {list(stored.shape)}; it must be one floating number")
+        return float(stored)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError when a file is not the one that was opened: half of what was read may be new."""

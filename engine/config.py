@@ -10,6 +10,7 @@ from tapscope.errors import ConfigError
 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
     "logits": ("last", "all", "observed"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
@@ -61,6 +62,9 @@ class EngineConfig:
     """``fp8`` rounds the weights of linear layers to e4m3, one scale an output channel; None leaves them."""
     exclude_modules: tuple[str, ...] = ()
     """Globs of module paths that ``quantization`` leaves alone, such as ``*.down_proj``."""
+    kv_cache_dtype: str = "auto"
+    """Type that the KV cache is stored in: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
+    ``fp8_e5m2``; ``auto``: what the checkpoint's quantisation says, else the type of the model."""
     kv_bytes: int = 1 << 30
     """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
     logits: str = "last"

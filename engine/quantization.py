@@ -12,7 +12,7 @@ engine's type; the activations are not quantised. The formats, by `quantization_
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from tapscope.errors import CheckpointError
 
 KINDS = ("F8_E4M3", "F8_E5M2", "I8")
 """Element types of quantised weights, as safetensors spells them."""
-CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-"""How names of scales of a KV cache end."""
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
-_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", None)
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense", None)
 _SUFFIXES = ("_scale_inv", "_scale")
 _ASIDE = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|kv_scale|weight_zero_point)$")
+_CACHE_SCALE = re.compile(r"\.self_attn\.((attn\.|[kv]_proj\.)?(k_scale|v_scale)|kv_scale|[kv]_proj\.output_scale)$")
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -47,12 +46,8 @@ class Quantization:
 
         Raises CheckpointError for what cannot be dequantised here.
         """
-        path, values = folder / "config.json", _member(folder / "config.json", "quantization_config")
+        path, values = next(sections(folder), (folder, None))
         if values is None:
-            path = folder / "hf_quant_config.json"
-            values = _member(path, "quantization")
-            values = None if values is None else {"quant_method": "modelopt", **values}
-        if not values:
             return None
         method = values.get("quant_method")
         if method not in _METHODS:
@@ -64,6 +59,21 @@ class Quantization:
         if method == "modelopt" and algorithm not in ("FP8", None):
             raise CheckpointError(f"{path}: quant_algo {algorithm!r} is not supported; supported: FP8")
         return cls(method, _block(path, values.get("weight_block_size")))
+
+
+def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """What config.json, then hf_quant_config.json says of quantisation, with the file; raises CheckpointError."""
+    path = folder / "config.json"
+    if values := _member(path, "quantization_config"):
+        yield path, values
+    path = folder / "hf_quant_config.json"
+    if values := _member(path, "quantization"):
+        yield path, {"quant_method": "modelopt", **values}
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor is a scale of the KV cache, which checkpoints that are not quantised may have too."""
+    return _CACHE_SCALE.search(name) is not None
 
 
 def scale_of(name: str, names: Collection[str]) -> str | None:

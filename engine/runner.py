@@ -1,5 +1,6 @@
 """Runner: one rank's model, cache and observer, and how a plan is computed on them."""
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
+from tapscope.engine.cache_scales import kv_dtype_name, read_scales, use_scales, warn_of_scales
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.dummy import fill_with_dummies
 from tapscope.engine.invariant import BatchInvariant, make_invariant
+from tapscope.engine.kv_format import KV_DTYPES, KVFormat
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.modes import StepMode, StepModes
@@ -25,6 +28,7 @@ from tapscope.engine.weights import check_weights, load_weights, usual_pieces
 from tapscope.errors import ConfigError
 from tapscope.observe import ObserverFactory, RankInfo, StepObserver
 
+_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,10 +54,8 @@ class Runner:
                 fill_with_dummies(usual_pieces(self.model))
             else:
                 load_weights(self.model, Path(config.model), self._tied, self._skipped, online=self._online)
-        layout = self.model.cache_layout()
-        self.num_pages = num_pages(config, model_config.max_positions, layout.position_width * dtype.itemsize)
         with self.stages.stage("cache"):
-            cache = KVCache(layout, self.num_pages, config.page_size, dtype, self.device)
+            self._cache = cache = self._make_cache(config, model_config.max_positions, dtype)
         max_pages = -(-model_config.max_positions // config.page_size)
         self.max_tokens = config.step_tokens(self.device.type)
         self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
@@ -77,13 +79,38 @@ class Runner:
             with self.stages.stage("observer"):
                 self.observer = observer(self.model, info)
 
+    def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
+        """The KV cache, its scales read."""
+        self.kv_cache_dtype = kv_dtype_name(config, self.dtype)
+        form, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
+        self.kv_position_bytes = layout.position_bytes(form)
+        self.num_pages = num_pages(config, max_positions, self.kv_position_bytes)
+        cache = KVCache(layout, self.num_pages, config.page_size, form, self.device)
+        if config.load_format != "dummy":
+            folder = Path(config.model)
+            scales = read_scales(folder, layout, partial=False) if form.is_fp8 else {}
+            use_scales(cache, scales, partial=False)
+            if self.model.tp.rank == 0:
+                warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=config.kv_cache_dtype != "auto")
+        size = self.num_pages * config.page_size * self.kv_position_bytes / 2**20
+        told = self.num_pages, config.page_size, self.kv_cache_dtype, size
+        _log.info("KV cache: %d pages of %d positions in %s, %.1f MiB", *told)
+        return cache
+
     def check_weights(self, folder: Path, *, partial: bool) -> None:
         """Raise CheckpointError unless :meth:`load_weights` can do with ``folder``; nothing is changed."""
         check_weights(self.model, folder, self._tied, self._skipped, partial=partial)
+        if self._cache.form.is_fp8:
+            read_scales(folder, self._cache.layout, partial=partial)
 
     def load_weights(self, folder: Path, *, partial: bool) -> None:
-        """Replace the weights in place, between two steps; with ``partial`` only those that ``folder`` has."""
+        """Replace the weights in place, between two steps; with ``partial`` only those that ``folder`` has.
+
+        Scales of the KV cache go with them; the type it is stored in stays.
+        """
         load_weights(self.model, folder, self._tied, self._skipped, partial=partial, online=self._online)
+        if self._cache.form.is_fp8:
+            use_scales(self._cache, read_scales(folder, self._cache.layout, partial=partial), partial=partial)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`.

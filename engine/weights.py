@@ -1,6 +1,5 @@
 """Weights: which piece of which checkpoint tensor goes into which parameter, and loading them all."""
 
-import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ from tapscope.engine.checkpoint import Checkpoint, open_checkpoint
 from tapscope.engine.quantization import Online, as_fp8
 from tapscope.errors import CheckpointError, ConfigError
 
-_log = logging.getLogger(__name__)
 _THREADS = 4
 _CHUNK_ELEMENTS = 8 << 20  # of one read: 32 MiB in fp32
 _DERIVED = "rotary_emb.inv_freq"  # old Llama checkpoints store it; it follows from config.json
@@ -93,8 +91,6 @@ def load_weights(
         _fill(checkpoint, [chunk for piece in pieces for chunk in piece.chunks()], quantized)
         _check_tied(checkpoint, pieces, tied)
         checkpoint.check_unchanged()
-        if checkpoint.quantization is not None and (unused := checkpoint.cache_scales):
-            _log.warning("%s: %d scales of an 8-bit KV cache, such as %s, are not used", folder, len(unused), unused[0])
 
 
 def usual_pieces(model: nn.Module) -> Iterator[Piece]:

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tapscope.engine.attention import AttentionSpec, attend
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import CacheLayout, KVCache
+from tapscope.engine.kv_format import KVFormat
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
 from tapscope.engine.plan import Share, StepPlan
 
@@ -61,7 +62,7 @@ def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
     most = -(-max(lengths) // page_size)
     num_pages = most * len(cuts) + 2
     layout = CacheLayout(num_layers=1, kv_heads=kv_heads, key_dim=dim, value_dim=value_dim)
-    cache = KVCache(layout, num_pages, page_size, torch.float32)
+    cache = KVCache(layout, num_pages, page_size, KVFormat(torch.float32, torch.float32))
     cache.keys[:, :-1].fill_(torch.nan)  # whatever is read before it was written shows
     cache.values[:, :-1].fill_(torch.nan)
     pages = torch.randperm(num_pages, generator=generator)[: most * len(cuts)].view(len(cuts), most).tolist()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tapscope.engine import LLM
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import CacheLayout, KVCache
+from tapscope.engine.kv_format import KVFormat
 from tapscope.engine.mla import LatentAttention
 from tapscope.engine.mla_config import MlaConfig
 from tapscope.engine.models.deepseek import DeepseekAttention
@@ -70,9 +71,10 @@ def test_a_position_costs_one_latent_on_every_rank(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "deepseek_v3")
     ranks = ThreadRanks(path, tmp_path / "store", 2)
     width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
-    expected = CacheLayout(num_layers=3, kv_heads=1, key_dim=width, value_dim=0)
+    exact = LATENT["qk_rope_head_dim"]
+    expected = CacheLayout(num_layers=3, kv_heads=1, key_dim=width, value_dim=0, exact_dim=exact)
     assert [runner.model.cache_layout() for runner in ranks.runners] == [expected] * 2
-    assert expected.position_width == 3 * width
+    assert expected.position_bytes(KVFormat(torch.bfloat16, torch.bfloat16)) == 3 * width * 2
     ranks.close()
 
 
@@ -148,7 +150,7 @@ def test_absorbed_and_expanded_attention_agree_however_sequences_are_cut_and_bat
     latents = [torch.randn(n, rank + rope, generator=generator) for n in lengths]
     most = -(-max(lengths) // page_size)
     layout = CacheLayout(num_layers=1, kv_heads=1, key_dim=rank + rope, value_dim=0)
-    cache = KVCache(layout, most * len(cuts), page_size, torch.float32)
+    cache = KVCache(layout, most * len(cuts), page_size, KVFormat(torch.float32, torch.float32))
     buffers, done = StepBuffers(cache, sum(lengths), len(cuts), most), [0] * len(cuts)
     for step in range(max(len(counts) for counts in cuts)):
         live = [i for i, counts in enumerate(cuts) if step < len(counts)]

@@ -55,7 +55,7 @@ def channels(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def whole(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """e4m3, one scale a tensor, and the scales of an 8-bit KV cache beside it."""
+    """e4m3, one scale a tensor, and the scales of an FP8 KV cache beside it."""
     scale = weight.abs().max() / 448
     stored = (weight / scale).to(torch.float8_e4m3fn)
     extra = {name.replace("weight", "k_scale"): torch.ones(1)} if "k_proj" in name else {}
@@ -105,8 +105,8 @@ def test_scales_of_a_cache_that_is_not_quantised_are_said_to_be_unused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with LLM(make(tmp_path, "modelopt")[0]):
-        assert "2 scales of an 8-bit KV cache" in caplog.text
-        assert "k_scale, are not used" in caplog.text
+        assert "2 scales of an FP8 KV cache" in caplog.text
+        assert "k_scale, are not used: its config asks for none" in caplog.text
 
 
 def test_ranks_cut_through_blocks(tmp_path: Path) -> None:

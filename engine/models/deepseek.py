@@ -90,12 +90,19 @@ class DeepseekAttention(nn.Module):
         cache.write(self.layer, cached.unsqueeze(1), cached.new_empty(len(cached), 1, 0))
         core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
         if not self.absorb:
-            return core.expanded(query, self.kv_b_proj(latent), cache)
+            return core.expanded(query, self._expand(latent, cache), cache)
         if cache.max_count > 1:
-            return core.mixed(query, self.kv_b_proj(latent), cache)
+            return core.mixed(query, self._expand(latent, cache), cache)
         if is_watched(self.kv_b_proj):
-            self.kv_b_proj(latent)
+            self._expand(latent, cache)
         return core.absorbed(query, cache)
+
+    def _expand(self, latent: Tensor, cache: StepCache) -> Tensor:
+        """Keys and values of the step's rows [tokens, heads * (nope + value)], of what later steps read of them."""
+        if cache.is_rounded:
+            latent = cache.written(self.layer)[0][:, 0, : self.mla.kv_lora_rank]
+        expanded: Tensor = self.kv_b_proj(latent)
+        return expanded
 
 
 class DeepseekV3Attention(DeepseekAttention):
@@ -127,8 +134,9 @@ class LatentCausalLM(MoeCausalLM):
     def cache_layout(self) -> CacheLayout:
         """One latent a position, whole on every rank; values are made from it."""
         assert self.config.mla is not None
-        width = self.config.mla.kv_lora_rank + self.config.mla.rope_dim
-        return CacheLayout(num_layers=self.config.num_layers, kv_heads=1, key_dim=width, value_dim=0)
+        mla, layers = self.config.mla, self.config.num_layers
+        width = mla.kv_lora_rank + mla.rope_dim
+        return CacheLayout(num_layers=layers, kv_heads=1, key_dim=width, value_dim=0, exact_dim=mla.rope_dim)
 
 
 class DeepseekV3ForCausalLM(LatentCausalLM):

@@ -28,6 +28,8 @@ _GAUGES = {
     "kv_pages_used": "Pages of the KV cache in use.",
     "kv_pages_cached": "Pages that only the prefix cache holds, and that may be taken back.",
     "kv_pages_total": "Pages of the KV cache.",
+    "kv_bytes_total": "Bytes of the KV cache on each rank, as it is stored.",
+    "kv_bytes_per_token": "Bytes of one token in the KV cache on each rank.",
 }
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tapscope._version import __version__
-from tapscope.cli import bench_report, bench_runs, diagnostics, output
+from tapscope.cli import bench_report, bench_runs, capture, diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.errors import UsageError
 
@@ -37,6 +37,7 @@ class BenchCommand:
         _add_serving(parser)
         offline = parser.add_argument_group("batch and latency")
         offline.add_argument("--dtype", default="auto", metavar="TYPE", help="default: auto, as saved")
+        capture.add_kv_flag(offline)
         offline.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
         offline.add_argument(
             "--max-running", type=int, default=64, metavar="N", help="requests in a step (default: 64)"

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,11 +169,13 @@ def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, Cost, Limits, dic
     from tapscope.engine.bench.machine import Limits
 
     longest = args.batch_size if args.kind == "latency" else args.max_running
-    with LLM(args.target, dtype=args.dtype, tp=args.tp, max_running=longest) as llm:
-        weight = next(llm.model.parameters())
+    settings = {"dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "tp": args.tp, "max_running": longest}
+    with LLM(args.target, **settings) as llm:
+        weight, state = next(llm.model.parameters()), llm.engine.state()
         limits = Limits.measure(weight.device, weight.dtype)
-        about = {"model": args.target, "dtype": limits.dtype, "device": str(weight.device), "tp": args.tp}
-        yield llm, Cost.read(Path(args.target)), limits, about | {"machine": asdict(limits)}
+        about = {"model": args.target, "dtype": limits.dtype, "kv_cache_dtype": state["kv_cache_dtype"]}
+        about |= {"device": str(weight.device), "tp": args.tp, "machine": asdict(limits)}
+        yield llm, replace(Cost.read(Path(args.target)), kv_bytes=state["kv_bytes_per_token"] * args.tp), limits, about
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -63,7 +63,7 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
 
     observer = partial(make_observer, out=str(args.out.absolute()), config=config, force=args.force)
     forced = any(work.forced)
-    settings = {"dtype": args.dtype, "tp": args.tp, "ep": args.ep, "logits": "all"}
+    settings = {name: getattr(args, name) for name in ("dtype", "kv_cache_dtype", "tp", "ep")} | {"logits": "all"}
     with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is to be seen
         if forced:
             ids = [
@@ -116,6 +116,8 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
 
     if (args.tp, args.ep) != (1, 1):
         raise UsageError("--backend hf runs on one rank; leave out --tp and --ep or use --backend engine")
+    if args.kv_cache_dtype != "auto":
+        raise UsageError("--backend hf keeps keys and values as --dtype; leave out --kv-cache-dtype")
     model = reference.load(args.model, args.dtype)
     ids = reference.encode(args.model, work.prompts)
     with Dumper(model, args.out, config=config, force=args.force) as dumper:

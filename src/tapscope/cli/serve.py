@@ -106,11 +106,12 @@ def _engine_config(args: argparse.Namespace) -> "EngineConfig":
     """The engine's settings; raises ConfigError."""
     from tapscope.engine.config import EngineConfig
 
-    given: dict[str, Any] = {"dtype": args.dtype, "tp": args.tp, "ep": args.ep, "logits": "observed"}
+    flags = ("dtype", "kv_cache_dtype", "tp", "ep")
+    given: dict[str, Any] = {name: getattr(args, name) for name in flags} | {"logits": "observed"}
     for text in args.set:
         name, separator, value = text.partition("=")
-        if not separator or name in ("dtype", "tp", "ep"):
-            raise ConfigError(f"--set {text!r}: write NAME=VALUE; dtype, tp and ep have flags of their own")
+        if not separator or name in flags:
+            raise ConfigError(f"--set {text!r}: write NAME=VALUE; {', '.join(flags)} have flags of their own")
         try:
             given[name] = json.loads(value)
         except ValueError:

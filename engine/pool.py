@@ -1,0 +1,90 @@
+"""Pool: the memory of one part of the KV cache, its keys or its values, in all layers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.kv_format import KVFormat
+
+
+class Pool:
+    """Pages of every layer, [layers, pages, page_size, kv_heads, dim]; they start as zeros.
+
+    They are stored in one type, and written and read in another (:class:`KVFormat`). Types of 8 bits are gathered as
+    bytes, which torch can do on every device, and read through a table of what each byte means in its layer: on a CPU
+    three times as fast as conversion.
+    """
+
+    def __init__(self, shape: Sequence[int], form: KVFormat, device: torch.device | str) -> None:
+        self.form = form
+        self.tensor = torch.zeros(*shape, dtype=form.stored, device=device)
+        self._page_size = shape[2]
+        bits = self.tensor.view(torch.uint8) if form.is_fp8 else self.tensor
+        self._by_page = [_cut(layer, 1) for layer in bits]
+        self._by_position = [_cut(layer, self._page_size) for layer in bits]
+        self._gathered, self._indices, self._decoded = _Workspace(), _Workspace(), _Workspace()
+        self._scales, self._tables = [1.0] * len(bits), [torch.empty(0)] * len(bits)
+        if form.is_fp8:
+            self._tables = [form.table(1.0, self.tensor.device)] * len(bits)
+
+    def set_scale(self, layer: int, scale: float) -> None:
+        """What a stored 1 means in ``layer``, where values are scaled; what was stored before means nothing then."""
+        if self.form.is_fp8 and scale != self._scales[layer]:
+            self._scales[layer] = scale
+            self._tables[layer] = self.form.table(scale, self.tensor.device)
+
+    def pages(self, layer: int, numbers: Tensor) -> Tensor:
+        """Whole pages, [pages * page_size, kv_heads, dim]; valid until the next gather."""
+        return self._read(self._by_page, layer, numbers, len(numbers) * self._page_size)
+
+    def positions(self, layer: int, slots: Tensor) -> Tensor:
+        """What lies at slots [n], [n, kv_heads, dim]; valid until the next gather."""
+        return self._read(self._by_position, layer, slots, len(slots))
+
+    def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Store [n, kv_heads, dim] at slots [n]."""
+        encoded = self.form.encode(values.flatten(1), self._scales[layer])
+        rows = self._by_position[layer]
+        rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.form.is_fp8 else encoded)
+
+    def _read(self, layers: list[Tensor], layer: int, index: Tensor, count: int) -> Tensor:
+        rows, shape = layers[layer], self.tensor.shape[3:]
+        found = self._gathered.select(rows, index)
+        if self.form.is_fp8:
+            places = self._indices.converted(found.view(-1), torch.int32)
+            found = self._decoded.select(self._tables[layer], places)
+        elif not self.form.is_plain:
+            found = self._decoded.converted(found, self.form.computed)
+        return found.view(count, *shape)
+
+
+def _cut(pages: Tensor, parts: int) -> Tensor:
+    """[pages, page_size, kv_heads, dim] as [pages * parts, rest]."""
+    return pages.view(len(pages) * parts, pages[0].numel() // parts)
+
+
+class _Workspace:
+    """Memory that results on a CPU go to again and again: pages fresh from the system cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def select(self, rows: Tensor, index: Tensor) -> Tensor:
+        """``rows[index]`` of a [n] or [n, width] tensor."""
+        shape = (len(index), *rows.shape[1:])
+        if rows.device.type != "cpu" or 0 in shape:  # a model that caches no values has a width of 0
+            return rows.index_select(0, index)
+        return torch.index_select(rows, 0, index, out=self._room(shape, rows.dtype))
+
+    def converted(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """``values`` in another type."""
+        if values.device.type != "cpu" or not values.numel():
+            return values.to(dtype)
+        return self._room(tuple(values.shape), dtype).copy_(values)
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel()
+        if self._buffer.numel() < size or self._buffer.dtype != dtype:
+            self._buffer = torch.empty(1 << (size - 1).bit_length(), dtype=dtype)
+        return self._buffer[:size].view(shape)
