@@ -59,7 +59,9 @@ def _latency(result: dict[str, Any]) -> list[str]:
 
 def _model(result: dict[str, Any]) -> str:
     ranks = f", {result['tp']} ranks" if result["tp"] > 1 else ""
-    return f"{result['model']} ({result['dtype']}, {result['device']}, {result['machine']['threads']} threads{ranks})"
+    kept = "" if result["kv_cache_dtype"] == result["dtype"] else f", KV cache {result['kv_cache_dtype']}"
+    where = f"{result['device']}, {result['machine']['threads']} threads{ranks}"
+    return f"{result['model']} ({result['dtype']}{kept}, {where})"
 
 
 def _workload(result: dict[str, Any]) -> str:
