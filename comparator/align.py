@@ -1,6 +1,7 @@
 """Align: which rows of which firing of one side meet which of the other, for one matched site."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -70,7 +71,12 @@ class Aligner:
             )
         if not left.by_rows:
             return self._plan_whole(baseline, target)
-        key = (left, right, *(_signature(whole) for side in (baseline, target) for whole in side), len(baseline))
+        signed = (
+            _signature(whole, layout)
+            for side, layout in zip((baseline, target), layouts, strict=True)
+            for whole in side
+        )
+        key = (left, right, *signed, len(baseline))
         if key not in self._plans:
             self._plans[key] = self._plan_rows(baseline, target, layouts)
         return self._plans[key]
@@ -86,13 +92,11 @@ class Aligner:
         subset = any(w.records[0].rows is not None for side in (baseline, target) for w in side)
         lone = {(0, int(f)) for f in left.firing} - {(0, join.baseline) for join in joins}
         lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
-        return Plan(
-            tuple(joins),
-            RowCounts(
-                len(first), max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned, absent
-            ),
-            0 if subset else len(lone),
+        counts = RowCounts(
+            len(first), max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned, absent
         )
+        note = _cached_note(zip((baseline, target), layouts, (left, right), strict=True))
+        return Plan(tuple(joins), counts, 0 if subset else len(lone), note=note)
 
     def _plan_whole(self, baseline: Sequence[Whole], target: Sequence[Whole]) -> Plan:
         site = baseline[0].records[0].key.site
@@ -131,11 +135,14 @@ class _Side:
     """Firing -> its rows that are no padding."""
     num_forked: int
     num_unaligned: int
+    slots: dict[int, int]
+    """Firing -> slots of its step, padding included."""
 
 
 def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: int) -> _Side:
     keys, firing, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     valid: dict[int, int] = {}
+    num_slots: dict[int, int] = {}
     forked = unaligned = 0
     for i, whole in enumerate(wholes):
         grid = steps.of(whole.records[0])
@@ -150,8 +157,9 @@ def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: i
         firing.append(np.full(int(use.sum()), i, np.int64))
         here = int((pairs == FORKED).sum()), int((pairs == UNALIGNED).sum())
         forked, unaligned = forked + here[0], unaligned + here[1]
-        valid[i] = int(use.sum()) + sum(here)
-    return _Side(np.concatenate(keys), np.concatenate(firing), np.concatenate(rows), valid, forked, unaligned)
+        valid[i], num_slots[i] = int(use.sum()) + sum(here), len(slots)
+    one, two, three = map(np.concatenate, (keys, firing, rows))
+    return _Side(one, two, three, valid, forked, unaligned, num_slots)
 
 
 def _joins(left: _Side, right: _Side, first: Array, second: Array, num_pairs: int) -> list[Join]:
@@ -207,5 +215,19 @@ def _turn(whole: Whole, grid: StepRows) -> int:
     return key.occurrence + (key.micro << 20 if grid.whole_step else 0)
 
 
-def _signature(whole: Whole) -> tuple[object, ...]:
-    return (*_place(whole), whole.records[0].key.rank, whole.records[0].rows)
+def _signature(whole: Whole, layout: Layout) -> tuple[object, ...]:
+    held = whole.shape[layout.axes[1]] if layout.cached else 0
+    return (*_place(whole), whole.records[0].key.rank, whole.records[0].rows, held)
+
+
+def _cached_note(sides: Iterable[tuple[Sequence[Whole], Layout, _Side]]) -> str:
+    """What is said of rows that a side holds once more in every step."""
+    for name, (wholes, layout, side) in zip(("baseline", "target"), sides, strict=True):
+        if layout.cached:
+            slots = sum(math.prod(w.shape[axis] for axis in layout.axes) for w in wholes)
+            earlier = slots - sum(side.slots.values())
+            return (
+                f"the {name} holds all positions of the cache here, the step's own last: its {earlier:,} rows of "
+                "earlier steps (padding included) were not compared again"
+            )
+    return ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tapscope.comparator.calls import by_argument
 from tapscope.comparator.closeup import Closeup, closeup
 from tapscope.comparator.coverage import cover
 from tapscope.comparator.damage import Damage, look, with_damage
@@ -154,7 +155,7 @@ def _see(
     rules: Sequence[Rule] = (),
     progress: Progress | None = None,
 ) -> _Seen:
-    given = numbered(baseline), numbered(target)
+    given = by_argument((numbered(baseline), numbered(target)))
     given = override_dims((baseline, target), given, (*options.dims, *options.mapping.dims))
     chosen = select((baseline, target), given, options)
     runs = (baseline, target)

@@ -28,6 +28,8 @@ class Layout:
     """One sequence that stands for every one of the batch."""
     keyed: bool = False
     """Attention weights ``[batch, heads, queries, keys]``: the columns are tokens too, see :mod:`.keyed`."""
+    cached: bool = False
+    """The second axis goes over all that the step's cache holds; the rows of the step itself are the last."""
     problem: str = ""
     """Why the annotation cannot be right; the site is not compared then."""
 
@@ -155,6 +157,9 @@ def slots_of(whole: Whole, layout: Layout, rows: StepRows) -> tuple[Array, Array
     slots = np.arange(rows.num_slots, dtype=np.int64)
     if layout.broadcast:
         return slots, slots % rows.grid[1]
+    if layout.cached:
+        (_, length), columns = rows.grid, whole.shape[layout.axes[1]]
+        return slots, slots // length * columns + columns - length + slots % length
     if layout.swapped and len(rows.grid) == 2:
         batch, length = rows.grid
         return slots, (slots % length) * batch + slots // length

@@ -40,16 +40,33 @@ def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) 
     if all(_is_said(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)):
         return layouts
     candidates = [_candidates(*one) for one in zip(layouts, wholes, rows, strict=True)]
-    found: dict[int, list[_Layouts]] = {}
-    for left in candidates[0]:
-        for right in candidates[1]:
-            found.setdefault(_likeness((left, right), wholes), []).append((left, right))
-    best = found.get(max(found, default=0), []) if max(found, default=0) else []
+    best = _usual(_likeliest(candidates, wholes))
+    if not best and sum(layout.by_rows for layout in layouts) == 1:
+        more = [
+            mine or _cached(*one) for mine, one in zip(candidates, zip(layouts, wholes, rows, strict=True), strict=True)
+        ]
+        best = _likeliest(more, wholes)
     if len(best) == 1:
         return best[0]
     if not best or not any(layout.by_rows for layout in layouts):
         return layouts
     return _doubtful(layouts, best, wholes)
+
+
+def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[_Layouts]:
+    """The pairs of readings under which both sides are most alike; none where they are not."""
+    found: dict[int, list[_Layouts]] = {}
+    for left in candidates[0]:
+        for right in candidates[1]:
+            found.setdefault(_likeness((left, right), wholes), []).append((left, right))
+    return found.get(max(found), []) if max(found, default=0) else []
+
+
+def _usual(pairs: list[_Layouts]) -> list[_Layouts]:
+    """Without those where features come before batch and sequence, if that leaves any: ``b h s d`` is what attention
+    of transformers holds and ``s b h`` what Megatron's does, but ``h b s d`` is nobody's."""
+    usual = [pair for pair in pairs if all(layout.axes[:1] == (0,) for layout in pair)]
+    return usual or pairs
 
 
 def _without_keys(layout: Layout) -> Layout:
@@ -108,6 +125,29 @@ def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
                 yield Layout((one, two), "inferred")
             if (shape[two], shape[one]) == rows.grid:
                 yield Layout((one, two), "inferred", swapped=True)
+
+
+def _cached(layout: Layout, wholes: Sequence[Whole], rows: SideRows) -> list[Layout]:
+    """Where one axis grows by the tokens of each step, as a cache does: MLA of transformers gives ``kv_b_proj`` the
+    latents of all positions, ``[batch, 1, positions, rank]``, those of the step last."""
+    placed = [(w.shape, grid.grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
+    if _is_said(layout, wholes[0]) or len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
+        return []
+    if any(len(grid) != 2 or len(shape) < 3 or shape[0] != grid[0] for shape, grid in placed):
+        return []
+    axes = range(1, min(len(shape) for shape, _ in placed) - 1)
+    return [Layout((0, axis), "inferred", cached=True) for axis in axes if _grows(placed, axis)]
+
+
+def _grows(placed: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: int) -> bool:
+    """Whether each firing holds its own tokens behind those of the one before, and some do."""
+    before, some = -1, False
+    for shape, (_, length) in placed:
+        held = shape[axis] - length
+        if held < 0 or (held and before >= 0 and held != before):
+            return False
+        before, some = shape[axis], some or held > 0
+    return some
 
 
 def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:

@@ -107,7 +107,10 @@ class RunFactory:
         """Record a value that is no tensor, on rank 0."""
         assert self._info is not None, "call step() first"
         plain = {"type": type(value).__name__, "value": value}
-        item = Record(Key(site, self._info.step, 0), self._seq[0], None, (), value=plain)
+        place = 0, site, self._info.step, 0
+        occurrence = self._fired.get(place, 0)
+        self._fired[place] = occurrence + 1
+        item = Record(Key(site, self._info.step, 0, occurrence), self._seq[0], None, (), value=plain)
         self._seq[0] += 1
         self._counts[0].seen += 1
         self._counts[0].sent += 1
