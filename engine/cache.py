@@ -102,11 +102,11 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store [n, kv_heads, dim] at slots [n]."""
-        width = self.keys.shape[-1]
-        self._keys.write(layer, slots, key[..., :width])
-        self._values.write(layer, slots, value)
         if self._exact is not None:
-            self._exact.write(layer, slots, key[..., width:])
+            self._exact.write(layer, slots, key[..., -self.layout.exact_dim :])
+            key = key[..., : -self.layout.exact_dim]
+        self._keys.write(layer, slots, key)
+        self._values.write(layer, slots, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Pool:
     def __init__(self, shape: Sequence[int], form: KVFormat, device: torch.device | str) -> None:
         self.form = form
         self.tensor = torch.zeros(*shape, dtype=form.stored, device=device)
-        self._page_size = shape[2]
+        self._is_plain, self._page_size, self._shape = form.is_plain, shape[2], tuple(shape[3:])
         bits = self.tensor.view(torch.uint8) if form.is_fp8 else self.tensor
         self._by_page = [_cut(layer, 1) for layer in bits]
         self._by_position = [_cut(layer, self._page_size) for layer in bits]
@@ -49,14 +49,15 @@ class Pool:
         rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.form.is_fp8 else encoded)
 
     def _read(self, layers: list[Tensor], layer: int, index: Tensor, count: int) -> Tensor:
-        rows, shape = layers[layer], self.tensor.shape[3:]
-        found = self._gathered.select(rows, index)
-        if self.form.is_fp8:
-            places = self._indices.converted(found.view(-1), torch.int32)
-            found = self._decoded.select(self._tables[layer], places)
-        elif not self.form.is_plain:
-            found = self._decoded.converted(found, self.form.computed)
-        return found.view(count, *shape)
+        found = self._gathered.select(layers[layer], index)
+        if not self._is_plain:
+            found = self._decode(found, layer)
+        return found.view(count, *self._shape)
+
+    def _decode(self, stored: Tensor, layer: int) -> Tensor:
+        if not self.form.is_fp8:
+            return self._decoded.converted(stored, self.form.computed)
+        return self._decoded.select(self._tables[layer], self._indices.converted(stored.view(-1), torch.int32))
 
 
 def _cut(pages: Tensor, parts: int) -> Tensor:
@@ -72,19 +73,19 @@ class _Workspace:
 
     def select(self, rows: Tensor, index: Tensor) -> Tensor:
         """``rows[index]`` of a [n] or [n, width] tensor."""
-        shape = (len(index), *rows.shape[1:])
-        if rows.device.type != "cpu" or 0 in shape:  # a model that caches no values has a width of 0
+        width = rows.shape[1] if rows.ndim == 2 else 1
+        if rows.device.type != "cpu" or width == 0:  # a model that caches no values
             return rows.index_select(0, index)
-        return torch.index_select(rows, 0, index, out=self._room(shape, rows.dtype))
+        room = self._room(len(index) * width, rows.dtype)
+        return torch.index_select(rows, 0, index, out=room.view(len(index), width) if rows.ndim == 2 else room)
 
     def converted(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """``values`` in another type."""
-        if values.device.type != "cpu" or not values.numel():
+        if values.device.type != "cpu":
             return values.to(dtype)
-        return self._room(tuple(values.shape), dtype).copy_(values)
+        return self._room(values.numel(), dtype).view(values.shape).copy_(values)
 
-    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel()
+    def _room(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._buffer.numel() < size or self._buffer.dtype != dtype:
-            self._buffer = torch.empty(1 << (size - 1).bit_length(), dtype=dtype)
-        return self._buffer[:size].view(shape)
+            self._buffer = torch.empty(1 << max(0, size - 1).bit_length(), dtype=dtype)
+        return self._buffer[:size]
