@@ -62,8 +62,8 @@ def warn_of_scales(folder: Path, kv_dtype: str, scales: Mapping[int, LayerScales
     if kv_dtype == "fp8_e4m3" and not scales:
         _log.warning(
             "%s has no scales for an FP8 KV cache: 1.0 is used, and keys and values beyond 448 are cut off. Better: a "
-            "checkpoint with k_scale and v_scale in each layer, as llm-compressor and ModelOpt calibrate them; "
-            "kv_cache_dtype='fp8_e5m2', which reaches to 57344; or kv_cache_dtype='bfloat16'",
+            "checkpoint with k_scale and v_scale in each layer, as llm-compressor and ModelOpt calibrate, or a file "
+            "of scales (quantization_param_path); kv_cache_dtype='fp8_e5m2', which reaches to 57344; or 'bfloat16'",
             folder,
         )
     if kv_dtype in ("fp8_e4m3", "fp8_e5m2") or is_asked:

@@ -65,6 +65,8 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """Type that the KV cache is stored in: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
     ``fp8_e5m2``; ``auto``: what the checkpoint's quantisation says, else the type of the model."""
+    quantization_param_path: str | None = None
+    """JSON file with the scales of an FP8 KV cache; they come before the checkpoint's own."""
     kv_bytes: int = 1 << 30
     """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
     logits: str = "last"
@@ -117,6 +119,8 @@ class EngineConfig:
             self.exclude_modules,
             "has a meaning only with quantization",
         )
+        path = self.quantization_param_path
+        _require(path is None or isinstance(path, str), "quantization_param_path", path, "must be a path, or None")
         place = self.rendezvous
         _require(
             place is None or (isinstance(place, str) and _RENDEZVOUS.fullmatch(place) is not None),

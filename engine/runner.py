@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
-from tapscope.engine.cache_scales import kv_dtype_name, read_scales, use_scales, warn_of_scales
+from tapscope.engine.cache_scales import LayerScales, kv_dtype_name, read_scales, use_scales, warn_of_scales
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.dummy import fill_with_dummies
 from tapscope.engine.invariant import BatchInvariant, make_invariant
@@ -23,6 +23,7 @@ from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.quantization import Online
 from tapscope.engine.sampling.greedy import sample
+from tapscope.engine.scale_file import read_scale_file
 from tapscope.engine.stages import Stages, resident_bytes
 from tapscope.engine.weights import check_weights, load_weights, usual_pieces
 from tapscope.errors import ConfigError
@@ -55,7 +56,7 @@ class Runner:
             else:
                 load_weights(self.model, Path(config.model), self._tied, self._skipped, online=self._online)
         with self.stages.stage("cache"):
-            self._cache = cache = self._make_cache(config, model_config.max_positions, dtype)
+            cache = self._make_cache(config, model_config.max_positions, dtype)
         max_pages = -(-model_config.max_positions // config.page_size)
         self.max_tokens = config.step_tokens(self.device.type)
         self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
@@ -80,18 +81,19 @@ class Runner:
                 self.observer = observer(self.model, info)
 
     def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
-        """The KV cache, its scales read."""
+        """The KV cache, its scales read. Raises CheckpointError, ConfigError."""
         self.kv_cache_dtype = kv_dtype_name(config, self.dtype)
         form, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
         self.kv_position_bytes = layout.position_bytes(form)
         self.num_pages = num_pages(config, max_positions, self.kv_position_bytes)
-        cache = KVCache(layout, self.num_pages, config.page_size, form, self.device)
-        if config.load_format != "dummy":
-            folder = Path(config.model)
-            scales = read_scales(folder, layout, partial=False) if form.is_fp8 else {}
+        self._cache = cache = KVCache(layout, self.num_pages, config.page_size, form, self.device)
+        self._scale_file = scale_file(config, self.kv_cache_dtype) if config.quantization_param_path else None
+        if self._scale_file is not None or config.load_format != "dummy":
+            scales = self._scales(Path(config.model), partial=False)
             use_scales(cache, scales, partial=False)
-            if self.model.tp.rank == 0:
-                warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=config.kv_cache_dtype != "auto")
+            if self.model.tp.rank == 0 and self._scale_file is None:
+                is_asked = config.kv_cache_dtype != "auto"
+                warn_of_scales(Path(config.model), self.kv_cache_dtype, scales, is_asked=is_asked)
         size = self.num_pages * config.page_size * self.kv_position_bytes / 2**20
         told = self.num_pages, config.page_size, self.kv_cache_dtype, size
         _log.info("KV cache: %d pages of %d positions in %s, %.1f MiB", *told)
@@ -100,8 +102,7 @@ class Runner:
     def check_weights(self, folder: Path, *, partial: bool) -> None:
         """Raise CheckpointError unless :meth:`load_weights` can do with ``folder``; nothing is changed."""
         check_weights(self.model, folder, self._tied, self._skipped, partial=partial)
-        if self._cache.form.is_fp8:
-            read_scales(folder, self._cache.layout, partial=partial)
+        self._scales(folder, partial=partial)
 
     def load_weights(self, folder: Path, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those that ``folder`` has.
@@ -109,8 +110,14 @@ class Runner:
         Scales of the KV cache go with them; the type it is stored in stays.
         """
         load_weights(self.model, folder, self._tied, self._skipped, partial=partial, online=self._online)
-        if self._cache.form.is_fp8:
-            use_scales(self._cache, read_scales(folder, self._cache.layout, partial=partial), partial=partial)
+        use_scales(self._cache, self._scales(folder, partial=partial), partial=partial)
+
+    def _scales(self, folder: Path, *, partial: bool) -> Mapping[int, LayerScales]:
+        """What the FP8 cache is scaled by with the weights of ``folder``: those of the file of scales come first."""
+        layout, tp = self._cache.layout, self.model.tp
+        if self._scale_file is not None:
+            return read_scale_file(self._scale_file, layout.num_layers, tp.rank, tp.size)
+        return read_scales(folder, layout, partial=partial) if self._cache.form.is_fp8 else {}
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`.
@@ -206,6 +213,15 @@ def dtype_name(config: EngineConfig, model_config: ModelConfig) -> str:
     if name not in _DTYPES:
         raise ConfigError(f"dtype='auto': config.json says {name!r}; choose one of {', '.join(_DTYPES)}")
     return name
+
+
+def scale_file(config: EngineConfig, kv_dtype: str) -> Path:
+    """The file of scales that ``config`` names; raises ConfigError where nothing is scaled."""
+    path = Path(config.quantization_param_path or "")
+    if kv_dtype not in ("fp8_e4m3", "fp8_e5m2"):
+        rule = f"needs an FP8 cache, and this one is {kv_dtype}; set kv_cache_dtype='fp8'"
+        raise ConfigError(f"quantization_param_path={str(path)!r}: {rule}")
+    return path
 
 
 def num_pages(config: EngineConfig, max_positions: int, position_bytes: int) -> int:

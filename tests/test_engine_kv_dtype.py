@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from tapscope.engine import LLM, EngineConfig, SamplingParams
 from tapscope.engine.cache_scales import kv_dtype_name
 from tapscope.engine.kv_format import KVFormat
+from tapscope.engine.scale_file import read_scale_file
 from tapscope.errors import CheckpointError, ConfigError
 
 PROMPTS = [[5, 6, 7], list(range(40, 58)), [9, 8, 7, 6, 5, 4, 3]]
@@ -219,6 +220,44 @@ def test_scales_of_the_checkpoint_are_used_and_change_with_the_weights(
         llm.engine.update_weights(part, partial=True)
         expected = expected_logits(wild, prompt, "fp8_e4m3", [(0.05, 30.0), (31.0, 31.0)])
         assert (logits_of(llm, prompt) - expected).abs().max() <= 1e-4
+
+
+def factors(ranks: int, layers: list[Any], **more: Any) -> str:
+    by_rank = {rank: dict(enumerate(layers)) for rank in range(ranks)}
+    return json.dumps({"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": by_rank} | more})
+
+
+def test_a_file_of_scales_comes_before_the_checkpoint(tmp_path: Path, wild: Path) -> None:
+    path = add_scales(copied(wild, tmp_path / "model"), in_layers("k_scale", "v_scale", [(1.0, 1.0)] * 2), KV_ONLY)
+    file = tmp_path / "scales.json"
+    file.write_text(factors(1, [40, 25.0]))
+    expected = expected_logits(wild, PROMPTS[1], "fp8_e4m3", [(40.0, 40.0), (25.0, 25.0)])
+    with LLM(path, logits="all", quantization_param_path=str(file)) as llm:
+        assert (logits_of(llm, PROMPTS[1]) - expected).abs().max() <= 1e-4
+    with pytest.raises(CheckpointError, match="there is no file of scales at nowhere.json"):
+        LLM(path, quantization_param_path="nowhere.json")
+    with pytest.raises(ConfigError, match=r"needs an FP8 cache, and this one is float32; set kv_cache_dtype='fp8'"):
+        LLM(wild, quantization_param_path=str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "has no kv_cache.scaling_factor"),
+        (factors(1, [0.5, 0.5], dtype="int8"), "dtype is 'int8'"),
+        (factors(3, [0.5, 0.5]), "scaling_factor is for ranks 0, 1, 2; it must be for 0, or 0 to 1"),
+        (factors(1, [0.5]), "rank 0 must have layers 0 to 1, and only these"),
+        (factors(2, [0.5, 0]), "the scale of rank 1, layer 1 is 0; it must be a finite number above 0"),
+        (factors(2, ["half", 1.0]), "the scale of rank 1, layer 0 is 'half'"),
+    ],
+)
+def test_wrong_files_of_scales_are_said(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_scale_file(file, 2, 1, 2)
+    file.write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 0.5}, "1": {"0": 0.25}}}}))
+    assert read_scale_file(file, 1, 1, 2) == {0: (0.25, 0.25)}
 
 
 def test_without_scales_one_is_used_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

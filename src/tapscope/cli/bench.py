@@ -37,7 +37,7 @@ class BenchCommand:
         _add_serving(parser)
         offline = parser.add_argument_group("batch and latency")
         offline.add_argument("--dtype", default="auto", metavar="TYPE", help="default: auto, as saved")
-        capture.add_kv_flag(offline)
+        capture.add_kv_flags(offline)
         offline.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
         offline.add_argument(
             "--max-running", type=int, default=64, metavar="N", help="requests in a step (default: 64)"

@@ -169,8 +169,8 @@ def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, Cost, Limits, dic
     from tapscope.engine.bench.machine import Limits
 
     longest = args.batch_size if args.kind == "latency" else args.max_running
-    settings = {"dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "tp": args.tp, "max_running": longest}
-    with LLM(args.target, **settings) as llm:
+    names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp")
+    with LLM(args.target, max_running=longest, **{name: getattr(args, name) for name in names}) as llm:
         weight, state = next(llm.model.parameters()), llm.engine.state()
         limits = Limits.measure(weight.device, weight.dtype)
         about = {"model": args.target, "dtype": limits.dtype, "kv_cache_dtype": state["kv_cache_dtype"]}

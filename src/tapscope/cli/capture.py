@@ -17,17 +17,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: auto, as saved"
     )
-    add_kv_flag(parser)
+    add_kv_flags(parser)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     text = "groups of ranks that hold different experts; divides --tp (default: 1)"
     parser.add_argument("--ep", type=int, default=1, metavar="N", help=text)
 
 
-def add_kv_flag(parser: "argparse._ActionsContainer") -> None:
+def add_kv_flags(parser: "argparse._ActionsContainer") -> None:
     """In what type the engine keeps keys and values."""
     choices = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     text = "type of the KV cache; fp8 is fp8_e4m3 (default: auto, as the checkpoint says, else as --dtype)"
     parser.add_argument("--kv-cache-dtype", default="auto", choices=choices, metavar="TYPE", help=text)
+    text = "JSON file with the scales of an FP8 KV cache (default: the checkpoint's)"
+    parser.add_argument("--quantization-param-path", metavar="FILE", help=text)
 
 
 def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:

@@ -63,7 +63,8 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
 
     observer = partial(make_observer, out=str(args.out.absolute()), config=config, force=args.force)
     forced = any(work.forced)
-    settings = {name: getattr(args, name) for name in ("dtype", "kv_cache_dtype", "tp", "ep")} | {"logits": "all"}
+    names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
+    settings = {name: getattr(args, name) for name in names} | {"logits": "all"}
     with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is to be seen
         if forced:
             ids = [
@@ -116,8 +117,10 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
 
     if (args.tp, args.ep) != (1, 1):
         raise UsageError("--backend hf runs on one rank; leave out --tp and --ep or use --backend engine")
-    if args.kv_cache_dtype != "auto":
-        raise UsageError("--backend hf keeps keys and values as --dtype; leave out --kv-cache-dtype")
+    if args.kv_cache_dtype != "auto" or args.quantization_param_path is not None:
+        raise UsageError(
+            "--backend hf keeps keys and values as --dtype; leave out --kv-cache-dtype and --quantization-param-path"
+        )
     model = reference.load(args.model, args.dtype)
     ids = reference.encode(args.model, work.prompts)
     with Dumper(model, args.out, config=config, force=args.force) as dumper:

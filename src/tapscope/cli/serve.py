@@ -106,7 +106,7 @@ def _engine_config(args: argparse.Namespace) -> "EngineConfig":
     """The engine's settings; raises ConfigError."""
     from tapscope.engine.config import EngineConfig
 
-    flags = ("dtype", "kv_cache_dtype", "tp", "ep")
+    flags = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
     given: dict[str, Any] = {name: getattr(args, name) for name in flags} | {"logits": "observed"}
     for text in args.set:
         name, separator, value = text.partition("=")
