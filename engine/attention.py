@@ -70,14 +70,13 @@ def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
 
     They are padded to the longest; the heads of a group are folded into the row axis.
     """
-    keys, values, mask = cache.read_batch(layer, spec.window)
+    keys, values = cache.read_batch(layer, spec.window)
     if spec.value_dim is not None:
         values = keys[..., : spec.value_dim]
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     folded = query.reshape(len(query), k.shape[1], -1, query.shape[-1])
-    if mask is not None:
-        mask = mask[:, None, None]
-    return _attend_folded(folded, k, v, mask, spec).reshape(*query.shape[:2], -1)
+    bias = cache.batch_bias(spec.window, query.dtype)
+    return _attend_folded(folded, k, v, bias, spec).reshape(*query.shape[:2], -1)
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
@@ -113,6 +112,7 @@ def _mask(count: int, length: int, diagonal: int, window: int | None, device: to
 
 
 def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """``mask``: bool, what is seen, or what scores are raised by."""
     if spec.softcap is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scale)
     return _softcapped(query, keys, values, mask, spec.scale, spec.softcap)
@@ -122,5 +122,5 @@ def _softcapped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     """Attention written out, rounded where transformers' `eager_attention_forward` of Gemma 2 rounds."""
     scores = (query @ keys.mT * scale / cap).tanh() * cap
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values

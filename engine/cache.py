@@ -152,6 +152,7 @@ class StepCache:
         self._num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
         self._longest_single = max((segment.length for segment in segments[: self._num_single]), default=0)
         self._batches: dict[int | None, tuple[Tensor, Tensor | None]] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self.slots = slots
         """[tokens] int64: where each row's key and value go, in the pool with its page axes flattened."""
         self.page_table = page_table
@@ -207,18 +208,31 @@ class StepCache:
         size = count * self._batch_width(window) * self.cache.gathered_bytes
         return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
 
-    def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the rows of the first :meth:`num_batched` requests see: keys, values and a mask.
+    def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """Keys and values that the rows of the first :meth:`num_batched` requests see, padded to the longest.
 
-        Keys and values are [requests, width, kv_heads, dim], valid until the next read; the mask [requests, width]
-        bool says which of them are the request's, None that all are.
+        [requests, width, kv_heads, dim] each, valid until the next read.
         """
-        if window not in self._batches:
-            self._batches[window] = self._batch(window)
-        slots, mask = self._batches[window]
+        slots = self._batch_of(window)[0]
         keys, values = self.cache.positions(layer, slots)
         shape = (self._num_single, self._batch_width(window))
-        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:]), mask
+        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
+
+    def batch_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What scores against :meth:`read_batch`'s keys are raised by: -inf at padding, 0 elsewhere; None without any.
+
+        [requests, 1, 1, width]; made once a step, so that no layer need turn a mask into it. Rows begin at multiples
+        of 16 elements, which kernels want that read them as vectors.
+        """
+        place = window, dtype
+        if place not in self._biases:
+            self._biases[place] = _bias(self._batch_of(window)[1], dtype)
+        return self._biases[place]
+
+    def _batch_of(self, window: int | None) -> tuple[Tensor, Tensor | None]:
+        if window not in self._batches:
+            self._batches[window] = self._batch(window)
+        return self._batches[window]
 
     def _batch(self, window: int | None) -> tuple[Tensor, Tensor | None]:
         """Slots [requests * width] in the pool, the dummy's where a request has no more, and the mask."""
@@ -234,3 +248,12 @@ class StepCache:
 
     def _batch_width(self, window: int | None) -> int:
         return self._longest_single if window is None else min(self._longest_single, window)
+
+
+def _bias(valid: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """0 where ``valid`` [requests, width], else -inf: [requests, 1, 1, width]."""
+    if valid is None:
+        return None
+    width = valid.shape[1]
+    bias = torch.zeros(len(valid), -(-width // 16) * 16, dtype=dtype, device=valid.device)[:, :width]
+    return bias.masked_fill_(~valid, -torch.inf)[:, None, None]

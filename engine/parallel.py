@@ -4,7 +4,11 @@ The group is its own object, not torch.distributed's default one: two engines li
 program that already called ``init_process_group`` is left alone.
 """
 
+import os
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,9 @@ class TensorParallel:
         """Where this rank computes, once it is decided."""
         self._group = group
         self._gpu_group = gpu_group
+        self._is_lost = False
+        self._aborting = threading.Lock()
+        self._unwatch: int | None = None
 
     @classmethod
     def connect(
@@ -64,14 +71,41 @@ class TensorParallel:
         tp.device = device
         return tp
 
-    def disconnect(self) -> None:
-        """Leave the group: ranks that wait for this one in a collective raise RankLostError at once.
+    def watch(self, sentinels: Sequence[int]) -> None:
+        """Abort once one of these descriptors is readable: a peer's process has ended.
 
-        On GPUs they do when ``timeout_s`` is over: NCCL ends them. Safe to call twice.
+        Only for GPUs, where a kernel would wait for it and this rank for the kernel; gloo notices by itself.
         """
-        gpu_group, self._group, self._gpu_group = self._gpu_group, None, None
-        if gpu_group is not None:
-            gpu_group.abort()  # left to itself it would wait, when it is freed, for ranks that have ended
+        if self._gpu_group is None:
+            return
+        stop, self._unwatch = os.pipe()
+
+        def until_one_ends() -> None:
+            if stop not in connection.wait([*sentinels, stop]):
+                self._abort()
+            os.close(stop)
+
+        threading.Thread(target=until_one_ends, name="tapscope-peers", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise RankLostError when a peer has ended: what was computed since may be wrong."""
+        if self._is_lost:
+            raise RankLostError(f"rank {self.rank} lost a peer")
+
+    def _abort(self) -> None:
+        """Make collectives on GPUs come back, and later ones raise; from any thread."""
+        with self._aborting:
+            was_lost, self._is_lost = self._is_lost, True
+            if self._gpu_group is not None and not was_lost:
+                self._gpu_group.abort()
+
+    def disconnect(self) -> None:
+        """Leave the group: ranks that wait for this one in a collective raise RankLostError. Safe to call twice."""
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            os.close(unwatch)
+        self._abort()  # a group that is freed as it is would wait for ranks that have ended
+        self._group = self._gpu_group = None
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, end) of ``total`` items; see :func:`span`."""

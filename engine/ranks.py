@@ -79,9 +79,11 @@ class Ranks:
         self.await_all("up")
         try:
             path, timeout_s = self._folder / "store", self._config.rank_timeout_s
-            return TensorParallel.connect(path, 0, self._config.tp, timeout_s, device_of(self._config.device, 0))
+            tp = TensorParallel.connect(path, 0, self._config.tp, timeout_s, device_of(self._config.device, 0))
         except RankLostError as error:
             self.explain(error)
+        tp.watch(self.sentinels)
+        return tp
 
     @property
     def pids(self) -> dict[int, int | None]:
@@ -211,17 +213,21 @@ def rank_main(
         socket.identity = identity(rank)
         socket.connect(_address(Path(folder)))
         try:
-            device = device_of(config.device, rank)
-            meet = partial(
-                TensorParallel.connect, Path(folder) / "store", rank, config.tp, config.rank_timeout_s, device
-            )
-            obey(meet, config, model_config, observer, socket)
+            obey(partial(_meet, rank, config, Path(folder)), config, model_config, observer, socket)
         except BaseException:  # noqa: BLE001  (told to rank 0, which raises it)
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
             raise SystemExit(1) from None
         finally:
             if not _rank_0_lives():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _meet(rank: int, config: EngineConfig, folder: Path) -> TensorParallel:
+    device = device_of(config.device, rank)
+    tp = TensorParallel.connect(folder / "store", rank, config.tp, config.rank_timeout_s, device)
+    parent = multiprocessing.parent_process()
+    tp.watch([] if parent is None else [parent.sentinel])
+    return tp
 
 
 def obey(

@@ -192,6 +192,7 @@ class Runner:
         if choose is None and not plan.greedy:
             return []
         tokens: list[int] = self.model.sampler((choose or sample)(output.logits)).tolist()
+        self.model.tp.check()
         return [tokens[row] for row in plan.sampled_logits]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.weights import Piece, Weighted, parameter
@@ -23,7 +24,7 @@ class RMSNorm(Weighted):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., size] -> [..., size], in the input's dtype."""
-        return self.weight * _normalised(hidden_states, self.eps).to(hidden_states.dtype)
+        return self.weight * _normalised(hidden_states, self.eps, hidden_states.dtype)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """One vector, whole on every rank."""
@@ -39,9 +40,12 @@ class GemmaRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], in the input's dtype."""
-        return (_normalised(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
+        return (_normalised(x, self.eps, torch.float32) * (1.0 + self.weight.float())).to(x.dtype)
 
 
-def _normalised(states: Tensor, eps: float) -> Tensor:
+def _normalised(states: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """states / rms(states), computed in float32 and rounded to ``dtype``."""
+    if states.is_cuda:  # the same in one kernel: torch sums in float32 there
+        return functional.rms_norm(states.to(dtype), states.shape[-1:], eps=eps)
     wide = states.float()
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(dtype)

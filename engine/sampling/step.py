@@ -24,11 +24,15 @@ class SampledStep:
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [logit rows, vocab] -> a token for each row, int64; the most likely where none is drawn."""
         self._logits = logits
-        index = torch.tensor(self._plan.sampled_logits, dtype=torch.int64, device=logits.device)
-        every = len(index) == len(logits)
-        self._raw = logits if every else logits[index]
+        rows = self._plan.sampled_logits
+        if len(rows) == len(logits):
+            self._raw = logits
+            tokens, self._scores = self._sampler.draw(logits, self._requests)
+            return tokens
+        index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        self._raw = logits[index]
         tokens, self._scores = self._sampler.draw(self._raw, self._requests)
-        return tokens if every else logits.argmax(-1).index_copy(0, index, tokens)
+        return logits.argmax(-1).index_copy(0, index, tokens)
 
     def tell(self) -> None:
         """Give the requests the log-probabilities they asked for, once they have taken their tokens."""
