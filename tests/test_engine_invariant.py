@@ -16,7 +16,7 @@ PROMPTS = [[5 + i, *range(20 + i, 23 + 9 * i)] for i in range(8)]
 NEW = 6
 
 
-def _bits(
+def bits(
     path: Path, groups: list[list[int]], history: list[int] | None = None, **settings: Any
 ) -> dict[int, tuple[tuple[int, ...], Tensor]]:
     """Tokens and logits [tokens, vocab] of each prompt, generated in ``groups`` of prompt numbers."""
@@ -40,13 +40,13 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_bits_are_the_same_alone_in_batches_in_chunks_and_after_prefix_hits(path: Path) -> None:
-    alone = _bits(path, [[i] for i in range(8)])
+    alone = bits(path, [[i] for i in range(8)])
     others = {
-        "one batch": _bits(path, [list(range(8))]),
-        "batches": _bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]]),
-        "chunks": _bits(path, [list(range(8))], max_tokens_per_step=7, page_size=4),
-        "all logits": _bits(path, [[6, 7]], logits="all"),
-        "prefix hits": _bits(path, [[7], [7, 6]], history=PROMPTS[7][:40], page_size=4),
+        "one batch": bits(path, [list(range(8))]),
+        "batches": bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]]),
+        "chunks": bits(path, [list(range(8))], max_tokens_per_step=7, page_size=4),
+        "all logits": bits(path, [[6, 7]], logits="all"),
+        "prefix hits": bits(path, [[7], [7, 6]], history=PROMPTS[7][:40], page_size=4),
     }
     for name, results in others.items():
         for i, (tokens, logprobs) in results.items():
@@ -59,8 +59,8 @@ def test_windows_soft_caps_experts_and_latents_too(tmp_path: Path, family: str) 
     windowed = {"sliding_window": 9} if family == "gemma2" else {}
     make = make_checkpoint if family == "gemma2" else make_moe
     path = make(tmp_path / "model", family, seed=1, **windowed)
-    alone = _bits(path, [[1], [4], [7]])
-    for results in (_bits(path, [[7, 1, 4]]), _bits(path, [[1, 4, 7]], max_tokens_per_step=7, page_size=4)):
+    alone = bits(path, [[1], [4], [7]])
+    for results in (bits(path, [[7, 1, 4]]), bits(path, [[1, 4, 7]], max_tokens_per_step=7, page_size=4)):
         for i, (tokens, logprobs) in results.items():
             assert tokens == alone[i][0]
             assert torch.equal(logprobs, alone[i][1])
@@ -78,6 +78,6 @@ def test_without_the_mode_bits_do_differ(tmp_path: Path) -> None:
 
 def test_it_computes_what_transformers_does(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
-    for i, (tokens, logprobs) in _bits(path, [[0, 7]]).items():
+    for i, (tokens, logprobs) in bits(path, [[0, 7]]).items():
         expected = reference_logits(path, [*PROMPTS[i], *tokens]).log_softmax(-1)[len(PROMPTS[i]) - 1 : -1]
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)

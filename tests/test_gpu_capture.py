@@ -1,15 +1,13 @@
 """Capture on a CUDA device; skipped, and counted in the summary, where there is none."""
 
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gpu_helpers import never_waiting
 from torch import nn
 
 from tapscope import dtypes
@@ -17,18 +15,6 @@ from tapscope.dumper import Dumper
 from tapscope.run import Run, open_run
 
 pytestmark = pytest.mark.gpu
-
-
-@contextmanager
-def never_waiting() -> Iterator[None]:
-    """Every call of torch that would wait for the device fails here: ours then shows as a value that failed."""
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(action="ignore"):  # it says that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def busy(cycles: int = 200_000_000) -> None:
