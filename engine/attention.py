@@ -5,6 +5,8 @@
 others one at a time.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,21 @@ class AttentionSpec:
     """The values are the first ``value_dim`` features of the keys (MLA, whose latent is both); None: cached apart."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118)."""
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Leave cuDNN out of torch's choice of attention kernels.
+
+    It builds a plan, for tens of milliseconds, for every shape it has not seen, and a request that decodes has another
+    length in each step.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 class Attention(nn.Module):

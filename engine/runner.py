@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tapscope.engine.attention import without_plans
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
 from tapscope.engine.cache_scales import LayerScales, kv_dtype_name, read_scales, use_scales, warn_of_scales
@@ -182,7 +183,7 @@ class Runner:
         are: a captured graph would take over here in the modes that allow it (:class:`StepMode`).
         """
         inputs = self._buffers.load(plan)
-        with BatchInvariant() if self._batch_invariant else nullcontext():
+        with without_plans(), BatchInvariant() if self._batch_invariant else nullcontext():
             output = self.model(
                 inputs.input_ids,
                 position_ids=inputs.position_ids,
