@@ -8,6 +8,7 @@ others one at a time.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,13 @@ def without_plans() -> Iterator[None]:
     It builds a plan, for tens of milliseconds, for every shape it has not seen, and a request that decodes has another
     length in each step.
     """
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    choice: Any = torch.backends.cuda  # has no type hints
+    was_enabled = choice.cudnn_sdp_enabled()
+    choice.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+        choice.enable_cudnn_sdp(was_enabled)
 
 
 class Attention(nn.Module):

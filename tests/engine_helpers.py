@@ -28,7 +28,10 @@ torch.set_num_threads(1)
 @functools.cache
 def reference(path: Path) -> PreTrainedModel:
     """transformers' own model, in the dtype of the checkpoint."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    if getattr(model.config, "attn_logit_softcapping", None):  # sdpa leaves it out where a version would take sdpa
+        model.set_attn_implementation("eager")
+    return model
 
 
 def reference_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]:

@@ -109,9 +109,7 @@ def test_a_constrained_output_is_what_its_grammar_allows(tmp_path: Path) -> None
     # More logits than the tokenizer has tokens, as padded vocabularies of real models.
     path = make_llama(tmp_path / "model", seed=1, vocab_size=544)
     kind = {"enum": ["a", "béta"]}
-    schema = json.dumps(
-        {"type": "object", "properties": {"n": kind}, "required": ["n"], "additionalProperties": False}
-    )
+    schema = json.dumps({"type": "object", "properties": {"n": kind}, "required": ["n"], "additionalProperties": False})
     kinds: list[dict[str, Any]] = [{"json_schema": schema}, {"regex": r"[0-9]{3}-[a-f]{2}"}, {}]
     params = [SamplingParams(max_new_tokens=220, temperature=1.0, seed=3, **one) for one in kinds]
     with LLM(path, device="cuda") as llm:
