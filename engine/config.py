@@ -3,9 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tapscope.engine.checks import is_count, is_number, require
 from tapscope.errors import ConfigError
 
 _CHOICES = {
@@ -20,6 +22,7 @@ _CHOICES = {
 _COUNTS = ("tp", "ep", "page_size", "max_running", "ageing_steps", "kv_bytes")
 _RENDEZVOUS = re.compile(r"tcp://[^\s:/]+:[0-9]{1,5}")
 _TIMEOUTS = ("waiting_timeout_s", "running_timeout_s")
+_require = partial(require, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +96,18 @@ class EngineConfig:
                 f"must be one of {', '.join(map(str, choices))}",
             )
         for name in _COUNTS:
-            _require(_is_count(getattr(self, name)), name, getattr(self, name), "must be a whole number above 0")
+            _require(is_count(getattr(self, name)), name, getattr(self, name), "must be a whole number above 0")
         _require(self.tp % self.ep == 0, "ep", self.ep, f"must divide tp={self.tp}")
         rule = "must be a whole number above 0, or None to size it from kv_bytes"
-        _require(self.num_pages is None or _is_count(self.num_pages), "num_pages", self.num_pages, rule)
+        _require(self.num_pages is None or is_count(self.num_pages), "num_pages", self.num_pages, rule)
         rule, tokens = "must be a whole number above 0, or None for the device's default", self.max_tokens_per_step
-        _require(tokens is None or _is_count(tokens), "max_tokens_per_step", tokens, rule)
+        _require(tokens is None or is_count(tokens), "max_tokens_per_step", tokens, rule)
         _require(type(self.seed) is int and self.seed >= 0, "seed", self.seed, "must be a whole number from 0")
         rule, timeout = "must be a number of seconds above 0", self.rank_timeout_s
-        _require(_is_number(timeout) and timeout > 0, "rank_timeout_s", timeout, rule)
+        _require(is_number(timeout) and timeout > 0, "rank_timeout_s", timeout, rule)
         for name in _TIMEOUTS:
             limit = getattr(self, name)
-            _require(limit is None or (_is_number(limit) and limit > 0), name, limit, f"{rule}, or None")
+            _require(limit is None or (is_number(limit) and limit > 0), name, limit, f"{rule}, or None")
         for name in ("prefix_cache", "check", "batch_invariant"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "must be true or false")
         _require(
@@ -130,7 +133,7 @@ class EngineConfig:
         )
         _require(place is None or self.launch == "external", "rendezvous", place, "needs launch='external'")
         mark = self.watermark
-        _require(_is_number(mark) and 0 <= mark < 1, "watermark", mark, "must be a number from 0, below 1")
+        _require(is_number(mark) and 0 <= mark < 1, "watermark", mark, "must be a number from 0, below 1")
 
     def step_tokens(self, device_type: str) -> int:
         """``max_tokens_per_step`` on a device of this type."""
@@ -148,16 +151,3 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"the engine has no setting {unknown[0]!r}; settings are {', '.join(known)}")
         return cls(model=str(model), **settings)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name}={value!r}: {rule}")

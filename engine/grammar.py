@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.errors import UsageError
+from tapscope.text import short
 
 if TYPE_CHECKING:
     import llguidance
@@ -92,13 +93,13 @@ class Grammars:
         try:
             matcher: llguidance.LLMatcher = _llguidance().LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0)
         except ValueError as error:
-            raise UsageError(f"{kind}={_short(text)}: {error}") from None
+            raise UsageError(f"{kind}={short(text)}: {error}") from None
         if matcher.is_error():
-            raise UsageError(f"{kind}={_short(text)}: {_first_line(matcher.get_error())}")
+            raise UsageError(f"{kind}={short(text)}: {_first_line(matcher.get_error())}")
         probe = Constraint(matcher.deep_copy(), self._mask_words)
         probe.mask()
         if probe.error:
-            raise UsageError(f"{kind}={_short(text)}: no text of this model's tokens satisfies it")
+            raise UsageError(f"{kind}={short(text)}: no text of this model's tokens satisfies it")
         return matcher
 
 
@@ -128,7 +129,3 @@ def _first_line(text: str) -> str:
     """The first line; of a regular expression's error, drawn over several lines, also the one that gives the reason."""
     first, *rest = text.strip().split("\n")
     return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -11,11 +11,14 @@ preempted, leaves its full pages behind for others, or for itself.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
+from tapscope.engine.checks import add_up
 from tapscope.engine.pages import PageAllocator
 from tapscope.engine.radix import Key, Node, RadixCache
 from tapscope.engine.request import Request
-from tapscope.errors import InvariantError
+
+_require = partial(add_up, "pages")
 
 _PASSED = -1  # the table's entry of a page that was freed because no row looks so far back
 
@@ -161,8 +164,3 @@ class Paging:
 
     def _most(self, request: Request) -> int:
         return self.most_pages(request.max_positions)
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InvariantError(f"pages: {message}")

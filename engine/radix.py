@@ -8,8 +8,11 @@ ago first.
 
 import heapq
 from collections.abc import Iterator
+from functools import partial
 
-from tapscope.errors import InvariantError
+from tapscope.engine.checks import add_up
+
+_require = partial(add_up, "prefix cache")
 
 Key = tuple[int, ...]
 """Tokens of one page."""
@@ -101,15 +104,18 @@ class RadixCache:
         nodes = list(self.nodes())
         offered = {id(node) for stamp, _, node in self._leaves if node.last_used == stamp}
         for node in nodes:
-            where = f"prefix cache: page {node.page}"
+            where = f"page {node.page}"
             _require(node.parent is not None and node.parent.children.get(node.key) is node, f"{where} lost its parent")
-            _require(node.refs >= sum(child.refs for child in node.children.values()), f"{where} is held too little")
+            _require(
+                node.refs >= sum(child.refs for child in node.children.values()),
+                f"{where} is held too little",
+            )
             _require(not _is_evictable(node) or id(node) in offered, f"{where} can never be evicted")
         pages = [node.page for node in nodes]
-        _require(len(pages) == len(set(pages)), "prefix cache: a page has two places")
-        _require(len(pages) == self.num_pages, f"prefix cache: {len(pages)} pages, counted {self.num_pages}")
+        _require(len(pages) == len(set(pages)), "a page has two places")
+        _require(len(pages) == self.num_pages, f"{len(pages)} pages, counted {self.num_pages}")
         free = sum(node.refs == 0 for node in nodes)
-        _require(free == self.num_evictable, f"prefix cache: {free} pages evictable, counted {self.num_evictable}")
+        _require(free == self.num_evictable, f"{free} pages evictable, counted {self.num_evictable}")
 
     def _offer(self, node: Node) -> None:
         """Make a node that may be evicted known to :meth:`evict`; what is stale goes once it is the greater part."""
@@ -126,8 +132,3 @@ class RadixCache:
 
 def _is_evictable(node: Node) -> bool:
     return node.parent is not None and node.refs == 0 and not node.children
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InvariantError(message)

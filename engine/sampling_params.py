@@ -3,14 +3,16 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import isfinite
+from functools import partial
 from typing import Any
 
+from tapscope.engine.checks import is_number, require
 from tapscope.errors import UsageError
 
 _MAX_N = 128
 _COLDEST = 1e-5  # below it logits would overflow; it makes no difference
 _SEED_BITS = 64
+_require = partial(require, UsageError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class SamplingParams:
             self._check_whole(name, low, high)
         for name, least, most, rule in _NUMBERS:
             value = getattr(self, name)
-            _require(_is_number(value) and least <= value <= most, name, value, f"it must be a number {rule}")
+            _require(is_number(value) and least <= value <= most, name, value, f"it must be a number {rule}")
         _require(self.top_p > 0, "top_p", self.top_p, "it must be a number above 0, at most 1")
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "it must be above 0")
         rule = f"it must be at most max_new_tokens, {self.max_new_tokens}"
@@ -168,7 +170,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _require(type(token) is int and token >= 0, "logit_bias", token, "its keys must be token ids")
             rule = f"the bias of token {token} must be a number from -100 to 100"
-            _require(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, rule)
+            _require(is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, rule)
 
     def _check_stops(self) -> None:
         for text in self.stop:
@@ -214,15 +216,6 @@ _NUMBERS = (
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
 def _token_key(key: Any) -> Any:
     """JSON has text keys; "17" is token 17."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise UsageError(f"{name}={value!r}: {rule}")

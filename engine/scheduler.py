@@ -15,7 +15,9 @@ import heapq
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from tapscope.engine.checks import add_up
 from tapscope.engine.counters import Counters
 from tapscope.engine.paging import Paging
 from tapscope.engine.plan import Share, StepPlan, phase_of
@@ -23,6 +25,8 @@ from tapscope.engine.policy import Policy
 from tapscope.engine.radix import Key, Node
 from tapscope.engine.request import Request
 from tapscope.errors import InvariantError, UsageError
+
+_require = partial(add_up, "scheduler")
 
 
 class Scheduler:
@@ -287,8 +291,3 @@ class Scheduler:
 
 def _urgency(request: Request) -> tuple[int, int]:
     return request.urgency
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InvariantError(f"scheduler: {message}")

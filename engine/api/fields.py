@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from tapscope.errors import RequestError
+from tapscope.text import short
 
 _MOST = 1e300  # JSON has numbers that no float holds
 
@@ -25,7 +26,7 @@ class Fields:
 
     def wrong(self, name: str, rule: str) -> RequestError:
         """The error to raise for a value that breaks ``rule``."""
-        return RequestError(f"{self.path(name)} is {_short(self.values.get(name))}; {rule}", param=self.path(name))
+        return RequestError(f"{self.path(name)} is {short(self.values.get(name))}; {rule}", param=self.path(name))
 
     def refuse_unknown(self, supported: Collection[str], without_effect: Collection[str] = ()) -> None:
         """Refuse what would change the answer if it were understood; a null asks for nothing."""
@@ -122,8 +123,3 @@ class Fields:
         if value is not None and value not in choices:
             raise self.wrong(name, f"it must be one of {', '.join(choices)}")
         return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:76]} ..."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tapscope.errors import RunCorruptError, RunNotFoundError, RunVersionError
+from tapscope.text import short
 
 FORMAT = "tapscope-run"
 VERSION = 2
@@ -79,14 +80,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
     version = manifest.get("version")
     if not _is_count(version):
-        raise RunCorruptError(f"{file} has no format version: it must be a whole number from 1, not {_short(version)}")
+        raise RunCorruptError(f"{file} has no format version: it must be a whole number from 1, not {short(version)}")
     if version > VERSION:
         raise RunVersionError(
             f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
         )
     for name, (is_good, words) in _MEMBERS.items():
         if (value := manifest.get(name)) is not None and not is_good(value):
-            raise RunCorruptError(f"{file}: {name} is {_short(value)}; it must be {words}")
+            raise RunCorruptError(f"{file}: {name} is {short(value)}; it must be {words}")
     return manifest
 
 
@@ -105,11 +106,6 @@ def _is_numbers(value: object) -> bool:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {

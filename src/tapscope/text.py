@@ -64,6 +64,12 @@ def middle(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
+def short(value: object, width: int = 60) -> str:
+    """``repr``, cut behind ``width`` characters: what a message says it met."""
+    written = repr(value)
+    return written if len(written) <= width else f"{written[:width]}…"
+
+
 def json_line(item: dict[str, Any]) -> str:
     """One object on one line; numbers that are not finite become null, as JSON has none."""
     return json.dumps(_finite(item), ensure_ascii=False, allow_nan=False)
