@@ -8,7 +8,7 @@ from tapscope.engine.cache import StepCache
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
-from tapscope.engine.layers.rope import rotate
+from tapscope.engine.layers.rope import rotate_both
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.splits import HeadSplit
@@ -58,12 +58,13 @@ class SelfAttention(nn.Module):
         value = self._heads(self.v_proj(value))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        key, value = self._used(rotate(key, cos, sin)), self._used(value)
-        core = self.attn(rotate(query, cos, sin), key, value, past_key_values)
+        query, key = rotate_both(query, key, cos, sin)
+        core = self.attn(query, self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
 
     def _used(self, tensor: Tensor) -> Tensor:
-        return tensor[:, slice(*self.share.used)] if self.share.keys.is_whole else tensor
+        start, end = self.share.used
+        return tensor[:, start:end] if self.share.keys.is_whole and end - start < tensor.shape[1] else tensor
 
     def _heads(self, tensor: Tensor) -> Tensor:
         return tensor.view(len(tensor), -1, self.head_dim)
