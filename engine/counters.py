@@ -21,9 +21,8 @@ class Counters:
     """Requests put back to be computed again later."""
 
     def count(self, share: Share, num_prompt: int) -> None:
-        """Add a computed share of a request with ``num_prompt`` prompt tokens."""
+        """Add the rows of a share of a request with ``num_prompt`` prompt tokens."""
         again = sum(count for count, visit in share.visits if visit)
         end = share.position + len(share.tokens)
         self.prefill_tokens += min(len(share.tokens) - again, max(0, min(end, num_prompt) - share.position))
         self.recomputed_tokens += again
-        self.decode_tokens += share.samples

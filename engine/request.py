@@ -137,7 +137,7 @@ class Request:
     @property
     def max_positions(self) -> int:
         """Positions that may be computed: the last generated token never is."""
-        return len(self.prompt_ids) + self.max_new_tokens - 1
+        return len(self.prompt_ids) + max(0, self.max_new_tokens - 1)
 
     @property
     def is_decoding(self) -> bool:
@@ -171,8 +171,11 @@ class Request:
     def append(self, sampled: int, eos_token_ids: Collection[int]) -> None:
         """Take the next token, forced or ``sampled``, and note whether the request is finished by it.
 
-        A constrained request whose grammar allows no token takes none and is aborted.
+        A constrained request whose grammar allows no token takes none and is aborted; nor does one that asked for none.
         """
+        if self.max_new_tokens == 0:
+            self.finish_reason = "length"
+            return
         if self.constraint is not None and self.constraint.error:
             self.finish_reason, self.reason = "abort", f"the constraint cannot go on: {self.constraint.error}"
             return

@@ -24,7 +24,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 16
-    """Tokens to generate at most, an end token included."""
+    """Tokens to generate at most, an end token included; with 0 the prompt is computed, for what is told of it."""
     min_new_tokens: int = 0
     """End tokens and stop tokens cannot be drawn, and stop strings do not stop, before so many tokens."""
     temperature: float = 0.0
@@ -197,7 +197,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 _WHOLE: tuple[tuple[str, int | None, int | None], ...] = (
-    ("max_new_tokens", 1, None),
+    ("max_new_tokens", 0, None),
     ("min_new_tokens", 0, None),
     ("top_k", 0, None),
     ("n", 1, _MAX_N),

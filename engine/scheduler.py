@@ -147,7 +147,9 @@ class Scheduler:
             request.num_sent = len(request.pages)
             self.paging.settle(request)
             if token is not None:
+                before = request.num_generated
                 request.append(token, self._eos)
+                self.counters.decode_tokens += request.num_generated - before
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason, request.reason)
                 finished.append(request)

@@ -9,7 +9,7 @@ from checkpoints import make_llama
 from engine_helpers import reference_tokens
 from engine_observers import Memory
 
-from tapscope.engine import LLM, EngineConfig
+from tapscope.engine import LLM, EngineConfig, SamplingParams
 from tapscope.errors import ConfigError, UsageError
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
@@ -60,6 +60,21 @@ def test_a_small_cache_makes_requests_wait_and_give_way_and_changes_no_token(pat
         assert llm.engine.scheduler.paging.num_available == 12
     for generation, prompt in zip(generations, PROMPTS, strict=True):
         assert list(generation.token_ids) == reference_tokens(path, prompt, 10)
+
+
+def test_no_new_tokens_computes_the_prompt_and_leaves_it_in_the_prefix_cache(path: Path, llm: LLM) -> None:
+    longest = [5, *range(20, 275)]  # as many positions as the model has
+    params = [
+        SamplingParams(max_new_tokens=n, ignore_eos=True, prompt_logprobs=0 if n == 0 else None) for n in (0, 6, 0)
+    ]
+    found = llm.generate([PROMPTS[1], PROMPTS[3], longest], params)
+    assert [len(generation.token_ids) for generation in found] == [0, 6, 0]
+    assert list(found[1].token_ids) == reference_tokens(path, PROMPTS[3], 6)
+    assert [generation.finish_reason for generation in found] == ["length"] * 3
+    assert (found[0].text, len(found[0].prompt_logprobs or ()), found[0].logprobs) == ("", 35, None)
+    assert llm.engine.state()["decode_tokens"] == 6
+    again = llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)[0]
+    assert (again.cached_tokens, list(again.token_ids)) == (32, reference_tokens(path, PROMPTS[1], 5))
 
 
 def test_max_running_bounds_the_batch(path: Path) -> None:
@@ -142,7 +157,7 @@ def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
         ({"prompts": [None]}, "a prompt is NoneType"),
         ({"prompts": [[5]], "params": {"n": 2}}, "params is dict"),
         ({"prompts": [[5]], "params": [{"n": 2}]}, "params is dict"),
-        ({"prompts": [[5]], "max_new_tokens": 0}, "max_new_tokens=0: it must be a whole number above 0"),
+        ({"prompts": [[5]], "max_new_tokens": -1}, "max_new_tokens=-1: it must be a whole number from 0"),
         ({"prompts": [[5]], "max_new_tokens": 256}, r"asks for 257 positions .* the model has 256"),
         ({"prompts": [[5], [6]], "request_ids": ["a"]}, "request_ids has 1 entries for 2 prompts"),
         ({"prompts": [[5], [6]], "request_ids": ["a", "a"]}, "'a' is in use by a live request"),

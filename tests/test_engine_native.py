@@ -93,6 +93,21 @@ def test_logprobs_are_the_models(served: Served, path: Path) -> None:
     assert len(meta["input_top_logprobs"]) == 2
 
 
+def test_no_new_tokens_is_the_prompt_alone(served: Served, path: Path) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    answer = served.generate(**body, logprob_start_len=0).json()
+    assert (answer["output_ids"], answer["text"]) == ([], "")
+    meta = answer["meta_info"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["output_token_logprobs"] == []
+    expected = reference_logits(path, [5, 6, 7]).log_softmax(-1)
+    assert meta["input_token_logprobs"][0] is None
+    for position, (value, token, _) in enumerate(meta["input_token_logprobs"][1:]):
+        assert (token, value) == (position + 6, pytest.approx(float(expected[position, token]), abs=1e-4))
+    assert [event["meta_info"]["completion_tokens"] for event in list(served.stream(**body))[:1]] == [0]
+
+
 def test_every_sampling_parameter_reaches_the_engine(served: Served, path: Path) -> None:
     params = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0, "full_logprobs": True}
     meta = served.generate(input_ids=[5, 6, 7], sampling_params=params).json()["meta_info"]
@@ -271,11 +286,16 @@ def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp
         answer = served.client.post("/update_weights_from_disk", json={"model_path": str(folder)})
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
-    for content, message in ((b"", "empty"), (b"no safetensors at all", "safetensors"), (whole[:3000], "")):
+    strange = save({"model.nothing.weight": torch.zeros(3)})
+    misshaped = save({"model.norm.weight": torch.zeros(3)})
+    for content, message in (
+        (b"", "empty"),
+        (b"no safetensors at all", "the body is no safetensors file"),
+        (whole[:3000], "the body is truncated"),
+        (strange, "the body: model.nothing.weight is unexpected"),
+        (misshaped, "model.norm.weight in the body has shape [3]; config.json asks for [64]"),
+    ):
         answer = served.client.post("/update_weights_from_tensor", content=content)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
-    strange = save({"model.nothing.weight": torch.zeros(3)})
-    answer = served.client.post("/update_weights_from_tensor", content=strange)
-    assert "model.nothing.weight is unexpected" in answer.json()["error"]["message"]
     assert served.generate(input_ids=[5, 6], sampling_params=GREEDY).json()["output_ids"] == expected

@@ -11,8 +11,8 @@ from tapscope.errors import UsageError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0: it must be a whole number above 0"),
-        ({"max_new_tokens": True}, "max_new_tokens=True: it must be a whole number above 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: it must be a whole number from 0"),
+        ({"max_new_tokens": True}, "max_new_tokens=True: it must be a whole number from 0"),
         ({"min_new_tokens": 17}, "min_new_tokens=17: it must be at most max_new_tokens, 16"),
         ({"temperature": -0.1}, "temperature=-0.1: it must be a number from 0"),
         ({"temperature": float("nan")}, "temperature=nan: it must be a number from 0"),

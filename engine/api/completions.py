@@ -38,8 +38,6 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     echo: bool
-    max_tokens: int
-    """As asked: 0 asks for the echo alone, for which one token is computed and left out."""
     logprobs: int | None
     priority: int
     request_id: str | None
@@ -70,7 +68,6 @@ class CompletionRequest:
             stream=stream,
             include_usage=include_usage,
             echo=echo,
-            max_tokens=max_tokens,
             logprobs=logprobs,
             priority=fields.whole("priority", -(1 << 31), 1 << 31) or 0,
             request_id=fields.text("rid"),
@@ -121,7 +118,7 @@ def _params(
         "prompt_logprobs": logprobs if echo else None,
     }
     shared = sampling.make_params(values)
-    counts = [model.num_new_tokens(len(ids), max(max_tokens, 1)) for ids in prompts]
+    counts = [model.num_new_tokens(len(ids), max_tokens) for ids in prompts]
     return tuple(replace(shared, max_new_tokens=count) for count in counts)
 
 
@@ -162,8 +159,6 @@ class CompletionAnswer:
         check_not_aborted(output)
         request, prompt, is_first = self._request, index // self._n, index not in self._parts
         ids, text, entries = output.token_ids, output.text, tuple(output.logprobs or ())
-        if request.max_tokens == 0:
-            ids, text, entries = (), "", ()
         self._count(output, ids, is_new_prompt=is_first and index % self._n == 0, prompt=prompt)
         shown: tuple[TokenLogprob | None, ...] = entries
         if is_first and request.echo:
@@ -174,8 +169,7 @@ class CompletionAnswer:
             logprobs, self._offsets[index] = completion_logprobs(
                 shown, ids, self._model.tokenizer, self._offsets.get(index, 0)
             )
-        reason = "length" if request.max_tokens == 0 and output.finish_reason else output.finish_reason
-        part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
         self._parts.setdefault(index, []).append(part)
         return part
 

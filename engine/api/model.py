@@ -87,7 +87,7 @@ class ServedModel:
     def num_new_tokens(self, num_prompt: int, asked: int | None, param: str = "max_tokens") -> int:
         """Tokens to generate at most: as asked, else all that is left. Raises RequestError with the numbers."""
         left = self.max_positions - num_prompt
-        if left < 1 or (asked or 0) > left:
+        if left < (1 if asked is None else asked):
             new = "" if asked is None else f" and asks for {asked} new ones"
             raise RequestError(
                 f"the prompt has {num_prompt} tokens{new}, but {self.name} takes {self.max_positions} in all; "

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ from tapscope.engine.server.body import checked, described, read_json, spooled
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import merged, sse, unless_gone
-from tapscope.errors import LiveError, TapscopeError
+from tapscope.errors import CheckpointError, LiveError, TapscopeError
 
 _SAFETENSORS: dict[str, Any] = {
     "requestBody": {
@@ -111,8 +112,21 @@ def _add_weights(router: APIRouter, state: FrontState) -> None:
         """Replace some or all weights by those of the body, a safetensors file with Hugging Face's names."""
         with TemporaryDirectory(prefix="tapscope-weights-") as folder:
             await spooled(request, Path(folder) / "model.safetensors")
-            answer = await state.client.call("update_weights", folder=folder, partial=True)
+            with _blaming_the_body(folder):
+                answer = await state.client.call("update_weights", folder=folder, partial=True)
         return _updated(state, weight_version, answer)
+
+
+@contextmanager
+def _blaming_the_body(folder: str) -> Iterator[None]:
+    """Have errors name the body, which the sender knows, and not the file that it was put into."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        for place in (str(Path(folder) / "model.safetensors"), folder):
+            text = text.replace(place, "the body")
+        raise CheckpointError(text) from None
 
 
 def _updated(state: FrontState, version: str | None, answer: dict[str, Any]) -> JSONResponse:
