@@ -37,6 +37,7 @@ def modules(taps: list[Tap]) -> list[Any]:
 
 
 def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:
+    kept = {"kv_cache_dtype": info.kv_cache_dtype} if info.kv_cache_dtype else {}
     return {
         "tapscope": __version__,
         "framework": info.framework,
@@ -50,7 +51,7 @@ def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:
         "config": config.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-    }
+    } | kept
 
 
 def _without(token: str | None) -> list[str]:

@@ -47,7 +47,10 @@ class KVFormat:
 
     def decode(self, stored: Tensor, scale: float) -> Tensor:
         """What ``stored`` means; the product is taken in fp32."""
-        return (stored.float() * scale).to(self.computed) if self.is_fp8 else stored.to(self.computed)
+        if not self.is_fp8:
+            return stored.to(self.computed)
+        most = torch.finfo(self.computed).max  # of float16: a value near it may have been rounded up
+        return (stored.float() * scale).clamp(-most, most).to(self.computed)
 
     def table(self, scale: float, device: torch.device) -> Tensor:
         """[256]: what each byte means, for a type of 8 bits."""

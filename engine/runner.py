@@ -76,6 +76,7 @@ class Runner:
                 framework="tapscope",
                 model=config.model,
                 dtype=self.dtype,
+                kv_cache_dtype=self.kv_cache_dtype,
                 model_config=model_config.facts(),
             )
             with self.stages.stage("observer"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,6 +50,23 @@ def _command(*words: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "tapscope", *map(str, words)], capture_output=True, text=True, check=False
     )
+
+
+def test_a_cache_in_fp8_is_found_where_it_is_read(
+    llama: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 0.02, "1": 0.02, "2": 0.02}}}}))
+    flags = ["--kv-cache-dtype", "fp8", "--quantization-param-path", str(scales)]
+    command = ["dump", str(llama), "-o", str(tmp_path / "fp8"), "--tokens-from", str(reference), *flags, "-q"]
+    assert main([*command, "--backend", "hf"]) == 2
+    assert "--backend hf keeps keys and values as --dtype" in capsys.readouterr().err
+    assert main(command) == 0
+    assert open_run(tmp_path / "fp8").manifest["kv_cache_dtype"] == "fp8_e4m3"
+    assert main(["info", str(tmp_path / "fp8")]) == 0
+    assert "KV cache fp8_e4m3" in capsys.readouterr().out
+    assert main(["diff", str(reference), str(tmp_path / "fp8")]) == 1
+    assert re.search(r"what +model\.layers\.0\.self_attn", capsys.readouterr().out)
 
 
 def test_the_reference_run_tells_tokens_rows_and_steps(reference: Path) -> None:

@@ -119,6 +119,15 @@ def test_the_table_of_bytes_is_what_conversion_gives(dtype: str) -> None:
     assert found.isnan().sum() == every.float().isnan().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", FP8)
+def test_nothing_finite_becomes_infinite_in_float16(dtype: str) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = every[every.isfinite()]
+    form = KVFormat(FP8[dtype][0], torch.float16)
+    for scale in (1e-30, 0.01, 1.0, 147.0, 1e30):
+        assert form.decode(form.encode(finite, scale), scale).isfinite().all()
+
+
 CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     "llama": (make_checkpoint, "llama", {}),
     "gemma3, some layers slide": (make_checkpoint, "gemma3", {"sliding_window": 9}),

@@ -115,13 +115,16 @@ def _remove_parts(run: Path) -> list[Path]:
     """What is left; the manifest goes last, so that a removal cut short can be repeated."""
     foreign = []
     for entry in sorted(run.iterdir()):
-        mode = entry.lstat().st_mode
+        try:
+            mode = entry.lstat().st_mode
+        except FileNotFoundError:  # a recorder that ends takes its empty log away
+            continue
         if stat.S_ISDIR(mode) and _is_rank(entry.name):
             foreign += _remove_rank(entry)
         elif not stat.S_ISREG(mode) or not _is_top(entry.name):
             foreign.append(entry)
         elif entry.name not in (MANIFEST, LOCK):  # the lock may be held, by whoever replaces the run
-            entry.unlink()
+            entry.unlink(missing_ok=True)
     (run / MANIFEST).unlink(missing_ok=True)
     return foreign
 

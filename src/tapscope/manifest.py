@@ -113,6 +113,6 @@ _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "world_size": (_is_count, f"a whole number from 1 to {MAX_RANKS:,}"),
     "model_config": (_is_numbers, 'an object of name and number, e.g. {"num_attention_heads": 8}'),
     "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
-    **dict.fromkeys(("framework", "model", "dtype", "created", "tapscope"), (_is_text, "a text")),
+    **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a text")),
 }
 """Member of the manifest that readers rely on -> its check, and what it must be."""

@@ -106,6 +106,8 @@ class RankInfo:
     model: str = ""
     """Name or path of the model, for the manifest."""
     dtype: str = ""
+    kv_cache_dtype: str = ""
+    """Type of the KV cache where the host has one: keys and values may have been rounded to it."""
     model_config: Mapping[str, int | float] = field(default_factory=dict)
     """Hyperparameters as Hugging Face's Llama spells them, e.g. ``num_key_value_heads``; of the whole model."""
 

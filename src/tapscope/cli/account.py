@@ -150,7 +150,8 @@ class Account:
     def _captured(self) -> str:
         mesh = " ".join(f"{axis}{num}" for axis, num in (self.manifest.get("mesh") or {}).items())
         facts = [str(self.manifest.get(name) or "") for name in ("framework", "model")]
-        facts += [dtypes.short(self.manifest["dtype"]) if self.manifest.get("dtype") else "", mesh]
+        dtype, kept = self.manifest.get("dtype"), self.manifest.get("kv_cache_dtype")
+        facts += [dtypes.short(dtype) if dtype else "", f"KV cache {kept}" if kept and kept != dtype else "", mesh]
         facts += [f"{len(self.ranks)} of {plural(self.world_size, 'rank')}", str(self.manifest.get("created") or "")]
         return " · ".join(fact for fact in facts if fact)
 
