@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 
 from tapscope.dumper.batch import LINE_COST, Batch, Pending
 from tapscope.dumper.lateline import LateLine
+from tapscope.dumper.pen import Lines
 from tapscope.dumper.pool import BufferPool
 from tapscope.dumper.ring import Ring
 from tapscope.dumper.slot import Slot
 from tapscope.wire import Message
 
-Item = Pending | LateLine | bytes | Message
+Item = Pending | Lines | LateLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 256
 _DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
@@ -81,16 +82,19 @@ class Backlog:
             if self.dead or (full and not self._admits(LINE_COST)):
                 pending.give_up(self.cancel)
                 return False
-            self.in_flight_bytes += LINE_COST
-            self._waiting_records += 1
-            before = self._waiting_bytes
-            if slot is not None:
-                self._waiting_bytes += slot.nbytes
             self._queue.append(pending)
             pending.stamp.step.tally.sent += 1
-            # Only who makes a batch full wakes the pipeline: while it works it looks by itself.
-            if self._waiting_records == BATCH_RECORDS or before < BATCH_BYTES <= self._waiting_bytes:
-                self.lock.notify_all()
+            self._charge(1, 0 if slot is None else slot.nbytes)
+        return True
+
+    def put_lines(self, lines: Lines) -> bool:
+        """Queue records that are text already; False when they had to be dropped."""
+        with self._mutex:
+            if not self._admits(lines.number * LINE_COST):
+                return False
+            self._queue.append(lines)
+            lines.step.tally.sent += lines.number
+            self._charge(lines.number, 0)
         return True
 
     def hand_over(self, items: Iterable[Pending | LateLine | bytes]) -> None:
@@ -152,6 +156,16 @@ class Backlog:
         """Whether nothing waits to be sent or acknowledged."""
         return not self._queue and not self._num_sent
 
+    def _charge(self, number: int, nbytes: int) -> None:
+        """Records were queued, with the payloads that travel with them."""
+        records, before = self._waiting_records, self._waiting_bytes
+        self.in_flight_bytes += number * LINE_COST
+        self._waiting_records += number
+        self._waiting_bytes += nbytes
+        # Only who makes a batch full wakes the pipeline: while it works it looks by itself.
+        if records < BATCH_RECORDS <= self._waiting_records or before < BATCH_BYTES <= self._waiting_bytes:
+            self.lock.notify_all()
+
     def _admits(self, nbytes: int) -> bool:
         if self.dead:
             return False
@@ -182,13 +196,16 @@ class Backlog:
             if not self._ready():
                 return []
             items: list[Item] = []
-            nbytes = 0
-            while self._head_is_here() and len(items) < BATCH_RECORDS and nbytes < BATCH_BYTES:
+            number = nbytes = 0
+            while self._head_is_here() and len(items) < BATCH_RECORDS > number and nbytes < BATCH_BYTES:
                 item = self._queue.popleft()
                 items.append(item)
                 if isinstance(item, Pending):
-                    self._waiting_records -= 1
-                    nbytes += item.slot.nbytes if item.slot else 0
+                    number += 1
+                    nbytes += item.nbytes
+                elif isinstance(item, Lines):
+                    number += item.number
+            self._waiting_records -= number
             self._waiting_bytes -= nbytes
             self._flush = self._flush and bool(self._queue)
             self._num_sent += 1

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tapscope.dumper.pen import Lines
 from tapscope.dumper.port import Layout, Port
 from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp, record_line
@@ -91,6 +92,8 @@ class Batch:
     """Lines and payloads of one message; the slots stay untouched until it is acknowledged."""
 
     lines: list[bytes] = field(default_factory=list)
+    """One text may be many lines."""
+    num_lines: int = 0
     payloads: list[list[Any]] = field(default_factory=list)
     """[line, payload number, tensor name, dtype, shape, offset in the ring or -1, nbytes] of every slot."""
     shared: list[list[int]] = field(default_factory=list)
@@ -102,16 +105,16 @@ class Batch:
 
     def add(self, item: Pending) -> None:
         """Take a record in."""
-        line = len(self.lines)
+        line = self.num_lines
         self.num_records += 1
         try:
             if item.arrival is not None:
                 item.arrival.finish(item)
-            self.lines.append(item.line())
+            self.add_line(item.line())
         except Exception as error:  # noqa: BLE001 - one value that cannot be encoded must not end the capture
             fields = {"where": item.port.site, "reason": f"{type(error).__name__}: {error}"}
             event = event_line("failed", late=True, step=item.stamp.step.info.step, **fields)
-            self.lines.append(encode_line(event))
+            self.add_line(encode_line(event))
             if item.slot is not None:
                 self.slots.append(item.slot)
             return
@@ -124,6 +127,17 @@ class Batch:
                 self.frames.append(slot.buffer.data)
         elif item.payload is not None:
             self.shared.append([line, item.payload])
+
+    def add_line(self, line: bytes) -> None:
+        """Take a line in that is no record."""
+        self.lines.append(line)
+        self.num_lines += 1
+
+    def add_lines(self, item: Lines) -> None:
+        """Take records in that are text already."""
+        self.lines.append(item.text)
+        self.num_lines += item.number
+        self.num_records += item.number
 
     @property
     def cost(self) -> int:

@@ -13,8 +13,8 @@ from tapscope.kernels.native import summary
 if TYPE_CHECKING:
     from tapscope.dumper.port import Layout
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_keys = torch._C._dispatch_keys
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+keys_of = torch._C._dispatch_keys
 
 
 def _plain_keys() -> set[int]:
@@ -22,11 +22,13 @@ def _plain_keys() -> set[int]:
     found = set()
     for mode in (False, True):
         with torch.inference_mode(mode):
-            found.add(_keys(torch.empty(0, device="cpu")).raw_repr())
+            found.add(keys_of(torch.empty(0, device="cpu")).raw_repr())
     return found
 
 
-_PLAIN_KEYS = _plain_keys()
+HOST_KEYS = frozenset(_plain_keys())
+"""``raw_repr()`` of the dispatch keys of plain tensors in the host's memory."""
+_PLAIN_KEYS = set(HOST_KEYS)
 is_functional = torch._C._functorch.is_functorch_wrapped_tensor
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
@@ -77,13 +79,13 @@ def is_plain(value: Any) -> bool:
     The dispatch keys tell device, layout, lazy conjugation and the transforms of torch.func in one call; asking the
     tensor for each would also let go of the GIL each time.
     """
-    return type(value) in _PLAIN and _keys(value).raw_repr() in _PLAIN_KEYS and value.dtype in _NAMES
+    return type(value) in PLAIN_TYPES and keys_of(value).raw_repr() in _PLAIN_KEYS and value.dtype in _NAMES
 
 
 def learn_plain(tensor: torch.Tensor) -> None:
     """Tensors like this one, which a device has taken, are plain too; their keys are known only once there is one."""
     if type(tensor) is torch.Tensor:
-        _PLAIN_KEYS.add(_keys(tensor).raw_repr())
+        _PLAIN_KEYS.add(keys_of(tensor).raw_repr())
 
 
 def measure(tensor: torch.Tensor, layout: "Layout", memo: Memo) -> Taken:
@@ -106,7 +108,12 @@ def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Take
     """
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return _take_elsewhere(tensor, layout, memo, sink)
-    address, nbytes, dtype = _address(tensor, layout), layout.nbytes, layout.dtype
+    return take_at(_address(tensor, layout), layout, memo, sink)
+
+
+def take_at(address: int, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
+    """As :func:`take`, for a tensor whose elements lie at ``address``, one after the other."""
+    nbytes, dtype = layout.nbytes, layout.dtype
     if nbytes >= SMALL and (known := memo.recall(address, nbytes, dtype)) is not None:
         payload = memo.payload(known[1], nbytes)
         if payload is not None:

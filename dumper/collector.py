@@ -91,12 +91,13 @@ class Collector:
         self.account.open = step = OpenStep(info, serial, epoch, serial - self._selected_at, skipped)
         step.late_rows = late_rows
         self._first = Stamp(step, 0)
-        self.taker.memo.forget()
+        self.taker.begin(self._first)
         self.keeper.begin(step)
         self.origins.note(step, 0)
 
     def end(self, metrics: Mapping[str, float], aborted: str | None) -> None:
         """Close the open step: metrics and counts go out; ``aborted`` names the exception that ended it."""
+        self.taker.end()
         step, self.account.open, self._first = self.account.open, None, None
         if step is None:
             return
@@ -108,6 +109,7 @@ class Collector:
 
     def drop_step(self) -> None:
         """Forget the open step: nothing of it was to be kept."""
+        self.taker.end()
         self.account.open = self._first = None
 
     def restart(self, run: Path = Path()) -> None:
@@ -121,6 +123,7 @@ class Collector:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the recorder has acknowledged everything that was put; whether it has."""
+        self.taker.pass_on()
         return self._backlog.drained(timeout_s)
 
     def close(self) -> None:
@@ -142,19 +145,14 @@ class Collector:
             tap.fired = True
             with self.account.lock:
                 occurrence = tap.occurrence(step.serial, kind, step.micro)
-            stamp = self._stamp(step, occurrence)
+            first = self._first
+            is_first = not (occurrence or step.micro) and tags() is NO_TAGS and first is not None and first.step is step
+            stamp = first if is_first and first else Stamp(step, occurrence, step.micro, FORWARD, tags())
             if tap.has_grads:
                 step.nodes.setdefault((tap, kind, step.micro), []).append(next_node())
             self._give(tap, kind, value, stamp)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self.account.fail(step, tap.path, error)
-
-    def _stamp(self, step: OpenStep, occurrence: int) -> Stamp:
-        """Of a forward firing; nearly all of a step have the same."""
-        first, said = self._first, tags()
-        if not occurrence and said is NO_TAGS and not step.micro and first is not None and first.step is step:
-            return first
-        return Stamp(step, occurrence, step.micro, FORWARD, said)
 
     def _give(self, tap: Tap, kind: str, value: Any, stamp: Stamp, forward: Stamp | None = None) -> None:
         """Every leaf of a value to the taker; of a recomputation, gradients belong to the ``forward`` it repeats."""
@@ -206,7 +204,10 @@ def _leaves(tap: Tap, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
     """``(path, leaf)`` of an output or of ``(args, kwargs)``; mostly there is one tensor and nothing to look into."""
     if kind != "in":
         return (("", value),) if type(value) is torch.Tensor else flatten(value)
-    inputs = tap.named_inputs(*value)
+    args, kwargs = value
+    if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor and tap.names:
+        return ((tap.names[0], args[0]),)
+    inputs = tap.named_inputs(args, kwargs)
     for each in inputs.values():
         if type(each) is not torch.Tensor:
             return flatten(inputs)

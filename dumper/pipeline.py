@@ -13,6 +13,7 @@ from tapscope.dumper.backlog import Backlog, Item
 from tapscope.dumper.batch import Batch
 from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.network import Endpoint
+from tapscope.dumper.pen import Lines
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.ring import Ring
 from tapscope.dumper.stream import Incoming, Outgoing
@@ -159,7 +160,9 @@ class Pipeline:
                 batch = self._send_batch(batch)
                 self._post(item)
             elif isinstance(item, bytes | LateLine):
-                batch.lines.append(bytes(item))
+                batch.add_line(bytes(item))
+            elif isinstance(item, Lines):
+                batch.add_lines(item)
             else:
                 if item.generation != self._generation:
                     batch = self._send_batch(batch)

@@ -7,6 +7,7 @@ import torch
 
 from tapscope.dumper.capture import dtype_name
 from tapscope.dumper.cut import Part, cut
+from tapscope.dumper.pen import stencil_of
 from tapscope.dumper.placement import Placed, dims_of
 from tapscope.dumper.rules import Choice, Taking
 from tapscope.dumper.stamp import quoted
@@ -29,6 +30,8 @@ class Layout(NamedTuple):
     kind: torch.dtype | None = None
     """With ``size``: of the tensor that was recorded."""
     size: tuple[int, ...] = ()
+    stencil: Any = None
+    """For a pen, where it may write the lines of tensors that lie so."""
 
 
 NO_LAYOUT = Layout("", "", [], 0, 0)
@@ -123,7 +126,10 @@ class Port:
         if found is None:
             if len(self.layouts) >= _MAX_LAYOUTS:
                 self.layouts.clear()
-            found = self.layouts[key] = self._make(part, cap, complain, placed)
+            found = self._make(part, cap, complain, placed)
+            if whole and self.keep is not None and self.choice.sentinel is None:
+                found = found._replace(stencil=stencil_of(self, found))
+            self.layouts[key] = found
         if whole:
             self.latest = found
         return found

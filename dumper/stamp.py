@@ -39,8 +39,7 @@ def record_line(seq: int, port: "Port", stamp: Stamp, layout: str, content: byte
     text = f'{{"type":"record","seq":{seq},"site":{port.site_text},"step":{step.info.step}'
     if occurrence or micro or tags or pass_ is not FORWARD:
         text += _unusual(stamp)
-        more = f',"tags":{_encode(tags)}' if tags else ""
-        return b"%b,%b}" % (f"{text}{port.model_text}{layout}{more}".encode(), content)
+        layout += f',"tags":{_encode(tags)}' if tags else ""
     return b"%b,%b}" % (f"{text}{port.model_text}{layout}".encode(), content)
 
 

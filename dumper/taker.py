@@ -18,12 +18,14 @@ from tapscope.dumper.flatten import plain_value
 from tapscope.dumper.keeper import Keeper
 from tapscope.dumper.memo import Memo
 from tapscope.dumper.moment import moment_of
+from tapscope.dumper.pen import MANY, Lines, make_pen
 from tapscope.dumper.placement import Placed
 from tapscope.dumper.port import NO_LAYOUT, Layout, Port
 from tapscope.dumper.rules import Moment, Taking
 from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.unwrap import Local, unwrap
+from tapscope.kernels.native import library
 from tapscope.ledger import encode_line
 
 _FULL = Taking("full")
@@ -42,11 +44,37 @@ class Taker:
         """Who takes what is recorded now, in memory; nothing then goes to the run."""
         self._announced_sites: set[str] = set()
         self._seq = itertools.count()
+        self._pen = make_pen(self._seq)
+        self._penned: Stamp | None = None  # the firings whose values go to the pen
+        self._waiting = 0  # lines in the pen, as far as was seen
 
     def restart(self) -> None:
         """A new run begins: records are numbered from 0 and sites announced again."""
         self._seq = itertools.count()
+        self._pen = make_pen(self._seq)
         self._announced_sites.clear()
+
+    def begin(self, first: Stamp) -> None:
+        """A step begins; ``first`` is the stamp of all that fire for the first time in it, without tags."""
+        self.memo.forget()
+        may_pen = self._account.sink is self._backlog and not self._keeper.is_limited
+        self._penned = first if may_pen and self._pen is not None and library.functions() is not None else None
+        if self._penned is not None:
+            self._pen.begin(first.step.info.step)
+
+    def pass_on(self) -> None:
+        """Queue what waits in the pen."""
+        if (stamp := self._penned) is None:
+            return
+        self._waiting = 0
+        text, number = self._pen.drain()
+        if number and not self._backlog.put_lines(Lines(text, number, stamp.step)):
+            self._account.count(stamp.step, dropped=number)
+
+    def end(self) -> None:
+        """The step ends."""
+        self.pass_on()
+        self._penned = None
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """Record one value at ``port``, if the rules keep it; never raises.
@@ -58,6 +86,9 @@ class Taker:
                 self._divert(port, leaf, stamp)
                 return
             step = stamp.step
+            may_pen = stamp is self._penned and port.announced and not (step.in_full or step.halted)
+            if may_pen and self._take_by_pen(port, leaf, stamp):
+                return
             if step.ended:
                 self._account.note_late(step)
             if port.keep is None or step.in_full or step.halted or not capture.is_plain(leaf):
@@ -71,6 +102,24 @@ class Taker:
             self._record(port, stamp, leaf, layout, port.keep == "full")
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, port.site, error)
+
+    def _take_by_pen(self, port: Port, leaf: Any, stamp: Stamp) -> bool:
+        """A plain tensor that lies as the last one at this port did; False for any other, and nothing was taken."""
+        layout = port.latest
+        if layout.stencil is None:
+            return False
+        if port.keep == "stats":
+            waiting: int = self._pen.write(layout.stencil, leaf)
+            if not waiting:
+                return False
+            self._waiting = waiting
+            if waiting >= MANY:
+                self.pass_on()
+            return True
+        address: int = self._pen.find(layout.stencil, leaf)
+        if address:
+            self._send(port, stamp, layout, capture.take_at(address, layout, self.memo, self._backlog))
+        return address > 0
 
     def _divert(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """A value for those who capture in memory."""
@@ -219,6 +268,8 @@ class Taker:
             memo.sent(digest, slot.nbytes, payload)
 
     def _put(self, pending: Pending) -> bool:
+        if self._waiting:
+            self.pass_on()
         accepted = self._account.sink.put(pending)
         if not accepted:
             self._account.count(pending.stamp.step, dropped=1)

@@ -14,7 +14,7 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.errors import ConfigError
 
-ABI = 5
+ABI = 6
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n not in dtypes.COMPLEX)}
@@ -43,6 +43,10 @@ class Functions(NamedTuple):
     library lacks it, and numpy serves."""
     overview: Callable[[Any, Any, Any, Any], bytes] | None
     """(floats, integers, at worst, errors out) -> struct Overview; None as above."""
+    stencil: Callable[..., Any]
+    """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see pen.cpp"""
+    pen: Callable[..., Any]
+    """(iterator of numbers, exact types of plain tensors, tensor -> dispatch keys, set of plain ones) -> Pen"""
 
 
 class _Choice(NamedTuple):
@@ -128,6 +132,8 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         compare_rows=_function(library.ts_compare_rows, None, rows + measures),
         channel_sums=sums and _function(sums, None, [*rows, _INT64, _INT64, _INT64, _ADDRESS]),
         overview=getattr(module, "overview", None),
+        stencil=module.Stencil,
+        pen=module.Pen,
     )
 
 

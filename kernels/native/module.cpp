@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "overview.h"
+#include "pen.h"
 #include "taken.h"
 
 namespace {
@@ -111,4 +112,8 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods,
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__tapscope() { return PyModule_Create(&kModule); }
+PyMODINIT_FUNC PyInit__tapscope() {
+    PyObject* module = PyModule_Create(&kModule);
+    if (module && !ts::add_pen(module)) Py_CLEAR(module);
+    return module;
+}

@@ -25,6 +25,11 @@ _PLANS = {name: (code, 1, dtypes.itemsize(name)) for name, code in library.CODES
 """Element type -> its code, the elements that one counts as, and their width."""
 
 
+def plan_of(dtype: str) -> tuple[int, int, int] | None:
+    """(code for the C++ library, elements that one counts as, their width); None for a dtype it does not know."""
+    return _PLANS.get(dtype)
+
+
 def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True) -> tuple[bytes, bytes]:
     """Summarise ``count`` neighbouring elements at ``address`` and, where ``target`` is not 0, copy them there.
 

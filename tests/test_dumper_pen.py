@@ -1,0 +1,131 @@
+"""A pen writes what the taker writes: the same lines in the same order, and nothing that is not plain memory."""
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tapscope.dumper import Dumper, taker
+from tapscope.dumper.context import ctx
+from tapscope.dumper.port import Port
+from tapscope.run import open_run
+
+pytestmark = pytest.mark.skipif(
+    taker.make_pen(iter([0])) is None, reason="there is no C++ library, and so no pen: see `tapscope info --env`"
+)
+
+
+class Odd(nn.Module):
+    """What it gives differs with the step: other shapes and dtypes, views, and tensors that are no plain memory."""
+
+    outputs: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x.double(),
+        lambda x: x[:0],
+        lambda x: x.sum(),
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+        lambda x: torch._neg_view(x),
+        lambda x: x.to_sparse(),
+        lambda x: torch.func.vmap(lambda row: row)(x),
+        lambda x: nn.Parameter(x),
+        lambda x: x.repeat(4096, 1),
+        lambda x: torch.full_like(x, torch.nan),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outputs[self.turn % len(self.outputs)](x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 4096)  # 64 KiB and more: remembered within a step
+        self.narrow = nn.Linear(4096, 8)
+        self.odd = Odd()
+        self.twice = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, *, bias: Any = None) -> torch.Tensor:
+        hidden = self.twice(self.twice(self.wide(x)))
+        if bias is not None:
+            hidden = hidden + bias
+        narrow = self.narrow(hidden * scale)
+        self.odd(narrow)
+        return narrow
+
+
+def run_of(out: Path, **settings: Any) -> list[bytes]:
+    torch.manual_seed(0)
+    model = Net().eval()
+    with torch.no_grad(), Dumper(model, out, force=True, **settings):
+        for step in range(3 * len(Odd.outputs)):
+            model.odd.turn = step // 3
+            with ctx(stage="late") if step % 7 == 5 else nullcontext():
+                model(torch.randn(4 if step % 5 else 6, 8), **({"bias": torch.ones(1)} if step % 4 == 3 else {}))
+    lines = [line for file in sorted(out.glob("**/*.jsonl")) for line in file.read_bytes().splitlines()]
+    return [line for line in lines if line.startswith((b'{"type":"record"', b'{"type":"step","at":"end"'))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"keep": "stats"},
+        {"keep": "full"},
+        {"keep": "off", "rules": ["wide:*=full", "*:out*=stats"]},
+        {"keep": "stats", "rules": ["narrow:in*=stats rows=0:2"]},
+        {"keep": "stats", "triggers": ["odd:out: nan -> keep"]},
+        {"keep": "stats", "max_records": 100},
+    ],
+    ids=["stats", "full", "both", "rows", "trigger", "budget"],
+)
+def test_the_lines_are_those_of_the_taker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    penned = run_of(tmp_path / "penned", **settings)
+    monkeypatch.setattr(taker, "make_pen", lambda numbers: None)
+    assert penned == run_of(tmp_path / "plain", **settings)
+    assert len(penned) > 90
+
+
+def test_a_pen_writes_all_but_the_first_value_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand: list[str] = []
+    original = taker.Taker._record
+
+    def record(self: taker.Taker, port: Port, *rest: Any) -> None:
+        by_hand.append(port.site)
+        original(self, port, *rest)
+
+    monkeypatch.setattr(taker.Taker, "_record", record)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
+        for _ in range(5):
+            model(torch.randn(2, 8))
+    records = open_run(tmp_path / "run").records
+    assert len(records) == 5 * len(set(by_hand)) == 5 * len(by_hand) == 30
+
+
+def test_threads_share_a_pen_and_nothing_is_lost(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
+        with dumper.step(phase="warm"):
+            model(torch.zeros(2, 8))
+        with dumper.step(phase="storm"):
+            # So large that the GIL is let go while a value is read.
+            calls = [threading.Thread(target=lambda: torch.no_grad()(model)(torch.randn(33_000, 8))) for _ in range(4)]
+            for each in calls:
+                each.start()
+            for each in calls:
+                each.join()
+    records = open_run(tmp_path / "run").records
+    assert sorted(each.seq for each in records) == list(range(5 * 18))
+    assert len({each.key for each in records}) == 5 * 18
