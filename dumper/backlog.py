@@ -104,10 +104,8 @@ class Backlog:
                 if not isinstance(item, Pending):
                     self.append(item)
                 elif not self.dead:
-                    self.in_flight_bytes += LINE_COST
-                    self._waiting_records += 1
-                    self._waiting_bytes += item.nbytes
                     self._queue.append(item)
+                    self._charge(1, item.nbytes)
                 else:
                     item.give_up(self.cancel)
             self.flush()

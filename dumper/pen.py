@@ -1,4 +1,4 @@
-"""Pens: write the lines of records of which only statistics are kept, without a word of Python in between.
+"""Pen: writes the lines of records of which only statistics are kept, without a word of Python in between.
 
 What a pen declines (a tensor that lies otherwise than the last one, that is not plain memory, a firing that is not the
 first of its step) the taker takes, and so it does where there is no C++ library; the lines are the same.
@@ -12,11 +12,13 @@ from tapscope.dumper import capture
 from tapscope.kernels.native import library, summary
 
 if TYPE_CHECKING:
+    from tapscope.dumper.account import Account
+    from tapscope.dumper.backlog import Backlog
     from tapscope.dumper.port import Layout, Port
+    from tapscope.dumper.stamp import Stamp
     from tapscope.dumper.steps import OpenStep
 
-MANY = 64
-"""Lines that wait in a pen at most: until then they are in nobody's account, and nobody can lose them but a crash."""
+_MANY = 64  # lines that wait here at most: until they are queued only a crash can lose them
 
 
 class Lines(NamedTuple):
@@ -28,22 +30,63 @@ class Lines(NamedTuple):
     step: "OpenStep"
 
 
-def make_pen(numbers: Iterator[int]) -> Any:
-    """A pen that numbers its records by ``numbers``; None where there is no C++ library.
+class Pen:
+    """Between :meth:`begin` and :meth:`end` it writes, and queues its lines by the dozen."""
 
-    ``begin(step)`` opens a step, ``write(stencil, tensor)`` adds a line and gives how many wait (0: it declines, and
-    has written nothing), ``drain()`` gives (text, number) of those that wait.
-    """
-    functions = library.functions()
-    if functions is None:
-        return None
-    return functions.pen(numbers, capture.PLAIN_TYPES, capture.keys_of, capture.HOST_KEYS)
+    def __init__(self, backlog: "Backlog", account: "Account", numbers: Iterator[int]) -> None:
+        """Its records are numbered by ``numbers``."""
+        self._backlog = backlog
+        self._account = account
+        self._numbers = numbers
+        self._native: Any = None
+        self.stamp: Stamp | None = None
+        """Of the firings whose values it takes; None while it takes none."""
+        self.waiting = 0
+        """Lines that are not queued yet."""
+
+    def begin(self, stamp: "Stamp") -> None:
+        """A step begins, and ``stamp`` is that of the firings which come first at their sites, without tags."""
+        if (functions := library.functions()) is None:
+            return
+        if self._native is None:
+            self._native = functions.pen(self._numbers, capture.PLAIN_TYPES, capture.keys_of, capture.HOST_KEYS)
+        self._native.begin(stamp.step.info.step)
+        self.stamp = stamp
+
+    def write(self, stencil: Any, tensor: Any) -> bool:
+        """Write the record of a plain tensor that lies as :func:`stencil_of` was told; False for any other."""
+        waiting: int = self._native.write(stencil, tensor)
+        if not waiting:
+            return False
+        self.waiting = waiting
+        if waiting >= _MANY:
+            self.pass_on()
+        return True
+
+    def find(self, stencil: Any, tensor: Any) -> int:
+        """Address of the elements of such a tensor, one after the other; 0 for any other."""
+        address: int = self._native.find(stencil, tensor)
+        return address
+
+    def pass_on(self) -> None:
+        """Queue what waits."""
+        if (stamp := self.stamp) is None:
+            return
+        self.waiting = 0
+        text, number = self._native.drain()
+        if number and not self._backlog.put_lines(Lines(text, number, stamp.step)):
+            self._account.count(stamp.step, dropped=number)
+
+    def end(self) -> None:
+        """The step ends."""
+        self.pass_on()
+        self.stamp = None
 
 
 def stencil_of(port: "Port", layout: "Layout") -> Any:
     """What the lines of ``port`` have in common while its tensors lie so; None where no pen can write them."""
     functions, plan = library.functions(), summary.plan_of(layout.dtype)
-    if functions is None or plan is None or layout.dtype in dtypes.COMPLEX:  # may be conjugated lazily
+    if functions is None or plan is None or layout.dtype in dtypes.COMPLEX:  # these may be conjugated lazily
         return None
     code, _, width = plan
     head, tail = f',"site":{port.site_text},"step":'.encode(), f"{port.model_text}{layout.text}".encode()

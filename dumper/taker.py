@@ -18,14 +18,13 @@ from tapscope.dumper.flatten import plain_value
 from tapscope.dumper.keeper import Keeper
 from tapscope.dumper.memo import Memo
 from tapscope.dumper.moment import moment_of
-from tapscope.dumper.pen import MANY, Lines, make_pen
+from tapscope.dumper.pen import Pen
 from tapscope.dumper.placement import Placed
 from tapscope.dumper.port import NO_LAYOUT, Layout, Port
 from tapscope.dumper.rules import Moment, Taking
 from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.unwrap import Local, unwrap
-from tapscope.kernels.native import library
 from tapscope.ledger import encode_line
 
 _FULL = Taking("full")
@@ -44,37 +43,27 @@ class Taker:
         """Who takes what is recorded now, in memory; nothing then goes to the run."""
         self._announced_sites: set[str] = set()
         self._seq = itertools.count()
-        self._pen = make_pen(self._seq)
-        self._penned: Stamp | None = None  # the firings whose values go to the pen
-        self._waiting = 0  # lines in the pen, as far as was seen
+        self._pen = Pen(backlog, account, self._seq)
 
     def restart(self) -> None:
         """A new run begins: records are numbered from 0 and sites announced again."""
         self._seq = itertools.count()
-        self._pen = make_pen(self._seq)
+        self._pen = Pen(self._backlog, self._account, self._seq)
         self._announced_sites.clear()
 
     def begin(self, first: Stamp) -> None:
         """A step begins; ``first`` is the stamp of all that fire for the first time in it, without tags."""
         self.memo.forget()
-        may_pen = self._account.sink is self._backlog and not self._keeper.is_limited
-        self._penned = first if may_pen and self._pen is not None and library.functions() is not None else None
-        if self._penned is not None:
-            self._pen.begin(first.step.info.step)
+        if self._account.sink is self._backlog and not self._keeper.is_limited:
+            self._pen.begin(first)
 
     def pass_on(self) -> None:
         """Queue what waits in the pen."""
-        if (stamp := self._penned) is None:
-            return
-        self._waiting = 0
-        text, number = self._pen.drain()
-        if number and not self._backlog.put_lines(Lines(text, number, stamp.step)):
-            self._account.count(stamp.step, dropped=number)
+        self._pen.pass_on()
 
     def end(self) -> None:
         """The step ends."""
-        self.pass_on()
-        self._penned = None
+        self._pen.end()
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """Record one value at ``port``, if the rules keep it; never raises.
@@ -86,7 +75,7 @@ class Taker:
                 self._divert(port, leaf, stamp)
                 return
             step = stamp.step
-            may_pen = stamp is self._penned and port.announced and not (step.in_full or step.halted)
+            may_pen = stamp is self._pen.stamp and port.announced and not (step.in_full or step.halted)
             if may_pen and self._take_by_pen(port, leaf, stamp):
                 return
             if step.ended:
@@ -109,14 +98,8 @@ class Taker:
         if layout.stencil is None:
             return False
         if port.keep == "stats":
-            waiting: int = self._pen.write(layout.stencil, leaf)
-            if not waiting:
-                return False
-            self._waiting = waiting
-            if waiting >= MANY:
-                self.pass_on()
-            return True
-        address: int = self._pen.find(layout.stencil, leaf)
+            return self._pen.write(layout.stencil, leaf)
+        address = self._pen.find(layout.stencil, leaf)
         if address:
             self._send(port, stamp, layout, capture.take_at(address, layout, self.memo, self._backlog))
         return address > 0
@@ -268,8 +251,8 @@ class Taker:
             memo.sent(digest, slot.nbytes, payload)
 
     def _put(self, pending: Pending) -> bool:
-        if self._waiting:
-            self.pass_on()
+        if self._pen.waiting:
+            self._pen.pass_on()
         accepted = self._account.sink.put(pending)
         if not accepted:
             self._account.count(pending.stamp.step, dropped=1)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tapscope.dumper import Dumper, taker
+from tapscope.dumper import Dumper, pen, taker
 from tapscope.dumper.context import ctx
 from tapscope.dumper.port import Port
+from tapscope.kernels.native import library
 from tapscope.run import open_run
 
 pytestmark = pytest.mark.skipif(
-    taker.make_pen(iter([0])) is None, reason="there is no C++ library, and so no pen: see `tapscope info --env`"
+    library.functions() is None, reason="there is no C++ library, and so no pen: see `tapscope info --env`"
 )
 
 
@@ -92,7 +93,7 @@ def test_the_lines_are_those_of_the_taker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     penned = run_of(tmp_path / "penned", **settings)
-    monkeypatch.setattr(taker, "make_pen", lambda numbers: None)
+    monkeypatch.setattr(pen.Pen, "begin", lambda self, stamp: None)
     assert penned == run_of(tmp_path / "plain", **settings)
     assert len(penned) > 90
 
