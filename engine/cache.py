@@ -6,30 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.kv_format import KVFormat
 from tapscope.engine.pool import Pool
 
 _BATCH_BYTES = 3 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheLayout:
-    """What a model caches of one position on this rank, in each of its layers; all layers are alike."""
-
-    num_layers: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    """0 where values are made from what is cached as keys (:attr:`AttentionSpec.value_dim`)."""
-
-    exact_dim: int = 0
-    """The last features of a key that stay in the type the model computes in, whatever the cache is stored in: the
-    rotated part of a latent, as DeepSeek's own kernels (FlashMLA) have it."""
-
-    def position_bytes(self, form: KVFormat) -> int:
-        """Bytes of one position in all layers."""
-        scaled = (self.key_dim - self.exact_dim + self.value_dim) * form.stored.itemsize
-        return self.num_layers * self.kv_heads * (scaled + self.exact_dim * form.computed.itemsize)
 
 
 class KVCache:
@@ -79,6 +60,11 @@ class KVCache:
         """Bytes of one position in one layer when it was read."""
         widths = self.layout.kv_heads * (self.layout.key_dim + self.layout.value_dim)
         return widths * self.form.computed.itemsize
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether any scale is not 1."""
+        return self._keys.is_scaled or self._values.is_scaled
 
     def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
         """What a stored 1 means in ``layer``; None leaves it. What is cached of earlier steps is void afterwards."""

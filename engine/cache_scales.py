@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tapscope.engine.cache import CacheLayout, KVCache
+from tapscope.engine.cache import KVCache
+from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.checkpoint import Checkpoint, open_checkpoint
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.kv_format import KV_DTYPES

@@ -28,6 +28,11 @@ class Pool:
         if form.is_fp8:
             self._tables = [form.table(1.0, self.tensor.device)] * len(bits)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a stored 1 means something else in any layer."""
+        return any(scale != 1.0 for scale in self._scales)
+
     def set_scale(self, layer: int, scale: float) -> None:
         """What a stored 1 means in ``layer``, where values are scaled; what was stored before means nothing then."""
         if self.form.is_fp8 and scale != self._scales[layer]:

@@ -112,7 +112,10 @@ class Runner:
         Scales of the KV cache go with them; the type it is stored in stays.
         """
         load_weights(self.model, folder, self._tied, self._skipped, partial=partial, online=self._online)
-        use_scales(self._cache, self._scales(folder, partial=partial), partial=partial)
+        scales = self._scales(folder, partial=partial)
+        if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
+            warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=True)
+        use_scales(self._cache, scales, partial=partial)
 
     def _scales(self, folder: Path, *, partial: bool) -> Mapping[int, LayerScales]:
         """What the FP8 cache is scaled by with the weights of ``folder``: those of the file of scales come first."""

@@ -210,7 +210,7 @@ def logits_of(llm: LLM, prompt: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(("key", "value"), SPELLINGS)
 def test_scales_of_the_checkpoint_are_used_and_change_with_the_weights(
-    tmp_path: Path, wild: Path, key: str, value: str
+    tmp_path: Path, wild: Path, key: str, value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scales, prompt = [(0.05, 40.0), (0.02, 25.0)], PROMPTS[1]
     path = add_scales(copied(wild, tmp_path / "model"), in_layers(key, value, scales), KV_ONLY)
@@ -223,6 +223,12 @@ def test_scales_of_the_checkpoint_are_used_and_change_with_the_weights(
         llm.engine.update_weights(other)
         expected = expected_logits(wild, prompt, "fp8_e4m3", [(30.0, 30.0), (31.0, 31.0)])
         assert (logits_of(llm, prompt) - expected).abs().max() <= 1e-4
+        assert "has no scales" not in caplog.text
+        llm.engine.update_weights(wild)
+        assert caplog.text.count("has no scales for an FP8 KV cache") == 1
+        expected = expected_logits(wild, prompt, "fp8_e4m3")
+        assert (logits_of(llm, prompt) - expected).abs().max() <= 1e-4
+        llm.engine.update_weights(other)
         part = tmp_path / "part"
         part.mkdir()
         save_file({"model.layers.0.self_attn.k_scale": torch.tensor(0.05)}, part / "model.safetensors")

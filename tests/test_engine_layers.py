@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tapscope.engine.attention import AttentionSpec, attend
 from tapscope.engine.buffers import StepBuffers
-from tapscope.engine.cache import CacheLayout, KVCache
+from tapscope.engine.cache import KVCache
+from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.kv_format import KVFormat
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
 from tapscope.engine.plan import Share, StepPlan

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tapscope.engine import LLM
 from tapscope.engine.buffers import StepBuffers
-from tapscope.engine.cache import CacheLayout, KVCache
+from tapscope.engine.cache import KVCache
+from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.kv_format import KVFormat
 from tapscope.engine.mla import LatentAttention
 from tapscope.engine.mla_config import MlaConfig

@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache import CacheLayout, StepCache
+from tapscope.engine.cache import StepCache
+from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.layers.embedding import VocabHead, embedding_of
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache import CacheLayout, StepCache
+from tapscope.engine.cache import StepCache
+from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, ANGLES, SHARD, TOKENS, WHOLE, Probe, is_watched
