@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,23 @@ def test_a_quantised_checkpoint_computes_what_its_weights_mean(tmp_path: Path, k
     quantised, meant = make_quantised(tmp_path, kind)
     expected = reference_logits(meant, QUANTISED_PROMPT)
     torch.testing.assert_close(logits_of(quantised, device="cuda").cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "bfloat16"])
+def test_keys_and_values_of_another_type_are_those_of_a_cpu(tmp_path: Path, kind: str) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    told = []
+    for device in ("cpu", "cuda"):
+        with LLM(path, device=device, kv_cache_dtype=kind, page_size=4) as llm:
+            forced = [[9, 8, 7, 6]] * len(PROMPTS)
+            generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced=forced)
+            told.append(torch.tensor([[item.full for item in g.logprobs] for g in generations]))
+    # A value that lies between two may be rounded to either; the mean hardly moves.
+    assert (told[1] - told[0]).abs().mean() < 1e-3
+    with LLM(path, device="cuda", page_size=4) as llm:
+        generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced=forced)
+        exact = torch.tensor([[item.full for item in g.logprobs] for g in generations])
+    assert (told[1] - exact).abs().mean() > 10 * (told[1] - told[0]).abs().mean()
 
 
 def test_embeddings_are_those_of_a_cpu(tmp_path: Path) -> None:
