@@ -201,6 +201,8 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
 
 
 def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:
+    if empty := [run for run in (baseline, target) if not run.records]:
+        raise NothingInCommonError(f"{empty[0].path} holds no record yet; tapscope info {empty[0].path} says what came")
     if not any(p.baseline and p.target for p in pairs):
         examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
         raise NothingInCommonError(

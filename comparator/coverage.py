@@ -14,6 +14,9 @@ from tapscope.ledger import Ledger
 from tapscope.run import Run
 from tapscope.site import layer_of
 
+UNLIKE = "the models are configured differently"
+"""How the sentence on hyperparameters that differ begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
@@ -105,7 +108,7 @@ def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[
 
 def _unlike(runs: tuple[Run, Run]) -> list[str]:
     found = differences(*runs)
-    return [f"the models are configured differently: {', '.join(found)}"] if found else []
+    return [f"{UNLIKE}: {', '.join(found)}"] if found else []
 
 
 def _more(sites: Sequence[str]) -> str:

@@ -17,9 +17,10 @@ from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.results import numbers_of, steps_of
 from tapscope.comparator.series import Series, recorded
-from tapscope.comparator.spread import NOTHING, spread_of
+from tapscope.comparator.spread import NOTHING, Sizes, sizes_of, spread_of
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, compare_values, unequal_hashes
+from tapscope.dtypes import COMPLEX
 from tapscope.errors import DataError
 from tapscope.kernels.native import overview
 
@@ -77,7 +78,7 @@ class Examiner:
             site=pair.site or pair.baseline.site,
             baseline=_side(pair.baseline, ready.left[0].shape),
             target=_side(pair.target, ready.right[0].shape),
-            problem=ready.problem,
+            problem=ready.problem or _kinds(pair),
             apart=ready.plan.apart,
             layout=_weaker(ready.layouts),
             missing=ready.num_broken + ready.plan.missing,
@@ -87,7 +88,7 @@ class Examiner:
         )
         try:
             if one.problem or one.apart:
-                return Look(one, ready if one.problem else None)
+                return Look(one, ready if ready.problem else None)
             one = self._compare(one, ready)
             return Look(one, None if one.problem else ready)
         except WidthError as error:
@@ -137,7 +138,7 @@ class Examiner:
             one,
             numbers=numbers,
             basis="values",
-            spread=spread_of(seen, worst_channel(opened, measured) if scans else QUIET),
+            spread=spread_of(seen, worst_channel(opened, measured) if scans else QUIET, _sizes(one, measured)),
             worst=self.place(measured, seen.worst, ready),
             steps=steps_of(measured, seen, ready.right),
             unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
@@ -162,9 +163,11 @@ class Examiner:
         baseline_step = ready.left[int(measured.baseline_firing[row])].records[0].key.step
         rank = int(measured.target_rank[row]) if _is_alone(ready.right[target]) else -1
         where = None if rank < 0 else rank
+        # The column is that of the largest distance, and there is none to a value that is not finite.
+        at = () if measured.rows.nonfinite_mismatch[row] else (column,)
         if pair < 0:
             first = int(np.flatnonzero(measured.target_firing == target)[0])
-            return Place(step, baseline_step, index=(row - first, column), rank=where)
+            return Place(step, baseline_step, index=(row - first, *at), rank=where)
         rows = self.preparer.row_map
         return Place(
             step,
@@ -172,9 +175,23 @@ class Examiner:
             rows.requests[int(rows.pair_request[pair])],
             int(rows.pair_position[pair]),
             int(rows.pair_visit[pair]),
-            (column,),
+            at,
             where,
         )
+
+
+def _kinds(pair: Pair) -> str:
+    """What is wrong where one side alone is complex: their elements do not meet."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    names = pair.baseline.first.dtype or "", pair.target.first.dtype or ""
+    if (names[0] in COMPLEX) == (names[1] in COMPLEX):
+        return ""
+    return f"{names[0]} against {names[1]}: complex numbers do not meet real ones"
+
+
+def _sizes(one: Examined, measured: Measured) -> Sizes | None:
+    return sizes_of(measured.rows.sum_sq_baseline, measured.rows.width) if one.site.endswith(".grad") else None
 
 
 def _is_permuted(measured: Measured, odd: Array, ready: Prepared) -> bool:

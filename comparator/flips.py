@@ -36,6 +36,10 @@ class Flip:
     """Site whose errors explain them, if that one is within its floor; empty when forks do."""
     moved: frozenset[int] = frozenset()
     """Row pairs that went to other experts; a change of their order alone moves nothing."""
+    turned: frozenset[int] = frozenset()
+    """Row pairs whose choices are not the same ones in the same order."""
+    width: int = 0
+    """Choices a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,14 @@ def _flip(before: Sequence[Examined], one: Examined, preparer: Preparer) -> Flip
     for scores in _scores(before, one):
         beside = _rows(preparer, scores, rows.pairs)
         if beside is not None and _are_near_ties(rows, beside):
+            is_logits = _is_logits(scores)
             said = "a near tie: the scores of" if rows.baseline.shape[1] > 1 else "a near tie: the logits of"
             return Flip(
                 f"{count} unequal, each {said} {scores.site} are closer together than their own error",
                 scores.site,
-                frozenset() if _is_logits(scores) else _moved(rows),
+                frozenset() if is_logits else _moved(rows),
+                frozenset() if is_logits else frozenset(rows.pairs.tolist()),
+                rows.baseline.shape[1],
             )
     return None
 

@@ -38,7 +38,8 @@ LIKES = 2.5
 PATH = 4.0
 """Bound of the error along the path, in ``m``: twice a typical condition of 2, for the modules differ."""
 ROW_LIMIT = 0.5
-"""A row may never be off by more than this share of itself, however noisy its inputs."""
+"""A row may never be off by more than this share of itself, however noisy its inputs. Going backward that holds of the
+typical row alone."""
 EXTREME = 6.0
 """The largest of a million independent errors, in standard deviations (5.4), rounded up."""
 PEAK = 3.0
@@ -117,12 +118,15 @@ def local_floor(
     mixes: bool = False,
     sums_rows: bool = False,
     limit: float = ROW_LIMIT,
+    tail_limit: float = 0.0,
+    stretch: float = 1.0,
 ) -> Floor:
     """The floor of a module given the spreads of what went into it; ``base`` is its own rounding.
 
     ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
     ``sums_rows``: it is a sum over the rows of the inputs, such as a parameter's gradient.
-    ``limit``: the most that a row may be off.
+    ``limit``: the most that a row may be off, ``tail_limit`` where that is more the most that any but the typical may.
+    ``stretch``: how much larger the condition may be of single rows.
     """
     few = _few(spread)
     widest = [max(column) for column in zip(*(s.errors for s in inputs), strict=True)] or [0.0] * len(QUANTILES)
@@ -130,23 +134,26 @@ def local_floor(
         slack * condition * math.hypot(error, tail * base)
         for slack, tail, error in zip(SLACK, TAIL, widest, strict=True)
     ]
+    summed = condition * widest[-1] if sums_rows else 0.0  # one token may make a whole channel of the sum
+    tails = [stretch * error for error in errors[1:]]
     sizes = [(abs(s.element), abs(s.peak), abs(s.gain)) for s in inputs]
     element, peak, gain = (max(column) for column in zip(*sizes, strict=True)) if sizes else (0.0, 0.0, 0.0)
     channel = max([abs(s.channel) for s in inputs if abs(s.channel) > s.channel_noise], default=0.0)
     return Floor(
-        _rising([errors[0] * few, *errors[1:]], limit),
+        _rising([errors[0] * few, *tails], limit, tail_limit),
         min(2.0 * few * condition * math.hypot(element, 2.0 * base), limit),
-        (PEAK_UNKNOWN if mixes else PEAK) * condition * math.hypot(peak, EXTREME * base, widest[-1]),
+        (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(peak, EXTREME * base, widest[-1]),
         _gain_floor(spread, gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
-        math.inf if mixes else max(spread.channel_noise, eps, CHANNEL * math.hypot(base, channel)),
+        math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, channel)),
     )
 
 
-def path_floor(modelled: float, spread: Spread, base: float, eps: float) -> Floor:
-    """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``."""
+def path_floor(modelled: float, spread: Spread, base: float, eps: float, tail_limit: float = ROW_LIMIT) -> Floor:
+    """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``; ``tail_limit`` as
+    of :func:`local_floor`."""
     grown = PATH * modelled
     return Floor(
-        _rising([_few(spread) * grown, *(tail * grown for tail in TAIL[1:])], ROW_LIMIT),
+        _rising([_few(spread) * grown, *(tail * grown for tail in TAIL[1:])], ROW_LIMIT, tail_limit),
         min(4.0 * _few(spread) * grown, ROW_LIMIT),
         EXTREME * TAIL[-1] * grown,
         _gain_floor(spread, grown, base, eps),
@@ -159,11 +166,11 @@ def _few(spread: Spread) -> float:
     return 1.0 + 3.0 / max(spread.num_rows, 1)
 
 
-def _rising(errors: Sequence[float], limit: float) -> tuple[float, ...]:
+def _rising(errors: Sequence[float], limit: float, tail_limit: float = 0.0) -> tuple[float, ...]:
     """Never stricter for the worst row than for the typical one, and never above the limit."""
-    found: list[float] = []
-    for error in errors:
-        found.append(max(min(error, limit), found[-1] if found else 0.0))
+    found = [min(errors[0], limit)]
+    for error in errors[1:]:
+        found.append(max(min(error, max(limit, tail_limit)), found[-1]))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tapscope.comparator.align import Join, Plan
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.grids import StepRows
+from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.comparator.pieces import Cut
 from tapscope.comparator.rows import PADDING, RowMap
 from tapscope.comparator.steps import StepPartners
@@ -33,6 +33,8 @@ def with_keys(
     plan: Plan, left: Sequence[Whole], right: Sequence[Whole], rows: RowMap, steps: StepPartners
 ) -> KeyedPair:
     """The joins whose keys meet; firings cut to the keys that both sides have."""
+    if left[0].records[0].key.site.endswith(".grad") and _has_padding(left, rows.baseline):
+        return KeyedPair(replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
     like = steps.by_rows(2).of
     sides, kept = (list(left), list(right)), []
     for join in plan.joins:
@@ -51,6 +53,14 @@ def with_keys(
 
 
 _ELSEWHERE = "attention weights, whose keys lie at other places: the runs batch or pad otherwise"
+
+
+_PADDED = "the gradient of attention weights, which is of padding too: what values lie there nobody says"
+
+
+def _has_padding(wholes: Sequence[Whole], steps: SideRows) -> bool:
+    grids = (steps.of(whole.records[0]) for whole in wholes)
+    return any(grid is not None and bool((grid.pairs == PADDING).any()) for grid in grids)
 
 
 def _num_common(one: Whole, two: Whole, rows: RowMap) -> int:

@@ -19,6 +19,7 @@ from tapscope.comparator.floor import (
     summed_gain,
     unit,
 )
+from tapscope.comparator.gradients import cancellation, losses, of_loss, spilled, stretch, underflow
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.names import is_partial, reduced
 from tapscope.comparator.spread import NOTHING, Spread
@@ -65,7 +66,7 @@ class Rounding:
         self._widest = max(
             (r for p, n in zip(self._params, graph.nodes, strict=True) if (r := _reduction(n.cls, p))), default=_GUESS
         )
-        self._losses = _losses(graph)
+        self._losses = losses(graph)
         self._cases: list[_Case | None] = []
         for node in range(len(matched)):
             self._cases.append(self._case(node))
@@ -77,8 +78,7 @@ class Rounding:
 
     def base(self, node: int) -> float:
         """What the module that made a numeric site adds by itself."""
-        case = self._cases[node]
-        return case.base if case is not None else 0.0
+        return case.base if (case := self._cases[node]) is not None else 0.0
 
     def floors(self, node: int, *, is_behind_culprit: bool = False) -> tuple[Floor, Floor]:
         """(given its inputs, given the path too): the verdict is about the second, the first says who is to blame.
@@ -88,7 +88,8 @@ class Rounding:
         """
         case = self._cases[node]
         assert case is not None
-        whole = path_floor(case.modelled, case.spread, case.base, case.eps)
+        is_back, is_sum = self._graph.nodes[node].is_backward, self._is_sum(node)
+        whole = path_floor(case.modelled, case.spread, case.base, case.eps, math.inf if is_back else ROW_LIMIT)
         if not self._graph.inputs(node).nodes and not self._graph.nodes[node].is_state:
             return whole, whole
         condition = self._condition[node]
@@ -96,24 +97,50 @@ class Rounding:
             condition = _STATE
         elif case.is_twin and all(s.is_zero for s in case.inputs):
             condition = min(condition, CONDITION_TWIN)
-        is_back, is_sum = self._graph.nodes[node].is_backward, self._is_sum(node)
         inputs = case.inputs
         mixes = self._graph.inputs(node).how in ("around", "inside", "before")
         local = local_floor(inputs, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
         if is_sum:
-            whole = replace(whole, gain=whole.gain + summed_gain(inputs))
+            whole = replace(whole, gain=whole.gain + summed_gain(inputs), channel=math.inf)
         if not (case.is_behind_flips or is_behind_culprit or is_back):
             return local, local.smaller(whole)
-        # Errors may be all in a few rows: of tokens that took another way, or whose gradient is next to nothing.
-        if self._graph.inputs(node).how != "same" and not self._keeps_rows(node):
-            inputs = tuple(spread.worst_everywhere() for spread in inputs)
-        limit = max(ROW_LIMIT, _MOVED * max((s.errors[-1] for s in inputs), default=0.0))
-        wide = local_floor(
-            inputs, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum, limit=limit
-        )
-        if case.is_behind_flips:
+        wide, is_bounded = self._wide(node, case, condition, mixes=mixes)
+        if case.is_behind_flips or not is_bounded:
             return wide, wide
         return wide, (wide if is_back else local).smaller(whole)
+
+    def _wide(self, node: int, case: _Case, condition: float, *, mixes: bool) -> tuple[Floor, bool]:
+        """(floor where errors may be all in a few rows: of tokens that took another way, or whose gradient is next to
+        nothing; whether the model of the path bounds it)."""
+        this, inputs = self._graph.nodes[node], case.inputs
+        moves = self._graph.inputs(node).how != "same" and not self._keeps_rows(node)
+        if moves:
+            inputs = tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in inputs)
+        is_vector = (
+            self._is_sum(node) and len(self._params[node].get(this.port[len("param[") :].partition("]")[0], ())) == 1
+        )
+        cancels = cancellation(case.spread, inputs) if is_vector else 1.0
+        found = local_floor(
+            inputs,
+            case.base,
+            case.spread,
+            cancels * condition,
+            case.eps,
+            mixes=mixes,
+            sums_rows=self._is_sum(node),
+            limit=max(ROW_LIMIT, _MOVED * cancels * max((s.errors[-1] for s in inputs), default=0.0)),
+            # What a large row's gradient is off by is many times a small row that it is added to.
+            tail_limit=math.inf if this.is_backward and moves else 0.0,
+            stretch=self._stretch(node, case) if this.is_backward else 1.0,
+        )
+        return found, cancels == 1.0
+
+    def _stretch(self, node: int, case: _Case) -> float:
+        """How much worse the condition of single rows may be: of any size where a sum goes over other tokens."""
+        if not self._is_sum(node):
+            return stretch(case.spread, case.inputs)
+        origins = (self._examined[self._matched[i]] for i in self._graph.inputs(node).nodes)
+        return math.inf if any(one.is_exact and one.num_unequal for one in origins) else 1.0
 
     def _is_sum(self, node: int) -> bool:
         """Whether it is the gradient of a parameter, a sum over token rows."""
@@ -137,27 +164,17 @@ class Rounding:
         reduction = _reduction(self._graph.nodes[node].cls, self._params[node]) or self._reduction_inside(node)
         # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
         summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self._params[node] else 1
-        base = unit(*names, reduction) * math.sqrt(inputs.ops * summed)
+        once = math.hypot(unit(*names, reduction), underflow(names, one.spread))
+        base = once * math.sqrt(inputs.ops * summed)
         before = [case.modelled for i in inputs.nodes if (case := self._cases[i])]
         modelled = math.hypot(max(before, default=0.0), base)
         spreads = tuple(self._spread(i) for i in inputs.nodes if self._graph.nodes[i].numeric)
-        if (loss := self._of_loss(node)) is not None:
+        if node in self._losses:
+            loss = of_loss(self._examined[self._matched[self._losses[node]]].numbers)
             spreads, modelled = (*spreads, loss), math.hypot(modelled, loss.errors[-1])
         behind = any(self._is_behind_flips(i) for i in inputs.nodes)
         eps = max(map(dtypes.epsilon, names))
         return _Case(one.spread, spreads, base, modelled, eps, names[0] == names[1], behind)
-
-    def _of_loss(self, node: int) -> Spread | None:
-        """What the errors of the logits make of the gradient that a loss gives them; None for any other gradient.
-
-        A cross-entropy's is p - y. Of p = softmax(z), dp_j = p_j (dz_j - sum p dz), so that no element is off by more
-        than 2 max|dz| of itself, that of the label included: an absolute error of the logits is a relative one here.
-        """
-        if node not in self._losses:
-            return None
-        numbers = self._examined[self._matched[self._losses[node]]].numbers
-        error = 2.0 * numbers.max_abs if numbers is not None else 0.0
-        return replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
 
     def _is_behind_flips(self, node: int) -> bool:
         case = self._cases[node]
@@ -192,18 +209,6 @@ class Rounding:
             for (node, _), condition in zip(likes, learned, strict=True):
                 found[node] = condition
         return found
-
-
-def _losses(graph: Graph) -> dict[int, int]:
-    """Gradients that come from no other gradient -> the value they are the gradient of."""
-    places = {(node.path, node.port): i for i, node in enumerate(graph.nodes) if node.numeric}
-    found = {}
-    for i, node in enumerate(graph.nodes):
-        own = places.get((node.path, node.port.removesuffix(".grad")))
-        first = node.is_backward and not any(graph.nodes[j].is_backward for j in graph.inputs(i).nodes)
-        if first and own is not None and not node.port.startswith("param["):
-            found[i] = own
-    return found
 
 
 def _dtype(one: Examined, side: str) -> str:

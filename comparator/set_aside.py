@@ -17,17 +17,22 @@ from tapscope.comparator.flips import Flip
 def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner: Examiner) -> list[Examined]:
     """The sites, those around a router without the token rows that moved."""
     examiner.preparer.leave_out_nothing()
-    moved: dict[str, tuple[frozenset[int], str]] = {}
+    moved: dict[str, Flip] = {}
     found: list[Examined] = []
     for one in examined:
         flip = flips.get(one.site)
-        if flip is not None and flip.moved:
-            block = _parent(_parent_site(one.site))
-            if block:
-                moved[block] = moved.get(block, (frozenset(), ""))[0] | flip.moved, flip.scores
+        block = _parent(_parent_site(one.site)) if flip is not None and flip.turned else ""
+        if flip is not None and block:
+            moved[block] = _both(moved.get(block), flip)
         block = next((b for b in moved if _is_within(one.site, b)), "")
-        found.append(_without(one, *moved[block], examiner) if block and flip is None else one)
+        found.append(_without(one, moved[block], examiner) if block and flip is None else one)
     return found
+
+
+def _both(one: Flip | None, other: Flip) -> Flip:
+    if one is None:
+        return other
+    return replace(other, moved=one.moved | other.moved, turned=one.turned | other.turned)
 
 
 def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding]) -> dict[str, Flip]:
@@ -36,8 +41,12 @@ def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding]) -> dict[
     return {site: flip for site, flip in flips.items() if flip.scores not in bad}
 
 
-def _without(one: Examined, rows: frozenset[int], scores: str, examiner: Examiner) -> Examined:
-    if one.is_exact or one.spread is None or one.basis != "values" or not one.rows.compared:
+def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
+    # A gradient of each choice is not comparable where their order is another one either.
+    width = one.baseline.shape[-1:] if one.baseline is not None else ()
+    is_of_choices = one.site.endswith(".grad") and width == (flip.width,)
+    rows, scores = flip.turned if is_of_choices else flip.moved, flip.scores
+    if not rows or one.is_exact or one.spread is None or one.basis != "values" or not one.rows.compared:
         return one
     before = one.rows.compared
     examiner.preparer.leave_out(one.pair, rows)
@@ -47,7 +56,8 @@ def _without(one: Examined, rows: frozenset[int], scores: str, examiner: Examine
     count = before - rest.rows.compared
     if not count:
         return one
-    note = f"{count:,} token rows left out that went to other experts at a near tie of {scores}"
+    what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
+    note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
     return replace(rest, handed_on=one.spread, notes=(note, *rest.notes))
 
 

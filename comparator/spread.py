@@ -4,11 +4,30 @@ The global error of a tensor hides one bad token among thousands and one dead ch
 rows and the worst element of each row do not.
 """
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from tapscope.comparator.channels import QUIET, Channel
 from tapscope.kernels.native import Overview
 from tapscope.kernels.native.overview import QUANTILES as QUANTILES
+from tapscope.kernels.native.overview import median
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the rows of the baseline are."""
+
+    reach: float
+    """The largest beside the median one."""
+    rms: float
+    """Of the typical row's elements."""
+    norm: float
+    """Of all rows together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +50,8 @@ class Spread:
     channel_noise: float = 0.0
     """What of it the scatter over rows and channels explains."""
     channel_index: int = 0
+    sizes: Sizes | None = None
+    """Of gradients only."""
 
     @property
     def is_zero(self) -> bool:
@@ -47,7 +68,7 @@ NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
 """The spread of equal tensors."""
 
 
-def spread_of(seen: Overview, channel: Channel = QUIET) -> Spread:
+def spread_of(seen: Overview, channel: Channel = QUIET, sizes: Sizes | None = None) -> Spread:
     """The spread over the rows that were read; rows known equal by their hash do not dilute it."""
     if seen.is_zero:
         return NOTHING
@@ -61,4 +82,15 @@ def spread_of(seen: Overview, channel: Channel = QUIET) -> Spread:
         channel.gain,
         channel.noise,
         channel.index,
+        sizes,
     )
+
+
+def sizes_of(sum_sq: Array, width: Array) -> Sizes:
+    """The sizes of rows of which the sums of squares and the numbers of elements are given; rows of zeros have none."""
+    use = np.isfinite(sum_sq) & (sum_sq > 0.0)
+    if not use.any():
+        return Sizes(1.0, 0.0, 0.0)
+    found, middle = sum_sq[use], median(sum_sq[use])
+    rms = math.sqrt(median(found / np.maximum(width[use], 1)))
+    return Sizes(math.sqrt(float(found.max()) / middle), rms, math.sqrt(float(found.sum())))

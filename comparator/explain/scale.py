@@ -123,7 +123,9 @@ def _known(factor: float, damage: Damage) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    """Four digits, or as many more as it takes to see that it is not 1."""
+    short = f"{value:.4g}"
+    return f"(1 {'-' if value < 1 else '+'} {abs(value - 1.0):.2g})" if short == "1" and value != 1.0 else short
 
 
 def _range(values: Array) -> str:

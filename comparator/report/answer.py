@@ -4,6 +4,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tapscope import text
+from tapscope.comparator.coverage import UNLIKE
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.localise import Divergence
 from tapscope.site import compact_ranges, layer_of
@@ -50,7 +51,8 @@ def _what(report: "Report") -> str:
     odd = _odd(report)
     if odd is not None:
         more = _more(sum(f.verdict.is_bad for f in report.findings) - 1, "site")
-        return f"cannot be compared: {odd.site}: {odd.notes[0] if odd.notes else odd.verdict}{more}"
+        said = f"cannot be compared: {odd.site}: {odd.notes[0] if odd.notes else odd.verdict}{more}"
+        return "; ".join([said, *_absent(report)])
     partial = report.coverage.partial
     if partial:
         allowed = " (allowed)" if report.options.allow_partial else ""
@@ -61,6 +63,16 @@ def _what(report: "Report") -> str:
 
 def _odd(report: "Report") -> Finding | None:
     return next((f for f in report.findings if f.verdict.is_bad), None)
+
+
+def _absent(report: "Report") -> list[str]:
+    """Whose ranks never came, which explains what cannot be put together."""
+    sides = zip((report.baseline, report.target), report.coverage.ledgers, strict=True)
+    return [
+        f"{side.name} lacks {'rank' if len(ranks) == 1 else 'ranks'} {compact_ranges(ranks)}"
+        for side, ledger in sides
+        if (ranks := ledger.missing_ranks)
+    ]
 
 
 def _up_to_fork(report: "Report") -> str:
@@ -100,6 +112,7 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
     if len(report.divergences) > 1:
         others = text.plural(len(report.divergences) - 1, "module")
         parts.append(f"{others} more on their own account, next {report.divergences[1].module}")
+    parts += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
     if report.coverage.partial:
         parts.append("on partial data")
     return "; ".join(parts)
@@ -113,7 +126,7 @@ def _size(finding: Finding) -> str:
 
 def _amount(finding: Finding) -> str:
     if finding.test == "nonfinite":
-        return f"{int(finding.error):,} values not finite on one side only"
+        return f"{int(finding.error):,} values not finite that the other side does not have there"
     if finding.test == "exact":
         return f"{int(finding.error):,} rows of integers unequal"
     if finding.test in ("replicas", "tolerance", "rule", "permuted"):
@@ -139,8 +152,9 @@ def _where(report: "Report") -> str:
     why = divergence.explanation
     if why is not None and why.extent and not why.is_clear:
         parts.append(f"only {why.extent}")
-    column = f", column {divergence.place.index[-1]}" if divergence.place.position is not None else ""
-    return f"{', '.join(parts)}; {_extent(divergence.finding)} {divergence.place.text()}{column}"
+    place = divergence.place
+    column = f", column {place.index[-1]}" if place.position is not None and place.index else ""
+    return f"{', '.join(parts)}; {_extent(divergence.finding)} {place.text()}{column}"
 
 
 def _compared(report: "Report") -> str:

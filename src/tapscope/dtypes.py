@@ -67,6 +67,14 @@ _EPSILON = {
 
 
 @lru_cache
+def smallest(name: str) -> float:
+    """The smallest number above 0 of a floating-point type, subnormal ones included; 0 of other types."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(numpy_dtype(name)).smallest_subnormal) if is_float(name) else 0.0
+
+
+@lru_cache
 def numpy_dtype(name: str) -> "np.dtype[Any]":
     """The numpy type of ``name``; raises RunCorruptError for a name this version does not know."""
     import ml_dtypes  # only here: a recorder, which must start quickly, moves bytes and needs no arrays
