@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from comparator_toy import Toy, prompts, weights
+from factories import RunFactory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapscope import cli
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
+from tapscope.comparator.report.answer import answer
 from tapscope.errors import NothingInCommonError, RunCorruptError, TapscopeError
 from tapscope.run import open_run
 
@@ -249,3 +251,36 @@ def test_json_that_is_no_record_is_said(pair: tuple[Path, Path], tmp_path: Path,
     assert outcome((pair[0], run)) in (0, 1, 2, 3)
     for verb in (["ls"], ["info"]):
         assert cli.main([*verb, str(run)]) in (0, 1, 2, 3)
+
+
+def put(path: Path, values: np.ndarray | None) -> Path:
+    with RunFactory(path) as run:
+        run.step()
+        if values is not None:
+            run.put("norm:out", values)
+    return path
+
+
+def test_what_cannot_meet_is_one_sentence(tmp_path: Path) -> None:
+    real = np.ones((4, 6), np.float32)
+    baseline = put(tmp_path / "b", real)
+    with pytest.raises(NothingInCommonError, match="complex64: complex numbers do not meet real ones"):
+        diff((baseline, put(tmp_path / "c", real.astype(np.complex64))))
+    with pytest.raises(NothingInCommonError, match="holds no record yet"):
+        diff((baseline, put(tmp_path / "e", None)))
+
+
+def test_a_value_that_is_not_finite_has_no_column_of_the_largest_distance(tmp_path: Path) -> None:
+    wrong = np.ones((4, 6), np.float32)
+    wrong[2, 3] = np.nan
+    report = diff((put(tmp_path / "b", np.ones((4, 6), np.float32)), put(tmp_path / "t", wrong)))
+    assert report.first_divergence is not None
+    assert report.first_divergence.place is not None
+    assert report.first_divergence.place.index == (2,)
+
+
+def test_a_rank_that_never_came_is_in_the_answer(damaged: tuple[Path, Path]) -> None:
+    shutil.rmtree(damaged[1] / "rank-00001")
+    report = diff(damaged)
+    assert report.exit_code == 1
+    assert "t lacks rank 1" in answer(report)[0]

@@ -86,3 +86,14 @@ def test_keys_at_other_places_do_not_meet(tmp_path: Path) -> None:
     assert found is None
     assert any("keys lie at other places" in note for note in report.coverage.warnings)
     assert report.exit_code == 0
+
+
+def test_the_gradient_of_weights_is_of_padding_too_and_left_out_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SITE", f"{SITE}.grad")
+    write(tmp_path / "b", weights())
+    write(tmp_path / "t", weights(), rubbish=1.0)
+    report, found = diff(tmp_path)
+    assert (report.exit_code, found) == (0, None)
+    assert any("which is of padding too" in warning for warning in report.coverage.warnings)
