@@ -120,7 +120,7 @@ class Batch:
             return
         slot, layout = item.slot, item.layout
         if slot is not None:
-            name = item.stamp.key(item.port).tensor_name
+            name = item.stamp.tensor_name(item.port)
             self.payloads.append([line, item.payload, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
             self.slots.append(slot)
             if slot.buffer is not None:

@@ -48,7 +48,7 @@ class Ring:
 
     def reserve(self, nbytes: int) -> int | None:
         """Offset of a free place, a multiple of ALIGNMENT; None when there is no room now."""
-        size = max(ALIGNMENT, (nbytes + ALIGNMENT - 1) & -ALIGNMENT)
+        size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
         start = self._room(size)
         if start is not None:
             self._places.append(start)

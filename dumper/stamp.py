@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tapscope.dumper.steps import OpenStep
-from tapscope.record import FORWARD, Key
+from tapscope.record import FORWARD, Key, tensor_name
 
 if TYPE_CHECKING:
     from tapscope.dumper.port import Port
@@ -27,6 +27,11 @@ class Stamp(NamedTuple):
         """The record's identity."""
         step = self.step.info.step
         return Key(port.site, step, rank, self.occurrence, self.micro, self.pass_, port.model)
+
+    def tensor_name(self, port: "Port") -> str:
+        """The name of the record's payload in its segment."""
+        step, occurrence, micro, pass_, _ = self
+        return tensor_name(port.site, step.info.step, occurrence, micro, pass_, port.model)
 
 
 def record_line(seq: int, port: "Port", stamp: Stamp, layout: str, content: bytes) -> bytes:

@@ -33,8 +33,13 @@ class Key(NamedTuple):
     @property
     def tensor_name(self) -> str:
         """The name of the payload in its segment; unique within one rank."""
-        model = f"{self.model}/" if self.model else ""
-        return f"{model}{self.step}.{self.micro}.{self.pass_}/{self.site}#{self.occurrence}"
+        return tensor_name(self.site, self.step, self.occurrence, self.micro, self.pass_, self.model)
+
+
+def tensor_name(site: str, step: int, occurrence: int, micro: int, pass_: str, model: str) -> str:
+    """As :attr:`Key.tensor_name`, where there is no key."""
+    prefix = f"{model}/" if model else ""
+    return f"{prefix}{step}.{micro}.{pass_}/{site}#{occurrence}"
 
 
 class Entry(NamedTuple):
