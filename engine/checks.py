@@ -1,8 +1,9 @@
 """Checks that settings, parameters and the scheduler's own books share."""
 
-from math import isfinite
+from sys import float_info
 
 from tapscope.errors import InvariantError, TapscopeError
+from tapscope.text import short
 
 
 def is_count(value: object) -> bool:
@@ -11,14 +12,14 @@ def is_count(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    """Whether it is a number that a float can hold, and finite; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 
 def require(error: type[TapscopeError], holds: bool, name: str, value: object, rule: str) -> None:
     """Raise ``error`` with field, value and rule unless the rule ``holds``."""
     if not holds:
-        raise error(f"{name}={value!r}: {rule}")
+        raise error(f"{name}={short(value, 200)}: {rule}")
 
 
 def add_up(where: str, holds: bool, message: str) -> None:

@@ -1,12 +1,12 @@
 """Reader: typed look-ups in config.json; every complaint names the file, the field and the rule."""
 
 import json
-import math
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tapscope.engine.checks import is_number
 from tapscope.errors import CheckpointError
 
 
@@ -55,8 +55,7 @@ class Reader:
     def number(self, name: str, default: float | None = None) -> float:
         """A number above 0; required when ``default`` is None."""
         value = self.get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not value > 0 or math.isinf(value):
+        if not is_number(value) or value <= 0:
             raise self.fail(name, "it must be a number above 0")
         return float(value)
 

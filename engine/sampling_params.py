@@ -146,8 +146,9 @@ class SamplingParams:
             _require(isinstance(value, str | Sequence), name, value, rule)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            if type(getattr(self, name)) is int:
-                object.__setattr__(self, name, float(getattr(self, name)))
+            value = getattr(self, name)
+            if type(value) is int and is_number(value):
+                object.__setattr__(self, name, float(value))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         _require(

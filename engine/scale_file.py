@@ -6,12 +6,12 @@
 (https://docs.sglang.ai, "Quantized KV Cache").
 """
 
-import math
 from pathlib import Path
-from typing import Any
 
+from tapscope.engine.checks import is_number
 from tapscope.engine.config_reader import Reader
 from tapscope.errors import CheckpointError
+from tapscope.text import short
 
 
 def read_scale_file(path: Path, num_layers: int, rank: int, tp: int) -> dict[int, tuple[float, float]]:
@@ -39,11 +39,8 @@ def read_scale_file(path: Path, num_layers: int, rank: int, tp: int) -> dict[int
             f"{path}: scaling_factor of rank {name} must have layers 0 to {num_layers - 1}, and only these"
         )
     for layer in wanted:
-        if not _is_scale(layers.values[layer]):
-            found = f"{path}: the scale of rank {name}, layer {layer} is {layers.values[layer]!r}"
+        scale = layers.values[layer]
+        if not is_number(scale) or scale <= 0:
+            found = f"{path}: the scale of rank {name}, layer {layer} is {short(scale)}"
             raise CheckpointError(f"{found}; it must be a finite number above 0")
     return {int(layer): (float(layers.values[layer]),) * 2 for layer in wanted}
-
-
-def _is_scale(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -16,6 +16,7 @@ from tapscope.errors import UsageError
         ({"min_new_tokens": 17}, "min_new_tokens=17: it must be at most max_new_tokens, 16"),
         ({"temperature": -0.1}, "temperature=-0.1: it must be a number from 0"),
         ({"temperature": float("nan")}, "temperature=nan: it must be a number from 0"),
+        ({"temperature": 10**400}, "it must be a number from 0"),
         ({"temperature": "1"}, "temperature='1': it must be a number from 0"),
         ({"top_k": -2}, "top_k=-2: it must be a whole number from 0"),
         ({"top_p": 0}, "top_p=0.0: it must be a number above 0, at most 1"),
