@@ -17,6 +17,7 @@ from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
 from tapscope.engine.moe_config import MoeConfig
 from tapscope.engine.parallel import TensorParallel, span
 from tapscope.engine.weights import Piece, Weighted, parameter
+from tapscope.kernels.cpu import linear
 
 CHOICES = "t k # tp:replicated"
 """Dims of what a router says of each of a token's ``k`` experts."""
@@ -157,7 +158,7 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     output = input.new_empty(len(input), width)
     start = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):
-        output[start:end] = functional.linear(input[start:end], matrix)
+        output[start:end] = linear(input[start:end], matrix)
         start = end
     return output
 

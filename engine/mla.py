@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tapscope.engine.attention import AttentionSpec, attend, attend_one
 from tapscope.engine.cache import Segment, StepCache
 from tapscope.engine.mla_config import MlaConfig
+from tapscope.kernels.cpu import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class LatentAttention:
         latents, kv = cache.read(self.layer, segment)[0].squeeze(1), kv[_rows(segment)]
         rank = self.mla.kv_lora_rank
         if segment.position:  # keys and values of earlier steps' positions are made anew
-            kv = torch.cat((functional.linear(latents[: segment.position, :rank], self.weight), kv))
+            kv = torch.cat((linear(latents[: segment.position, :rank], self.weight), kv))
         key, value = torch.split(kv.view(len(kv), -1, self._width), [self.mla.nope_dim, self.mla.value_dim], dim=-1)
         key = torch.cat((key, latents[:, None, rank:].expand(-1, key.shape[1], -1)), dim=-1)
         return attend_one(query[_rows(segment)], key, value, segment.position, AttentionSpec(scale=self.scale))

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tapscope.engine.experts import CHOICES, in_block
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.moe_config import MoeConfig
 from tapscope.engine.weights import Piece, Weighted, parameter
+from tapscope.kernels.cpu import linear
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Logits, weights, expert ids."""
@@ -51,7 +51,7 @@ class Router(Weighted):
         yield Piece(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
     def _wide_logits(self, hidden_states: Tensor) -> Tensor:
-        return functional.linear(hidden_states.float(), self.weight.float())
+        return linear(hidden_states.float(), self.weight.float())
 
 
 class TopKRouter(Router):
@@ -59,7 +59,7 @@ class TopKRouter(Router):
 
     def route(self, hidden_states: Tensor) -> Routed:
         """Logits in the model's dtype, weights in float32."""
-        logits = functional.linear(hidden_states, self.weight)
+        logits = linear(hidden_states, self.weight)
         weights, chosen = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.config.top_k, dim=-1)
         if self.config.is_normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -10,6 +10,7 @@ from tapscope.engine.layers.probe import TOKENS, WHOLE
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.weights import Piece, Weighted, parameter
+from tapscope.kernels.cpu import linear
 
 
 class VocabEmbedding(Weighted):
@@ -74,7 +75,7 @@ class VocabHead(Weighted):
 
     def forward(self, input: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, this rank's span of the vocabulary]."""
-        return functional.linear(input, self.weight)
+        return linear(input, self.weight)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """This rank's rows, unless the embedding fills them."""

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.splits import Split
 from tapscope.engine.weights import Piece, Weighted, parameter
+from tapscope.kernels.cpu import linear
 
 
 class FusedLinear(Weighted):
@@ -33,7 +33,7 @@ class FusedLinear(Weighted):
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """[tokens, in_features] -> one [tokens, this rank's features] view per part."""
-        return torch.split(functional.linear(input, self.weight, self.bias), self.widths, dim=-1)
+        return torch.split(linear(input, self.weight, self.bias), self.widths, dim=-1)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """Each part's rows of this rank, side by side."""
@@ -65,7 +65,7 @@ class RowParallelLinear(Weighted):
     def forward(self, input: Tensor) -> Tensor:
         """[tokens, this rank's inputs] -> [tokens, out_features]."""
         bias = self.bias if self.tp.rank == 0 else None
-        summand: Tensor = self.partial(functional.linear(input, self.weight, bias))
+        summand: Tensor = self.partial(linear(input, self.weight, bias))
         return self.tp.all_reduce(summand)
 
     def pieces(self, path: str) -> Iterator[Piece]:
@@ -89,7 +89,7 @@ class ColumnParallelLinear(Weighted):
 
     def forward(self, input: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, this rank's outputs]."""
-        return functional.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """This rank's rows."""
@@ -112,7 +112,7 @@ class ReplicatedLinear(Weighted):
 
     def forward(self, input: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features]."""
-        return functional.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """The whole weight and bias."""

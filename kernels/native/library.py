@@ -47,6 +47,9 @@ class Functions(NamedTuple):
     """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see pen.cpp"""
     pen: Callable[..., Any]
     """(iterator of numbers, exact types of plain tensors, tensor -> dispatch keys, set of plain ones) -> Pen"""
+    linear: Callable[..., bool] | None
+    """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
+    processors cannot; None as above, and torch serves."""
 
 
 class _Choice(NamedTuple):
@@ -134,6 +137,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         overview=getattr(module, "overview", None),
         stencil=module.Stencil,
         pen=module.Pen,
+        linear=getattr(module, "linear", None),
     )
 
 

@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "linear.h"
 #include "overview.h"
 #include "pen.h"
 #include "taken.h"
@@ -96,6 +97,16 @@ PyObject* overview(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found), sizeof found);
 }
 
+// (x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed
+PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t n[10];
+    if (!read(args, count, n, 10)) return nullptr;
+    const ts::Linear call{at<void>(n[0]), at<void>(n[1]), at<void>(n[2]), at<void>(n[3]), n[4], n[5], n[6], n[7]};
+    bool done = false;
+    run(n[6] * n[7] * 4, [&] { done = ts::ts_linear(call, int(n[8]), n[9]); });
+    return PyBool_FromLong(done);
+}
+
 template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyCFunction fast() {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
@@ -105,6 +116,7 @@ PyMethodDef kMethods[] = {
     {"take", fast<take>(), METH_FASTCALL, nullptr},
     {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
     {"overview", fast<overview>(), METH_FASTCALL, nullptr},
+    {"linear", fast<linear>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,0 +1,44 @@
+"""linear: a matrix product that is quick when there are few rows, as in decoding."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import has_torch_function
+
+from tapscope.kernels.native import library
+
+_KINDS = {torch.float32: (library.CODES["float32"], 64), torch.bfloat16: (library.CODES["bfloat16"], 32)}
+"""Number of the dtype, and up to how many rows this is the quicker way (measured, AVX-512); beyond them torch, which
+packs the weights first, has won that back."""
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``: [rows, ins], [outs, ins], [outs] -> [rows, outs], in the input's dtype.
+
+    Sums are in float32. Where kernels/native/linear.cpp serves, a row of the result depends on that row of the input
+    alone, to the last bit. torch serves elsewhere: on other devices, processors and dtypes, for many rows, where
+    gradients are recorded and under torch's modes. Raises what torch raises.
+    """
+    output = None if has_torch_function((input,)) else _native(input, weight, bias)
+    return functional.linear(input, weight, bias) if output is None else output
+
+
+def _native(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product by C++; None where it cannot be had."""
+    functions, (code, most_rows) = library.functions(), _KINDS.get(input.dtype, (0, 0))
+    if functions is None or functions.linear is None or input.ndim != 2 or not 0 < len(input) <= most_rows:
+        return None
+    (rows, ins), outs = input.shape, len(weight)
+    if weight.shape != (outs, ins) or not ins or not _lies_flat(input, input) or not _lies_flat(weight, input):
+        return None
+    if bias is not None and (bias.shape != (outs,) or not _lies_flat(bias, input)):
+        return None
+    output = input.new_empty(rows, outs)
+    addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr()
+    done = functions.linear(*addresses, rows, ins, outs, ins, code, torch.get_num_threads())
+    return output if done else None
+
+
+def _lies_flat(tensor: Tensor, like: Tensor) -> bool:
+    """Whether its memory is a CPU's and in order, its dtype is that of ``like`` and no gradient is asked for."""
+    return tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == like.dtype and not tensor.requires_grad

@@ -1,0 +1,19 @@
+// y = x w' + b for few rows of x: see linear.cpp.
+#pragma once
+
+#include <cstdint>
+
+namespace ts {
+
+struct Linear {
+    const void* x;     // [rows, ins], rows `stride` elements apart
+    const void* w;     // [outs, ins]
+    const void* bias;  // [outs], or null
+    void* y;           // [rows, outs]
+    int64_t rows, stride, outs, ins;
+};
+
+// False where this processor or this build has no kernel for the dtype; nothing is written then.
+bool ts_linear(const Linear& call, int dtype, int64_t threads);
+
+}  // namespace ts

@@ -1,0 +1,112 @@
+"""The CPU's linear against torch's, its plain reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tapscope.kernels.cpu import linear
+from tapscope.kernels.native import backend, library, use_backend
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+needs_library = pytest.mark.skipif(backend()[0] == "numpy", reason="the C++ library was not built")
+
+
+def draw(seed: int, rows: int, ins: int, outs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    noise = torch.Generator().manual_seed(seed)
+    shapes = (rows, ins), (outs, ins), (outs,)
+    return tuple(torch.randn(shape, generator=noise).to(dtype) for shape in shapes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 66),
+    ins=st.integers(1, 100),
+    outs=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    biased=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+)
+def test_every_shape_is_within_rounding_of_the_exact_product(seed, rows, ins, outs, dtype, biased, threads):
+    x, w, b = draw(seed, rows, ins, outs, dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = linear(x, w, b if biased else None)
+    finally:
+        torch.set_num_threads(before)
+    exact = functional.linear(x.double(), w.double(), b.double() if biased else None)
+    size = functional.linear(x.double().abs(), w.double().abs(), b.double().abs())
+    bound = (ins + 2) * 2.0**-24 * size + UNIT.get(dtype, 2.0**-11) * exact.abs() + 1e-30
+    assert found.dtype == dtype
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_alone_and_among_others_and_on_any_number_of_threads(dtype):
+    x, w, b = draw(0, 19, 1100, 130, dtype)
+    code = library.CODES[str(dtype).removeprefix("torch.")]
+
+    def product(rows: torch.Tensor, threads: int) -> torch.Tensor:
+        y = torch.full((len(rows), 130), torch.nan, dtype=dtype)
+        addresses = (tensor.data_ptr() for tensor in (rows, w, b, y))
+        if not library.functions().linear(*addresses, len(rows), rows.stride(0), 130, 1100, code, threads):
+            pytest.skip("this processor has no kernel for it")
+        return y
+
+    together = product(x, 1)
+    assert torch.equal(product(x, 4), together)
+    assert torch.equal(torch.cat([product(row.unsqueeze(0), 1) for row in x]), together)
+    wide = torch.cat((x, x), dim=1)
+    assert torch.equal(product(wide[:, 1100:], 2), together)
+
+
+class Seen(TorchFunctionMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_serves_where_it_must_be_seen_or_be_differentiated():
+    x, w, b = draw(1, 3, 16, 8, torch.float32)
+    with Seen() as seen:
+        linear(x, w, b)
+    assert functional.linear in seen.functions
+    leaf = w.clone().requires_grad_()
+    linear(x, leaf, b).sum().backward()
+    assert torch.allclose(leaf.grad, x.sum(0).expand(8, 16))
+    assert linear(x.to("meta"), w.to("meta")).shape == (3, 8)
+
+
+LAID_OTHERWISE = [
+    lambda x, w: (x.mT.contiguous().mT, w),
+    lambda x, w: (x, w.mT.contiguous().mT),
+    lambda x, w: (x.view(1, 3, 16), w),
+]
+
+
+@pytest.mark.parametrize("change", LAID_OTHERWISE)
+def test_tensors_that_do_not_lie_row_by_row_are_torchs(change):
+    x, w = change(*draw(2, 3, 16, 8, torch.float32)[:2])
+    assert torch.equal(linear(x, w), functional.linear(x, w))
+
+
+def test_without_the_library_it_is_torchs():
+    x, w, b = draw(3, 3, 16, 8, torch.float32)
+    with use_backend("numpy"):
+        assert torch.equal(linear(x, w, b), functional.linear(x, w, b))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        linear(x, w[:, :4])
+    with pytest.raises(RuntimeError, match=r"size|expand|shape"):
+        linear(x, w, b[:3])
+    assert linear(x[:0], w, b).shape == (0, 8)
