@@ -1,8 +1,8 @@
 """Attention: causal attention of packed rows against a paged KV cache.
 
 :func:`attend` is the one place where it is computed. It is told nothing but tensors on the device and an
-:class:`AttentionSpec`; what is here computes it with torch's SDPA: requests that decode as one padded batch, the
-others one at a time.
+:class:`AttentionSpec`. Requests that decode are computed at once: on a CPU by C++ that reads the pages, elsewhere by
+torch's SDPA as one padded batch. The others are computed by SDPA one at a time.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.cache import StepCache
 from tapscope.engine.splits import HeadSplit
+from tapscope.kernels.cpu import paged_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +73,8 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
     """
     if has_torch_function((query,)):  # a mode such as BatchInvariant has its own
         return handle_torch_function(attend, (query,), query, layer, cache, spec)
-    batched = cache.num_batched(spec.window)
-    outputs = [_attend_batch(query[:batched], layer, cache, spec)] if batched else []
-    for segment in cache.segments[batched:]:
+    outputs = _attend_single(query, layer, cache, spec)
+    for segment in cache.segments[sum(map(len, outputs)) :]:
         rows = slice(segment.slot, segment.slot + segment.count)
         start = 0 if spec.window is None else max(0, segment.position - spec.window + 1)
         keys, values = cache.read(layer, segment, start)
@@ -82,6 +82,20 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
             values = keys[..., : spec.value_dim]
         outputs.append(attend_one(query[rows], keys, values, segment.position - start, spec))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> list[Tensor]:
+    """The first requests, those of one row, at once where that is the faster way: [requests, heads, value dim]."""
+    pools = cache.pools(layer) if query.is_cpu and spec.softcap is None and cache.num_single else None
+    if pools is not None:
+        count, (keys, values) = cache.num_single, pools
+        values = values if spec.value_dim is None else keys[..., : spec.value_dim]
+        tables = cache.page_table[:count], cache.lengths[:count]
+        output = paged_attention(query[:count], keys, values, *tables, spec.scale, spec.window)
+        if output is not None:
+            return [output]
+    batched = cache.num_batched(spec.window)
+    return [_attend_batch(query[:batched], layer, cache, spec)] if batched else []
 
 
 def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:

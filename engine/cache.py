@@ -66,6 +66,10 @@ class KVCache:
         """Whether any scale is not 1."""
         return self._keys.is_scaled or self._values.is_scaled
 
+    def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of ``layer`` in their pages, where they are stored as they are computed with."""
+        return (self._keys.layers[layer], self._values.layers[layer]) if self.form.is_plain else None
+
     def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
         """What a stored 1 means in ``layer``; None leaves it. What is cached of earlier steps is void afterwards."""
         for pool, scale in ((self._keys, key), (self._values, value)):
@@ -135,8 +139,9 @@ class StepCache:
         self.cache = cache
         self.segments = tuple(segments)
         """Requests of the step in order of rows."""
-        self._num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
-        self._longest_single = max((segment.length for segment in segments[: self._num_single]), default=0)
+        self.num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
+        """How many requests, the first ones, have one row."""
+        self._longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
         self._batches: dict[int | None, tuple[Tensor, Tensor | None]] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self.slots = slots
@@ -173,6 +178,10 @@ class StepCache:
         """Keys and values of this step's rows as attention reads them; valid until the next read."""
         return self.cache.positions(layer, self.slots)
 
+    def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """[pages, page_size, kv_heads, dim] of keys and values; None where they are stored in another type."""
+        return self.cache.pools(layer)
+
     def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each.
 
@@ -190,7 +199,7 @@ class StepCache:
 
         On a CPU only as long as what is gathered stays in the caches.
         """
-        count = self._num_single
+        count = self.num_single
         size = count * self._batch_width(window) * self.cache.gathered_bytes
         return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
 
@@ -201,7 +210,7 @@ class StepCache:
         """
         slots = self._batch_of(window)[0]
         keys, values = self.cache.positions(layer, slots)
-        shape = (self._num_single, self._batch_width(window))
+        shape = (self.num_single, self._batch_width(window))
         return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
     def batch_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -222,7 +231,7 @@ class StepCache:
 
     def _batch(self, window: int | None) -> tuple[Tensor, Tensor | None]:
         """Slots [requests * width] in the pool, the dummy's where a request has no more, and the mask."""
-        count, width, size = self._num_single, self._batch_width(window), self.cache.page_size
+        count, width, size = self.num_single, self._batch_width(window), self.cache.page_size
         lengths = self.lengths[:count, None].to(torch.int64)
         positions = (lengths - width).clamp_(min=0) + torch.arange(width, device=lengths.device)
         valid = positions < lengths

@@ -19,6 +19,8 @@ class Pool:
     def __init__(self, shape: Sequence[int], form: KVFormat, device: torch.device | str) -> None:
         self.form = form
         self.tensor = torch.zeros(*shape, dtype=form.stored, device=device)
+        self.layers = tuple(self.tensor)
+        """[pages, page_size, kv_heads, dim] of each layer, as stored."""
         self._is_plain, self._page_size, self._shape = form.is_plain, shape[2], tuple(shape[3:])
         bits = self.tensor.view(torch.uint8) if form.is_fp8 else self.tensor
         self._by_page = [_cut(layer, 1) for layer in bits]

@@ -1,8 +1,6 @@
-"""Kernels on a CPU's torch tensors: C++ of :mod:`tapscope.kernels.native` where it serves, and torch otherwise.
-
-Each function is named and called as torch's, which is its plain reference.
-"""
+"""Kernels on a CPU's torch tensors: C++ of :mod:`tapscope.kernels.native` where it serves."""
 
 from tapscope.kernels.cpu.linear import linear
+from tapscope.kernels.cpu.paged import paged_attention, paged_reference
 
-__all__ = ["linear"]
+__all__ = ["linear", "paged_attention", "paged_reference"]

@@ -50,6 +50,9 @@ class Functions(NamedTuple):
     linear: Callable[..., bool] | None
     """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
     processors cannot; None as above, and torch serves."""
+    paged: Callable[..., bool] | None
+    """(query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page
+    size, table stride, window or 0, dtype code, threads, scale) -> whether it was computed; None as above."""
 
 
 class _Choice(NamedTuple):
@@ -138,6 +141,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         stencil=module.Stencil,
         pen=module.Pen,
         linear=getattr(module, "linear", None),
+        paged=getattr(module, "paged", None),
     )
 
 

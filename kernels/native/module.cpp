@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "overview.h"
 #include "pen.h"
+#include "paged.h"
 #include "taken.h"
 
 namespace {
@@ -107,6 +108,19 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
+// (query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page size, table
+// stride, window or 0, dtype code, threads, scale) -> whether it was computed
+PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t n[17];
+    const double scale = count == 18 ? PyFloat_AsDouble(args[17]) : 0.0;
+    if (PyErr_Occurred() || !read(args, count - 1, n, 17)) return nullptr;
+    const ts::Paged call{at<void>(n[0]), at<void>(n[1]), at<void>(n[2]), at<int32_t>(n[3]), at<int32_t>(n[4]), at<void>(n[5]),
+                         n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14], static_cast<float>(scale)};
+    bool done = false;
+    run(n[6] * n[13] * n[12] * n[8] * (n[9] + n[10]) * 4, [&] { done = ts::ts_paged(call, int(n[15]), n[16]); });
+    return PyBool_FromLong(done);
+}
+
 template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyCFunction fast() {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
@@ -117,6 +131,7 @@ PyMethodDef kMethods[] = {
     {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
     {"overview", fast<overview>(), METH_FASTCALL, nullptr},
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},
+    {"paged", fast<paged>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

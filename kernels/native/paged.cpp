@@ -1,0 +1,183 @@
+// Attention of decoding requests, one row each, against keys and values that are read where they lie in their pages:
+// nothing is gathered, padded or masked. Softmax goes from block to block with a running maximum (Milakov and Gimelshein,
+// Online normalizer calculation for softmax, arXiv:1805.02867), in float32 throughout.
+
+#include "paged.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "common.h"
+#include "threads.h"
+
+namespace ts {
+namespace {
+
+constexpr int64_t kPositions = 32;  // of a block: its keys and values, of all heads, stay in a core's own cache
+
+TS_INLINE float value_of(float x) { return x; }
+TS_INLINE float value_of(uint16_t x) { return BFloat16::value(x); }
+
+TS_INLINE void put(float x, float* to) { *to = x; }
+TS_INLINE void put(float x, uint16_t* to) {  // rounded to even; NaN stays NaN
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    *to = static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+}
+
+// e^x for x <= 0 within 2 units in the last place; 0 below -87; NaN stays NaN. Cephes' polynomial (expf.c).
+TS_INLINE float exp_of(float x) {
+    const float bounded = x < -87.0f ? -87.0f : x;
+    const float n = __builtin_floorf(bounded * 1.44269504f + 0.5f);
+    const float r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const float power = bit_cast<float>((static_cast<int32_t>(n == n ? n : 0.0f) + 127) << 23);
+    const float result = (p * r * r + r + 1.0f) * power;
+    return x < -87.0f ? 0.0f : result;
+}
+
+template <class T>
+TS_INLINE void four_dots(const float* q, const T* a, const T* b, const T* c, const T* d, int64_t n, float* out) {
+    float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const float x = q[i];
+        sum_a += x * value_of(a[i]), sum_b += x * value_of(b[i]);
+        sum_c += x * value_of(c[i]), sum_d += x * value_of(d[i]);
+    }
+    out[0] = sum_a, out[1] = sum_b, out[2] = sum_c, out[3] = sum_d;
+}
+
+template <class T>
+TS_INLINE void add_four(const float* p, const T* a, const T* b, const T* c, const T* d, int64_t n, float* out) {
+    const float pa = p[0], pb = p[1], pc = p[2], pd = p[3];
+    for (int64_t i = 0; i < n; ++i) {
+        out[i] += pa * value_of(a[i]) + pb * value_of(b[i]) + (pc * value_of(c[i]) + pd * value_of(d[i]));
+    }
+}
+
+template <class T>
+TS_INLINE void add_one(float p, const T* a, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] += p * value_of(a[i]);
+}
+
+// What softmax has of one head so far.
+struct Progress {
+    float top = -__builtin_inff(), total = 0;
+};
+
+// The rows of a block's positions; for scores as many as a multiple of 4, the last one standing in for those that lack.
+template <class T>
+struct Rows {
+    const T *keys[kPositions], *values[kPositions];
+    int64_t count, padded;
+};
+
+template <class T>
+TS_INLINE void find_rows(const Paged& call, int64_t request, int64_t first, int64_t end, Rows<T>* rows) {
+    const int32_t* pages = call.table + request * call.table_stride;
+    rows->count = end - first, rows->padded = (rows->count + 3) / 4 * 4;
+    for (int64_t i = 0; i < rows->padded; ++i) {
+        const int64_t position = std::min(first + i, end - 1);
+        const int64_t slot = pages[position / call.page_size] * call.page_size + position % call.page_size;
+        rows->keys[i] = static_cast<const T*>(call.keys) + slot * call.kv_heads * call.key_dim;
+        rows->values[i] = static_cast<const T*>(call.values) + slot * call.kv_heads * call.value_stride;
+    }
+}
+
+// Asks for what the next block has of a head, while this one is computed.
+template <class T>
+TS_INLINE void ask_for(const T* from, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i, 0, 2);
+}
+
+// One query head and a block: `mixed` += weights of the positions times their values, all relative to the maximum.
+template <class T>
+TS_INLINE void one_head(const Paged& call, const Rows<T>& rows, const Rows<T>* ahead, int64_t kv_head, const float* query,
+                        Progress* head, float* mixed) {
+    float scores[kPositions];
+    const int64_t key = kv_head * call.key_dim, value = kv_head * call.value_stride;
+    for (int64_t i = 0; i < rows.padded; i += 4) {
+        const T* const* k = rows.keys + i;
+        four_dots(query, k[0] + key, k[1] + key, k[2] + key, k[3] + key, call.key_dim, scores + i);
+        for (int64_t j = i; ahead != nullptr && j < i + 4 && j < ahead->count; ++j) ask_for(ahead->keys[j] + key, call.key_dim);
+    }
+    float top = head->top;
+    for (int64_t i = 0; i < rows.count; ++i) top = scores[i] > top ? scores[i] : top;
+    for (int64_t i = rows.count; i < rows.padded; ++i) scores[i] = -__builtin_inff();
+    float total = 0;
+    for (int64_t i = 0; i < rows.padded; ++i) {
+        scores[i] = exp_of(scores[i] - top);
+        total += scores[i];
+    }
+    if (top > head->top) {
+        const float kept = exp_of(head->top - top);
+        for (int64_t i = 0; i < call.value_dim; ++i) mixed[i] *= kept;
+        head->total *= kept;
+    }
+    head->top = top, head->total += total;
+    int64_t i = 0;
+    for (; i + 4 <= rows.count; i += 4) {
+        const T* const* v = rows.values + i;
+        for (int64_t j = i; ahead != nullptr && j < i + 4 && j < ahead->count; ++j) {
+            ask_for(ahead->values[j] + value, call.value_dim);
+        }
+        add_four(scores + i, v[0] + value, v[1] + value, v[2] + value, v[3] + value, call.value_dim, mixed);
+    }
+    for (; i < rows.count; ++i) add_one(scores[i], rows.values[i] + value, call.value_dim, mixed);
+}
+
+// The heads [first, end) of keys and values of one request, with all their query heads.
+template <class T>
+TS_INLINE void some_heads(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {
+    const int64_t group = call.heads / call.kv_heads, count = (end - first) * group, length = call.lengths[request];
+    memory.assign(static_cast<size_t>(count * (call.key_dim + call.value_dim)), 0.0f);
+    std::vector<Progress> heads(static_cast<size_t>(count));
+    float *queries = memory.data(), *mixed = queries + count * call.key_dim;
+    const T* query = static_cast<const T*>(call.query) + (request * call.heads + first * group) * call.key_dim;
+    for (int64_t i = 0; i < count * call.key_dim; ++i) queries[i] = value_of(query[i]) * call.scale;
+    int64_t position = call.window > 0 ? std::max<int64_t>(0, length - call.window) : 0;
+    Rows<T> rows, ahead;
+    if (position < length) find_rows(call, request, position, std::min(position + kPositions, length), &ahead);
+    for (; position < length; position += kPositions) {
+        rows = ahead;
+        const int64_t next = position + kPositions;
+        if (next < length) find_rows(call, request, next, std::min(next + kPositions, length), &ahead);
+        for (int64_t i = 0; i < count; ++i) {
+            const Rows<T>* asked = next < length && i % group == 0 ? &ahead : nullptr;
+            one_head(call, rows, asked, first + i / group, queries + i * call.key_dim, &heads[i], mixed + i * call.value_dim);
+        }
+    }
+    T* out = static_cast<T*>(call.out) + (request * call.heads + first * group) * call.value_dim;
+    for (int64_t i = 0; i < count; ++i) {
+        const float scale = 1.0f / heads[i].total;
+        for (int64_t j = 0; j < call.value_dim; ++j) put(mixed[i * call.value_dim + j] * scale, out + i * call.value_dim + j);
+    }
+}
+
+TS_CLONES void float_heads(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {
+    some_heads<float>(call, request, first, end, memory);
+}
+
+TS_CLONES void bfloat_heads(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {
+    some_heads<uint16_t>(call, request, first, end, memory);
+}
+
+}  // namespace
+
+bool ts_paged(const Paged& call, int dtype, int64_t threads) {
+    if (dtype != kFloat32 && dtype != kBFloat16) return false;
+    const auto heads = dtype == kFloat32 ? float_heads : bfloat_heads;
+    const int64_t parts = std::min(call.kv_heads, (threads + call.requests - 1) / call.requests);
+    in_parallel(call.requests * parts, threads, [&](int64_t piece) {
+        thread_local std::vector<float> memory;
+        const int64_t part = piece % parts;
+        heads(call, piece / parts, part * call.kv_heads / parts, (part + 1) * call.kv_heads / parts, memory);
+    });
+    return true;
+}
+
+}  // namespace ts
