@@ -23,6 +23,7 @@ from tapscope.comparator.series import identity
 
 Array = np.ndarray[Any, Any]
 
+_BY_MORE = "a bias or groups decide beside"
 _NEAR = 8
 """Sites before a choice among which its scores are looked for."""
 
@@ -40,6 +41,8 @@ class Flip:
     """Row pairs whose choices are not the same ones in the same order."""
     width: int = 0
     """Choices a row."""
+    is_doubt: bool = False
+    """Whether it excuses nothing and only says why nothing could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ def _flip(before: Sequence[Examined], one: Examined, preparer: Preparer) -> Flip
     if not rest.any():
         return Flip(f"{count} unequal, each where its request's tokens part")
     rows = _Rows(rows.pairs[rest], *map(_numbers, (rows.baseline[rest], rows.target[rest])))
+    doubt: Flip | None = None
     for scores in _scores(before, one):
         beside = _rows(preparer, scores, rows.pairs)
         if beside is not None and _are_near_ties(rows, beside):
@@ -92,7 +96,9 @@ def _flip(before: Sequence[Examined], one: Examined, preparer: Preparer) -> Flip
                 frozenset() if is_logits else frozenset(rows.pairs.tolist()),
                 rows.baseline.shape[1],
             )
-    return None
+        if beside is not None and doubt is None and _are_chosen_by_more(preparer, one, scores):
+            doubt = Flip(f"{_BY_MORE} {scores.site}, which was not recorded: a near tie cannot be told", is_doubt=True)
+    return doubt
 
 
 def _numbers(chosen: Array) -> Array:
@@ -138,6 +144,20 @@ def _are_near_ties(chosen: _Rows, scores: _Rows) -> bool:
         gap = mine - other
         gap = np.abs(gap) if gap.shape[1] > 1 else gap  # a token that was sampled need not be the likeliest
         return bool((gap.max(1) <= 2.0 * error).all())
+
+
+def _are_chosen_by_more(preparer: Preparer, one: Examined, beside: Examined) -> bool:
+    """Whether the baseline's own choices are not its largest scores: DeepSeek-V3 adds a bias to them, and admits the
+    experts of the best groups alone."""
+    wanted = np.arange(preparer.row_map.num_pairs)
+    chosen, scores = _rows(preparer, one, wanted), _rows(preparer, beside, wanted)
+    if chosen is None or scores is None or not np.array_equal(chosen.pairs, scores.pairs):
+        return False
+    numbers, width = _numbers(chosen.baseline), scores.baseline.shape[1]
+    if not 1 < numbers.shape[1] < width or numbers.min() < 0 or numbers.max() >= width:
+        return False
+    mine = np.take_along_axis(scores.baseline, numbers, 1).min(1)
+    return bool((mine < np.sort(scores.baseline, axis=1)[:, -numbers.shape[1]]).any())
 
 
 def _moved(chosen: _Rows) -> frozenset[int]:

@@ -115,10 +115,11 @@ class Judge:
                 one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=("a plain value differs",)
             )
         flip = self._standards.flips.get(one.site)
-        if flip is not None and (not flip.scores or flip.scores in within):
+        if flip is not None and not flip.is_doubt and (not flip.scores or flip.scores in within):
             return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(flip.sentence,))
-        error = float(one.num_unequal)
-        return _finding(one, order, Verdict.DIFFERS, test="exact", error=error, growth=math.inf, judged_by="equality")
+        by: dict[str, Any] = {"test": "exact", "growth": math.inf, "judged_by": "equality"}
+        by["notes"] = (flip.sentence,) if flip is not None and flip.is_doubt else ()
+        return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
 
     def _by_floor(self, one: Examined, node: int, order: int, found: list[Finding]) -> Finding:
         how, spread = self.inputs[node].how, one.spread

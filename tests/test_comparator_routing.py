@@ -7,6 +7,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.comparator.report.answer import answer
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -38,13 +39,15 @@ def write(
     harm: float = 1.0,
     padded: bool = False,
     major: bool = False,
+    bias: float = 0.0,
 ) -> None:
-    """One layer of experts over all rows; `nudge` is what one score of the tied token is off by."""
+    """One layer of experts over all rows; `nudge` is what one score of the tied token is off by, `bias` what is added
+    to the scores of the first expert before the choice and recorded nowhere."""
     x = np.vstack([hidden, np.full((2, WIDTH), 3.0 if major else 2.0, np.float32)]) if padded else hidden
     logits = x @ ROUTER.T
     third = np.argsort(-logits[TIED])[2]
     logits[TIED, third] += np.float32(nudge)
-    chosen = np.argsort(-logits, axis=1)[:, :TOP]
+    chosen = np.argsort(-(logits + np.float32(bias) * (np.arange(EXPERTS) == 0)), axis=1)[:, :TOP]
     if wrong:
         chosen[3, 1] = np.argsort(-logits[3])[-1]
     flat = chosen.reshape(-1)
@@ -138,3 +141,13 @@ def test_rows_sorted_by_expert_with_padding_among_them_are_left_out(tmp_path: Pa
     report, found = diff(tmp_path)
     assert "mlp.experts.act_fn:in[input]" not in found
     assert report.exit_code == 0
+
+
+def test_what_else_decided_and_was_not_recorded_is_said(tmp_path: Path) -> None:
+    write(tmp_path / "b", HIDDEN, bias=2.0)
+    write(tmp_path / "t", HIDDEN, bias=2.0, wrong=True)
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert report.first_divergence is not None
+    assert (report.first_divergence.module, report.exit_code) == ("layers.0.mlp.gate", 1)
+    assert "a bias or groups decide beside layers.0.mlp.gate:out[0]" in answer(report)[0]

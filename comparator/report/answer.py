@@ -128,7 +128,8 @@ def _amount(finding: Finding) -> str:
     if finding.test == "nonfinite":
         return f"{int(finding.error):,} values not finite that the other side does not have there"
     if finding.test == "exact":
-        return f"{int(finding.error):,} rows of integers unequal"
+        said = f"{int(finding.error):,} rows of integers unequal"
+        return f"{said}: {finding.notes[0]}" if finding.notes else said
     if finding.test in ("replicas", "tolerance", "rule", "permuted"):
         return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
     if finding.test == "gain":
