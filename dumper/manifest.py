@@ -20,13 +20,15 @@ from tapscope.wire import Message
 def hello(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatched: Mapping[str, str]) -> Message:
     """The first message to the recorder; ``unmatched`` are the rules that match no site of this rank's model."""
     settings = config.to_json()
-    opening = {
+    opening: dict[str, Any] = {
         "world_size": info.world_size,
         "mesh": dict(info.mesh),
         "coords": dict(info.coords),
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
+    if info.own_steps:
+        opening["own_steps"] = list(info.own_steps)
     fields = {"rank": info.rank, "opening": opening, "manifest": _manifest(info, config)}
     return Message("hello", fields | {"modules": modules(taps), "config": settings, "unmatched": dict(unmatched)})
 
@@ -51,6 +53,7 @@ def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:
         "config": config.to_json(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        **({"own_steps": list(info.own_steps)} if info.own_steps else {}),
     } | kept
 
 

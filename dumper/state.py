@@ -75,7 +75,9 @@ def _silent(peer: "Peer") -> str | None:
 
 
 def _lagging(peer: "Peer", present: list["Peer"]) -> str | None:
-    first = max(present, key=lambda each: each.step)
+    axes, coords = peer.opening.get("own_steps", ()), peer.opening["coords"]
+    alike = [each for each in present if all(each.opening["coords"].get(a) == coords.get(a) for a in axes)]
+    first = max(alike, key=lambda each: each.step)
     idle_s = time.monotonic() - peer.moved
     if peer.step >= first.step or idle_s < DRIFT_S:
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.engine.checks import is_count, is_number, require
+from tapscope.engine.sampling_params import derive_seed
 from tapscope.errors import ConfigError
 
 _CHOICES = {
@@ -19,7 +20,7 @@ _CHOICES = {
     "quantization": (None, "fp8"),
     "launch": ("spawn", "external"),
 }
-_COUNTS = ("tp", "ep", "page_size", "max_running", "ageing_steps", "kv_bytes")
+_COUNTS = ("tp", "ep", "dp", "page_size", "max_running", "ageing_steps", "kv_bytes")
 _RENDEZVOUS = re.compile(r"tcp://[^\s:/]+:[0-9]{1,5}")
 _TIMEOUTS = ("waiting_timeout_s", "running_timeout_s")
 _require = partial(require, ConfigError)
@@ -39,6 +40,10 @@ class EngineConfig:
     """Tensor-parallel ranks; at most one a query head."""
     ep: int = 1
     """Expert-parallel groups among the ``tp`` ranks, which it divides: each holds a block of every layer's experts."""
+    dp: int = 1
+    """Data-parallel replicas behind one server, each an engine of ``tp`` ranks; only `tapscope serve` makes several."""
+    dp_rank: int = 0
+    """Which of the ``dp`` replicas this engine is; the server sets it."""
     page_size: int = 16
     """Token positions in one page of the KV cache."""
     num_pages: int | None = None
@@ -98,6 +103,9 @@ class EngineConfig:
         for name in _COUNTS:
             _require(is_count(getattr(self, name)), name, getattr(self, name), "must be a whole number above 0")
         _require(self.tp % self.ep == 0, "ep", self.ep, f"must divide tp={self.tp}")
+        is_replica = type(self.dp_rank) is int and 0 <= self.dp_rank < self.dp
+        _require(is_replica, "dp_rank", self.dp_rank, f"must be a whole number from 0, below dp={self.dp}")
+        _require(self.dp == 1 or self.launch == "spawn", "dp", self.dp, "needs launch='spawn'")
         rule = "must be a whole number above 0, or None to size it from kv_bytes"
         _require(self.num_pages is None or is_count(self.num_pages), "num_pages", self.num_pages, rule)
         rule, tokens = "must be a whole number above 0, or None for the device's default", self.max_tokens_per_step
@@ -138,6 +146,10 @@ class EngineConfig:
     def step_tokens(self, device_type: str) -> int:
         """``max_tokens_per_step`` on a device of this type."""
         return self.max_tokens_per_step or (512 if device_type == "cpu" else 8192)
+
+    def replica_seed(self) -> int:
+        """What this replica's requests without a seed of their own are seeded from; no two replicas draw alike."""
+        return derive_seed(self.seed, -self.dp_rank) if self.dp_rank else self.seed
 
     @classmethod
     def build(cls, model: "str | Path | EngineConfig", settings: Mapping[str, Any]) -> "EngineConfig":

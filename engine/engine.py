@@ -12,12 +12,13 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.external import ExternalRanks, obey_if_launched
 from tapscope.engine.grammar import Grammars
 from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.obey import change_weights
 from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.policy import Policy
 from tapscope.engine.pooling import POOLINGS, pool_step
-from tapscope.engine.ranks import Ranks, change_weights
+from tapscope.engine.ranks import Ranks
 from tapscope.engine.request import Request
 from tapscope.engine.routed_experts import route_step
 from tapscope.engine.runner import Runner
@@ -42,6 +43,8 @@ class Engine:
         self._epoch = 0
         self._live: dict[str, Request] = {}
         num_threads = torch.get_num_threads()
+        if config.dp > 1:  # replicas share the cores
+            torch.set_num_threads(max(1, num_threads // config.dp))
         if config.launch == "external":
             obey_if_launched(config, self.model_config, observer)
         if config.tp == 1:
@@ -58,7 +61,8 @@ class Engine:
         )
         tokenizer = Path(config.model) / "tokenizer.json"
         vocab, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
-        self.sampler = Sampler(vocab, eos, config.seed, self.runner.device, Grammars(tokenizer, vocab, eos))
+        grammars = Grammars(tokenizer, vocab, eos)
+        self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, grammars)
         self.scheduler = Scheduler(policy)
         # Also runs when the engine is dropped, or the program ends, without close().
         self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, num_threads)
@@ -171,10 +175,7 @@ class Engine:
         config.json there describes another model) with the old weights in place; RankLostError when reading failed
         half way, after which nothing can be computed.
         """
-        self._check_usable()
-        if not partial and ModelConfig.read(folder) != self.model_config:
-            raise UsageError(f"{folder / 'config.json'} describes another model than {self.config.model}")
-        self._on_every_rank(folder, partial=partial, apply=False)
+        self.check_weights(folder, partial=partial)
         try:
             self._on_every_rank(folder, partial=partial, apply=True)
         except CheckpointError as error:
@@ -182,6 +183,13 @@ class Engine:
             assert self._lost is not None
             raise self._lost from error
         self.scheduler.recompute()
+
+    def check_weights(self, folder: Path, *, partial: bool = False) -> None:
+        """Raise what :meth:`update_weights` refuses ``folder`` with; nothing is changed."""
+        self._check_usable()
+        if not partial and ModelConfig.read(folder) != self.model_config:
+            raise UsageError(f"{folder / 'config.json'} describes another model than {self.config.model}")
+        self._on_every_rank(folder, partial=partial, apply=False)
 
     def _on_every_rank(self, folder: Path, *, partial: bool, apply: bool) -> None:
         """Check or load weights everywhere at once; raises CheckpointError with what the first rank says."""
@@ -203,6 +211,7 @@ class Engine:
             "model": config.model,
             "architecture": self.model_config.architecture,
             "dtype": self.runner.dtype,
+            "dp": config.dp,
             "tp": config.tp,
             "ep": config.ep,
             "max_positions": min(self.model_config.max_positions, scheduler.policy.num_pages * config.page_size),
@@ -255,6 +264,7 @@ class Engine:
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
             routed_experts=routed,
+            dp_rank=self.config.dp_rank,
         )
 
     def _check_usable(self) -> None:

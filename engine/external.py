@@ -19,9 +19,11 @@ import zmq
 
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.obey import obey
 from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.ranks import Ranks, identity, obey
+from tapscope.engine.ranks import Ranks
 from tapscope.engine.runner import device_of
+from tapscope.engine.workers import identity
 from tapscope.errors import ConfigError, RankLostError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, encode
@@ -82,21 +84,21 @@ class ExternalRanks(Ranks):
     def __init__(self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
         self._place = Place.read(config)
         super().__init__(config, model_config, observer)
-        self._processes = {}
         self._ended = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def _bind(self) -> None:
         self._port = self._socket.bind_to_random_port(f"tcp://{_resolved(self._place.hostname)}")
 
     @property
-    def _peers(self) -> range:
+    def peers(self) -> range:
+        """The other ranks."""
         return range(1, self._config.tp)
 
     def connect(self) -> TensorParallel:
         """Tell the others where plans come from and join them; raises RankLostError."""
         store = self._place.store(self._config)
         store.set("plans", f"tcp://{_resolved(self._place.hostname)}:{self._port}")
-        device = device_of(self._config.device, self._place.local_rank)
+        device = device_of(self._config, self._place.local_rank)
         self.await_all("up")
         try:
             return self._place.meet(store, self._config, device)
@@ -140,7 +142,7 @@ def obey_if_launched(config: EngineConfig, model_config: ModelConfig, observer: 
         ended = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(address)
         try:
-            device = device_of(config.device, place.local_rank)
+            device = device_of(config, place.local_rank)
             obey(lambda: place.meet(store, config, device), config, model_config, observer, socket, ended)
         except BaseException:
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))

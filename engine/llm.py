@@ -43,6 +43,8 @@ class LLM:
         Raises ConfigError, UsageError (a tp above the number of heads), CheckpointError, RankLostError.
         """
         config = EngineConfig.build(model, settings)
+        if config.dp > 1:
+            raise UsageError(f"dp={config.dp}: an LLM is one engine; `tapscope serve --dp N` serves several replicas")
         self.tokenizer = Tokenizer.find(Path(config.model))
         self.engine = Engine(config, observer)
         self._num_named = 0

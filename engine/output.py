@@ -37,6 +37,8 @@ class Output:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Leading prompt tokens that the prefix cache held."""
+    dp_rank: int = 0
+    """The DP replica that computed it."""
 
     routed_experts: RoutedExperts | None = None
     """Of the positions computed since the last output; None where not asked for."""
@@ -87,6 +89,7 @@ _DEFAULTS: dict[str, Any] = {
     "embedding": None,
     "prompt_tokens": 0,
     "cached_tokens": 0,
+    "dp_rank": 0,
 }
 
 

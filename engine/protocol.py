@@ -70,6 +70,7 @@ def answer(output: Output, latency_s: float, style: Style, *, has_text: bool) ->
         "finish_reason": _finish_reason(output),
         "e2e_latency": latency_s,
         "weight_version": style.weight_version,
+        "dp_rank": output.dp_rank,
     }
     if output.routed_experts is not None:
         meta["routed_experts"] = output.routed_experts.text

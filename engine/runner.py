@@ -43,7 +43,7 @@ class Runner:
         self.dtype = dtype_name(config, model_config)
         dtype = _DTYPES[self.dtype]
         tp.ep = config.ep
-        self.device = tp.device or device_of(config.device, tp.rank)
+        self.device = tp.device or device_of(config, tp.rank)
         self.stages = Stages()
         with self.stages.stage("model"), self.device:
             self.model = build_model(model_config, tp, dtype).eval()
@@ -69,10 +69,11 @@ class Runner:
         self.observer: StepObserver | None = None
         if observer is not None:
             info = RankInfo(
-                rank=tp.rank,
-                world_size=tp.size,
-                mesh={"tp": tp.size},
-                coords={"tp": tp.rank},
+                rank=config.dp_rank * tp.size + tp.rank,
+                world_size=config.dp * tp.size,
+                mesh={"dp": config.dp, "tp": tp.size} if config.dp > 1 else {"tp": tp.size},
+                coords={"dp": config.dp_rank, "tp": tp.rank} if config.dp > 1 else {"tp": tp.rank},
+                own_steps=("dp",) if config.dp > 1 else (),
                 framework="tapscope",
                 model=config.model,
                 dtype=self.dtype,
@@ -93,7 +94,7 @@ class Runner:
         if self._scale_file is not None or config.load_format != "dummy":
             scales = self._scales(Path(config.model), partial=False)
             use_scales(cache, scales, partial=False)
-            if self.model.tp.rank == 0 and self._scale_file is None:
+            if self.model.tp.rank == config.dp_rank == 0 and self._scale_file is None:
                 is_asked = config.kv_cache_dtype != "auto"
                 warn_of_scales(Path(config.model), self.kv_cache_dtype, scales, is_asked=is_asked)
         size = self.num_pages * config.page_size * self.kv_position_bytes / 2**20
@@ -201,14 +202,24 @@ class Runner:
         return [tokens[row] for row in plan.sampled_logits]
 
 
-def device_of(name: str, rank: int) -> torch.device:
-    """This rank's device, by its number on its machine; raises ConfigError when there is no such GPU."""
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """The device of tensor-parallel rank ``rank``, by its number on its machine: DP replica r has GPUs from r * tp on.
+
+    Raises ConfigError when there is no such GPU, and where the replicas together need more than there are.
+    """
     num_gpus = torch.cuda.device_count()
-    if name == "cpu" or (name == "auto" and not num_gpus):
+    if config.device == "cpu" or (config.device == "auto" and not num_gpus):
         return torch.device("cpu")
+    if config.dp > 1 and config.dp * config.tp > num_gpus:
+        raise ConfigError(
+            f"device={config.device!r}: dp={config.dp} replicas of tp={config.tp} ranks need {config.dp * config.tp} "
+            f"GPUs but there are {num_gpus}; use fewer, or device='cpu'"
+        )
     if rank >= num_gpus:
-        raise ConfigError(f"device={name!r}: rank {rank} needs GPU {rank} but there are {num_gpus}; use device='cpu'")
-    return torch.device("cuda", rank)
+        raise ConfigError(
+            f"device={config.device!r}: rank {rank} needs GPU {rank} but there are {num_gpus}; use device='cpu'"
+        )
+    return torch.device("cuda", config.dp_rank * config.tp + rank)
 
 
 def dtype_name(config: EngineConfig, model_config: ModelConfig) -> str:

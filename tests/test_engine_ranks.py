@@ -142,7 +142,7 @@ def test_no_rank_outlives_its_engine(path: Path, tmp_path: Path, ending: str) ->
 
 
 def test_an_observer_factory_that_cannot_be_pickled_is_said(path: Path) -> None:
-    with pytest.raises(UsageError, match="the observer factory must be picklable when tp > 1"):
+    with pytest.raises(UsageError, match="the observer factory must be picklable when tp or dp > 1"):
         LLM(path, tp=2, observer=lambda model, info: Memory(model, info))
 
 

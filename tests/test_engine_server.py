@@ -69,6 +69,7 @@ def test_one_prompt_gets_sglangs_answer(served: Served, path: Path) -> None:
         "cached_tokens": 0,
         "finish_reason": {"type": "length", "length": 6},
         "weight_version": "default",
+        "dp_rank": 0,
     }
 
 

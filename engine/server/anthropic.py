@@ -12,7 +12,7 @@ from tapscope.engine.api.messages_answer import MessagesAnswer
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.api.prompting import Prompt, encode_conversation, make_prompt
 from tapscope.engine.output import Output
-from tapscope.engine.server.asking import Asked, capture_of, guarded, jobs, outputs_of
+from tapscope.engine.server.asking import Asked, guarded, jobs, outputs_of
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import sse, unless_gone
 
@@ -31,7 +31,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
         wanted, prompt = await asked.read(request, _read_messages)
         answer = MessagesAnswer(model, prompt.form, len(prompt.token_ids))
         work = jobs([(prompt.token_ids, prompt.params)], answer.id, 0)
-        outputs = outputs_of(state, work, capture_of(request))
+        outputs = outputs_of(state, work, request)
         if wanted.stream:
             return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))
         return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))

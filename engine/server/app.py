@@ -94,9 +94,9 @@ def build_app(
 
 
 async def _greet(state: FrontState) -> None:
-    """The engine is ready once it answers."""
+    """The engine is ready once every replica answers."""
     try:
-        await state.client.call("state")
+        await state.client.call_all("state")
         state.is_ready = True
     except TapscopeError:
         pass  # client.failure says why
@@ -106,8 +106,7 @@ def _add_metrics(app: FastAPI, state: FrontState, more: MoreMetrics | None) -> N
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """For Prometheus."""
-        engines = {"0": await state.client.call("state")}
-        text = state.metrics.exposition(engines)
+        text = state.metrics.exposition(await state.client.call_all("state"))
         return Response(text + (b"" if more is None else await more()), media_type=CONTENT_TYPE)
 
 

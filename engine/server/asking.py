@@ -21,6 +21,7 @@ from tapscope.errors import TapscopeError, UsageError
 T = TypeVar("T")
 
 CAPTURE_HEADER = "x-tapscope-capture"
+REPLICA_HEADER = "x-data-parallel-rank"  # as vLLM's
 _LONG_BODY = 20_000  # bytes; a longer one is read and tokenised beside the event loop
 
 
@@ -85,13 +86,27 @@ def capture_of(request: Request) -> str:
     return value
 
 
+def replica_of(request: Request) -> int | None:
+    """The DP replica that the header x-data-parallel-rank asks for; raises UsageError for what is no number."""
+    value = request.headers.get(REPLICA_HEADER)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or len(value) > 9:
+        raise UsageError(f"header {REPLICA_HEADER}: {value[:100]!r} must be the number of a DP replica, from 0")
+    return int(value)
+
+
 def options_of(**fields: Any) -> dict[str, Any]:
     """Further fields of the engine's Request: those that ask for something."""
     return {name: value for name, value in fields.items() if value}
 
 
-def outputs_of(state: FrontState, wanted: Sequence[Job], capture: str) -> AsyncGenerator[tuple[int, Output]]:
-    """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left."""
+def outputs_of(state: FrontState, wanted: Sequence[Job], request: Request) -> AsyncGenerator[tuple[int, Output]]:
+    """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left.
+
+    Headers of ``request`` say which replica computes them, and what is captured of them; raises UsageError.
+    """
+    capture, dp_rank = capture_of(request), replica_of(request)
     return merged(
         [
             state.client.stream(
@@ -99,6 +114,7 @@ def outputs_of(state: FrontState, wanted: Sequence[Job], capture: str) -> AsyncG
                 job.params,
                 request_id=job.request_id,
                 options=options_of(priority=job.priority, pooling=job.pooling, capture=capture),
+                dp_rank=dp_rank,
             )
             for job in wanted
         ]

@@ -1,26 +1,27 @@
-"""The engine's process as a server: it starts the front, runs the engine beside it, and ends with it."""
+"""The engine's process as a server: it starts the front and further replicas, runs replica 0, and ends with them."""
 
 import json
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
 
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.server.replicas import ReplicaLostError, Replicas
 from tapscope.engine.server.settings import ServerSettings
-from tapscope.errors import LiveError, RankLostError, UsageError
+from tapscope.errors import LiveError, RankLostError
+from tapscope.observe import ObserverFactory
 
 if TYPE_CHECKING:
-    from tapscope.engine.llm import LLM
+    from tapscope.engine.engine import Engine
+    from tapscope.engine.server.service import EngineService
 
 LINGER_S = 10.0
 """How long a server whose engine is lost answers 503 with the reason before it ends."""
@@ -28,11 +29,12 @@ _KILL_S = 5.0
 
 
 class Backend:
-    """Enter it before the model is loaded (the front starts meanwhile), then :meth:`run` with the loaded model."""
+    """Enter it, and the front and the other replicas begin to load; then :meth:`run`."""
 
     def __init__(
         self,
-        model: str,
+        config: EngineConfig,
+        observer: ObserverFactory | None,
         listener: socket.socket,
         settings: ServerSettings,
         *,
@@ -40,32 +42,34 @@ class Backend:
         extras: Mapping[str, Any] | None = None,
     ) -> None:
         """``front_module`` is run as the front by ``python -m``; ``extras`` are JSON values for it."""
-        self._model = model
+        self._config = config
+        self._observer = observer
         self._listener = listener
         self._settings = settings
         self._module = front_module
         self._extras = dict(extras or {})
         self._signals = 0
         self._is_running = self._is_draining = False
+        self._lost: RankLostError | None = None
 
     def __enter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="tapscope-"))
+        self._replicas = Replicas(self._config, self._observer, self._settings.max_waiting)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
-        address = f"ipc://{self._folder / 'engine'}"
+        self._socket.bind(self._replicas.addresses[0])
+        self._start_front()
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            self._folder.rmdir()
-            raise UsageError(f"no socket can be made in {self._folder}: {error}; set TMPDIR to a short path") from None
-        self._start_front(address)
+            self._replicas.spawn()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._is_running:
             self._front.kill()  # the model was not loaded: nobody was served
+            self._replicas.abandon()
         self._channel.close()  # a front that still serves sees it, and ends
         with self._listener, suppress(subprocess.TimeoutExpired):
             self._front.wait(_KILL_S)
@@ -74,26 +78,43 @@ class Backend:
             self._front.wait()
         self._socket.close(linger=0)  # the front has ended: nobody reads what is left
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._replicas.close()
 
-    def run(self, llm: "LLM") -> None:
-        """Serve until SIGTERM or Ctrl-C has drained the front; a second one raises SystemExit.
+    def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Load replica 0 and serve until SIGTERM or Ctrl-C has drained the front; a second one raises SystemExit.
 
-        Raises RankLostError when the engine was lost, LiveError when the front was.
+        ``on_ready`` is called when every replica is loaded. Raises what loading raises on any of them, RankLostError
+        when an engine was lost, LiveError when the front was.
         """
-        from tapscope.engine.server.service import EngineService  # with it comes torch: the front starts before
+        from tapscope.engine.engine import Engine  # with it comes torch: the front starts before
+
+        engine = Engine(self._config, self._observer)
+        try:
+            self._replicas.await_all("ready")
+            if on_ready is not None:
+                on_ready()
+            self._serve(engine)
+        finally:
+            self._replicas.dismiss()  # observers of all replicas close at the same time: they may share a recorder
+            engine.close()
+
+    def _serve(self, engine: "Engine") -> None:
+        from tapscope.engine.server.service import EngineService
 
         service = EngineService(
-            llm.engine, self._socket, max_waiting=self._settings.max_waiting, on_failure=self._on_failure
+            engine, self._socket, max_waiting=self._settings.max_waiting, on_failure=self._on_failure
         )
         service.watch(self._channel.fileno(), service.stop)
+        for source in self._replicas.sources:
+            service.watch(source, lambda: self._look_at_replicas(service))
         self._is_running = True
         if self._signals:
             self._drain()
         service.run()
         code = self._front.wait()
-        if service.failure is not None:
-            raise service.failure
+        self._look_at_replicas(service)  # one may have been lost while the front ended
+        if self._lost is not None:
+            raise self._lost
         if not self._is_draining or code:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise LiveError(f"the HTTP process {how}; the engine ends with it")
@@ -115,7 +136,24 @@ class Backend:
             raise SystemExit(128 + number)
         self._drain()
 
+    def _look_at_replicas(self, service: "EngineService") -> None:
+        """A replica has ended: the front takes no more requests, those of the others are finished."""
+        try:
+            self._replicas.check()
+        except ReplicaLostError as error:
+            for source in self._replicas.sources:
+                service.unwatch(source)
+            self._tell_front({"do": "fail", "dp_rank": error.dp_rank, "reason": str(error)})
+            self._end_soon(error)
+
     def _on_failure(self, error: RankLostError) -> None:
+        """The engine of this process is lost; it has told the front."""
+        self._end_soon(RankLostError(f"DP replica 0: {error}") if self._config.dp > 1 else error)
+
+    def _end_soon(self, error: RankLostError) -> None:
+        if self._lost is not None:
+            return
+        self._lost = error
         print(
             f"tapscope: error: {error}\nthe server answers 503 and ends in {LINGER_S:g} s", file=sys.stderr, flush=True
         )
@@ -125,10 +163,13 @@ class Backend:
 
     def _drain(self) -> None:
         self._is_draining = True
-        with suppress(OSError):
-            self._channel.send(b"drain\n")
+        self._tell_front({"do": "drain"})
 
-    def _start_front(self, address: str) -> None:
+    def _tell_front(self, line: dict[str, Any]) -> None:
+        with suppress(OSError):
+            self._channel.sendall(json.dumps(line).encode() + b"\n")
+
+    def _start_front(self) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), self._listener.fileno())
@@ -139,5 +180,5 @@ class Backend:
                 stdout=2,  # stdout belongs to data
             )
         self._listener.close()  # from now on the front's alone: what it closes is closed
-        welcome = {"address": address, "model": self._model, "extras": self._extras}
-        self._channel.sendall(json.dumps(welcome | {"settings": self._settings.plain()}).encode() + b"\n")
+        welcome = {"addresses": self._replicas.addresses, "model": self._config.model, "extras": self._extras}
+        self._tell_front(welcome | {"settings": self._settings.plain()})

@@ -44,7 +44,7 @@ class EngineBridge:
             self._clients.pop(loop).close()
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            self._clients[loop] = EngineClient(self._context, _ADDRESS, self._tokenizer, self._meters)
+            self._clients[loop] = EngineClient(self._context, [_ADDRESS], self._tokenizer, self._meters)
         return self._clients[loop]
 
     def stop(self) -> None:

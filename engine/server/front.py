@@ -1,7 +1,7 @@
 """The front: the process of HTTP, tokenizer and text. Holds no torch.
 
 Its parent, the engine's process, gives it two descriptors: the listening socket, and a channel of JSON lines. The
-channel says what to serve, then ``drain``; its end means that the other side is no more.
+channel says what to serve, then which replica is lost, and to drain; its end means that the other side is no more.
 """
 
 import asyncio
@@ -62,13 +62,14 @@ def _run(
     channel: socket.socket,
     make_extras: Callable[[dict[str, Any]], Extras] | None,
 ) -> int:
-    state = FrontState(welcome["model"], ServerSettings(**welcome["settings"]))
+    addresses = welcome["addresses"]
+    state = FrontState(welcome["model"], ServerSettings(**welcome["settings"]), len(addresses))
     tokenizer = Tokenizer.find(Path(welcome["model"]))
 
     @asynccontextmanager
     async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
         with zmq.Context() as context:
-            client = EngineClient(context, welcome["address"], tokenizer, meters)
+            client = EngineClient(context, addresses, tokenizer, meters)
             try:
                 yield client
             finally:
@@ -82,12 +83,16 @@ def _run(
 async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState) -> int:
     server = _FrontServer(make_server(_cut_off_quietly(app), state.settings.drain_timeout_s).config)
     channel.setblocking(False)
-    loop, code = asyncio.get_running_loop(), 0
+    loop, code, lines = asyncio.get_running_loop(), 0, _Lines()
 
     def on_channel() -> None:
         nonlocal code
-        if _read(channel):
-            server.drain()
+        if received := _read(channel):
+            for line in lines.push(received):
+                if line["do"] == "drain":
+                    server.drain()
+                else:
+                    state.client.replicas[line["dp_rank"]].fail(line["reason"])
             return
         loop.remove_reader(channel)
         if not server.should_exit:
@@ -121,6 +126,18 @@ def _read(channel: socket.socket) -> bytes:
         return channel.recv(4096)
     except ConnectionError:
         return b""
+
+
+class _Lines:
+    """JSON lines out of bytes as they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def push(self, received: bytes) -> list[dict[str, Any]]:
+        """The lines that are whole now."""
+        *whole, self._rest = (self._rest + received).split(b"\n")
+        return [json.loads(line) for line in whole]
 
 
 class _FrontServer(uvicorn.Server):

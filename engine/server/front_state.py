@@ -1,11 +1,12 @@
 """FrontState: what the routes of one app share."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.metrics import FrontMetrics
 from tapscope.engine.server.settings import ServerSettings
-from tapscope.errors import LiveError, RankLostError
+from tapscope.errors import LiveError
 
 
 @dataclass(slots=True, eq=False)
@@ -14,11 +15,18 @@ class FrontState:
 
     model_path: str
     settings: ServerSettings
-    metrics: FrontMetrics = field(default_factory=FrontMetrics)
+    dp: int = 1
+    """Replicas behind the app."""
+    metrics: FrontMetrics = field(init=False)
     weight_version: str = "default"
     is_ready: bool = False
-    """Whether the engine has answered yet."""
+    """Whether every replica has answered yet."""
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights change: replicas must take two updates in the same order."""
     _client: EngineClient | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = FrontMetrics(self.dp)
 
     @property
     def model_name(self) -> str:
@@ -38,7 +46,6 @@ class FrontState:
 
     def require_ready(self) -> None:
         """Raise LiveError, with the reason, unless the engine can compute."""
-        if self.client.failure is not None:
-            raise RankLostError(self.client.failure)
+        self.client.require_usable()
         if not self.is_ready:
             raise LiveError("the engine is still loading")

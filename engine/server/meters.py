@@ -20,6 +20,8 @@ class Stopwatch:
     finish_reason: str | None = None
     """None while it is live, and for a client that went away."""
     error: str | None = None
+    dp_rank: int = 0
+    """The replica that computes it."""
     between: tuple[float, int] | None = None
     """Seconds since the output before, and tokens that came with this one; None with the first."""
 

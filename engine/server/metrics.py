@@ -1,6 +1,6 @@
 """Metrics: the engine's counters and the front's latencies as text for Prometheus."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -31,42 +31,49 @@ _GAUGES = {
     "kv_bytes_total": "Bytes of the KV cache on each rank, as it is stored.",
     "kv_bytes_per_token": "Bytes of one token in the KV cache on each rank.",
 }
+_OF_EACH_RANK = ("kv_bytes_total", "kv_bytes_per_token")
+"""The same on all; adding them up would mean nothing."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class FrontMetrics:
     """A listener of requests, and the text of everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, dp: int = 1) -> None:
+        """``dp`` is the number of replicas; every metric has a label of its replica."""
         self._registry = registry = CollectorRegistry(auto_describe=False)
         self._requests = Counter(
-            f"{_PREFIX}requests", "Requests that ended, by finish reason; gone: the client left.", ["reason"],
-            registry=registry,
+            f"{_PREFIX}requests", "Requests that ended, by finish reason; gone: the client left.",
+            ["dp_rank", "reason"], registry=registry,
         )  # fmt: skip
         self._ttft = _histogram("time_to_first_token_seconds", "Time until the first token came.", registry)
         self._itl = _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", registry)
         self._e2e = _histogram("e2e_request_latency_seconds", "Time until the last token came.", registry)
+        for histogram in (self._ttft, self._itl, self._e2e):
+            for number in range(dp):
+                histogram.labels(str(number))  # there from the start, with nothing in it
 
     def gave(self, watch: Stopwatch, output: Output) -> None:
         """An output came."""
         if not output.token_ids:
             return
+        replica = str(watch.dp_rank)
         if watch.between is None:
-            self._ttft.observe(watch.ttft_s or 0.0)
+            self._ttft.labels(replica).observe(watch.ttft_s or 0.0)
             return
         seconds, num_tokens = watch.between
         for _ in range(num_tokens):
-            self._itl.observe(seconds / num_tokens)
+            self._itl.labels(replica).observe(seconds / num_tokens)
 
     def ended(self, request: str, prompt_tokens: int, watch: Stopwatch) -> None:
         """A request is over."""
         reason = "error" if watch.error is not None else watch.finish_reason or "gone"
-        self._requests.labels(reason).inc()
+        self._requests.labels(str(watch.dp_rank), reason).inc()
         if reason in ("stop", "length"):
-            self._e2e.observe(watch.elapsed_s)
+            self._e2e.labels(str(watch.dp_rank)).observe(watch.elapsed_s)
 
-    def exposition(self, engines: Mapping[str, Mapping[str, Any]]) -> bytes:
-        """Prometheus' text format; ``engines`` are states by name of DP replica."""
+    def exposition(self, engines: Sequence[Mapping[str, Any]]) -> bytes:
+        """Prometheus' text format; ``engines`` are the states of the DP replicas, in order."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Engines(engines))
         return generate_latest(registry) + generate_latest(self._registry)
@@ -75,20 +82,20 @@ class FrontMetrics:
 class _Engines(Collector):
     """Counters and gauges of the engines at one moment."""
 
-    def __init__(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        self._engines = engines
+    def __init__(self, engines: Sequence[Mapping[str, Any]]) -> None:
+        self._engines = {str(number): state for number, state in enumerate(engines)}
 
     def collect(self) -> Iterable[Metric]:
         """Every metric that an engine has a number for."""
         for name, text in _COUNTERS.items():
-            yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=["replica"]), name)
+            yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=["dp_rank"]), name)
         for name, text in _GAUGES.items():
-            yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=["replica"]), name)
+            yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=["dp_rank"]), name)
         yield self._staged("startup_seconds", "Seconds that a stage of the start took.", "startup_s")
         yield self._staged("startup_bytes", "By how much a stage of the start grew the process.", "startup_bytes")
 
     def _staged(self, metric: str, text: str, name: str) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + metric, text, labels=["replica", "stage"])
+        family = GaugeMetricFamily(_PREFIX + metric, text, labels=["dp_rank", "stage"])
         for replica, state in self._engines.items():
             for stage, value in state.get(name, {}).items():
                 family.add_metric([replica, stage], value)
@@ -103,4 +110,19 @@ class _Engines(Collector):
 
 
 def _histogram(name: str, text: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(_PREFIX + name, text, buckets=_SECONDS, registry=registry)
+    return Histogram(_PREFIX + name, text, ["dp_rank"], buckets=_SECONDS, registry=registry)
+
+
+def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings and load of all replicas as one: what is counted is added up, a start takes as long as the longest.
+
+    With several replicas each one's own state is under ``replicas``.
+    """
+    whole = dict(engines[0])
+    if len(engines) == 1:
+        return whole
+    counted = [name for name in (*_COUNTERS, *_GAUGES) if name in whole and name not in _OF_EACH_RANK]
+    whole |= {name: sum(state[name] for state in engines) for name in counted}
+    for name, join in (("startup_s", max), ("startup_bytes", sum)):
+        whole[name] = {stage: join(state[name].get(stage, 0) for state in engines) for stage in whole[name]}
+    return whole | {"replicas": [dict(state) for state in engines]}

@@ -1,9 +1,10 @@
 """Native routes, as SGLang has them: /generate, and what steers the engine."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,12 +16,14 @@ from tapscope._version import __version__
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import Style, Wanted, answer, is_batch, wanted
 from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.server.asking import capture_of, options_of
+from tapscope.engine.server.asking import capture_of, options_of, replica_of
 from tapscope.engine.server.bodies import AbortBody, GenerateBody, WeightsBody
 from tapscope.engine.server.body import checked, described, read_json, spooled
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.front_state import FrontState
+from tapscope.engine.server.metrics import info_of
 from tapscope.engine.server.streams import merged, sse, unless_gone
+from tapscope.engine.server.updating import update_weights
 from tapscope.errors import CheckpointError, LiveError, TapscopeError
 
 _SAFETENSORS: dict[str, Any] = {
@@ -50,10 +53,12 @@ def _add_generate(router: APIRouter, state: FrontState) -> None:
         items, client = wanted(body), state.client
         style = _style(body, state)
         options = options_of(priority=body.priority, capture=body.capture or capture_of(request))
+        asked = replica_of(request) if body.data_parallel_rank is None else body.data_parallel_rank
+        wholes = _wholes(client, items, style, options, asked)
         if body.stream:
             indexed = is_batch(body, len(items))
-            return await sse(_events(client, items, style, options, indexed=indexed))
-        answers = await unless_gone(request, _answers(client, items, style, options))
+            return await sse(_events(wholes, indexed=indexed))
+        answers = await unless_gone(request, _answers(wholes, len(items)))
         return JSONResponse(answers if is_batch(body, len(items)) else answers[0])
 
 
@@ -66,9 +71,9 @@ def _add_looks(router: APIRouter, state: FrontState) -> None:
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:
-        """200 once the engine has generated a token."""
+        """200 once every replica has generated a token."""
         state.require_ready()
-        await unless_gone(request, state.client.generate((0,), SamplingParams(max_new_tokens=1, ignore_eos=True)))
+        await unless_gone(request, _generate_everywhere(state.client))
         return JSONResponse({"status": "ok"})
 
     @router.get("/get_model_info")
@@ -80,7 +85,7 @@ def _add_looks(router: APIRouter, state: FrontState) -> None:
     @router.get("/get_server_info")
     async def get_server_info() -> Response:
         """Settings and load."""
-        engine = await state.client.call("state")
+        engine = info_of(await state.client.call_all("state"))
         return JSONResponse({"version": __version__, "weight_version": state.weight_version} | engine)
 
 
@@ -97,15 +102,14 @@ def _add_weights(router: APIRouter, state: FrontState) -> None:
     @router.post("/flush_cache")
     async def flush_cache() -> Response:
         """Empty the prefix cache, but for what running requests hold."""
-        freed = await state.client.call("flush_cache")
-        return JSONResponse({"success": True} | freed)
+        freed = await state.client.call_all("flush_cache")
+        return JSONResponse({"success": True, "num_pages": sum(each["num_pages"] for each in freed)})
 
     @router.post("/update_weights_from_disk", openapi_extra=described(WeightsBody, {"model_path": "/models/step-100"}))
     async def update_weights_from_disk(request: Request) -> Response:
         """Replace the weights on every rank by a checkpoint's; one that does not fit is a 400 and changes nothing."""
         body = checked(WeightsBody, await read_json(request))
-        answer = await state.client.call("update_weights", folder=body.model_path, partial=False)
-        return _updated(state, body.weight_version, answer)
+        return await _update(state, body.model_path, body.weight_version, partial=False)
 
     @router.post("/update_weights_from_tensor", openapi_extra=_SAFETENSORS)
     async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
@@ -113,8 +117,7 @@ def _add_weights(router: APIRouter, state: FrontState) -> None:
         with TemporaryDirectory(prefix="tapscope-weights-") as folder:
             await spooled(request, Path(folder) / "model.safetensors")
             with _blaming_the_body(folder):
-                answer = await state.client.call("update_weights", folder=folder, partial=True)
-        return _updated(state, weight_version, answer)
+                return await _update(state, folder, weight_version, partial=True)
 
 
 @contextmanager
@@ -129,27 +132,31 @@ def _blaming_the_body(folder: str) -> Iterator[None]:
         raise CheckpointError(text) from None
 
 
-def _updated(state: FrontState, version: str | None, answer: dict[str, Any]) -> JSONResponse:
-    state.weight_version = version or state.weight_version
+async def _update(state: FrontState, folder: str, version: str | None, *, partial: bool) -> JSONResponse:
+    async with state.updating:
+        answer = await update_weights(state.client, folder, partial=partial)
+        state.weight_version = version or state.weight_version
     return JSONResponse({"success": True, "weight_version": state.weight_version} | answer)
 
 
-async def _answers(
-    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any]
-) -> list[dict[str, Any]]:
+async def _generate_everywhere(client: EngineClient) -> None:
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    await asyncio.gather(*(client.generate((0,), params, dp_rank=number) for number in range(len(client.replicas))))
+
+
+async def _answers(wholes: AsyncGenerator[tuple[int, dict[str, Any]]], count: int) -> list[dict[str, Any]]:
     """One answer for each item, computed together; when one is refused the others are aborted."""
-    wholes: dict[int, dict[str, Any]] = {}
-    async for index, whole in _wholes(client, items, style, options):
-        wholes[index] = whole
-    return [wholes[index] for index in range(len(items))]
+    answers: dict[int, dict[str, Any]] = {}
+    async with aclosing(wholes):
+        async for index, whole in wholes:
+            answers[index] = whole
+    return [answers[index] for index in range(count)]
 
 
-async def _events(
-    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any], *, indexed: bool
-) -> AsyncGenerator[str]:
+async def _events(wholes: AsyncGenerator[tuple[int, dict[str, Any]]], *, indexed: bool) -> AsyncGenerator[str]:
     began = False
     try:
-        async for index, whole in _wholes(client, items, style, options):
+        async for index, whole in wholes:
             began = True
             yield f"data: {json.dumps(({'index': index} if indexed else {}) | whole, ensure_ascii=False)}\n\n"
     except TapscopeError as error:
@@ -157,15 +164,19 @@ async def _events(
             raise
         kind = 503 if isinstance(error, LiveError) else 500
         yield f"data: {json.dumps({'error': {'message': str(error), 'code': kind}}, ensure_ascii=False)}\n\n"
+    finally:
+        await wholes.aclose()
     yield "data: [DONE]\n\n"
 
 
 async def _wholes(
-    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any]
+    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any], dp_rank: int | None
 ) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
     """After each output of item ``index``: (index, answer of all that came of it)."""
     started = time.perf_counter()
-    streams = [client.stream(i.prompt, i.params, request_id=i.request_id, options=options) for i in items]
+    streams = [
+        client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items
+    ]
     sums: dict[int, Output] = {}
     outputs = merged(streams)
     try:

@@ -16,7 +16,7 @@ from tapscope.engine.api.model_list import model_card, model_list
 from tapscope.engine.api.prompting import Prompt, make_prompt
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.output import Output
-from tapscope.engine.server.asking import Asked, Job, capture_of, guarded, jobs, outputs_of
+from tapscope.engine.server.asking import Asked, Job, guarded, jobs, outputs_of
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import sse, unless_gone
 
@@ -45,7 +45,7 @@ def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
         wanted, prompt = await asked.read(request, _read_chat)
         answer = ChatAnswer(model, prompt.form, n=prompt.params.n, with_logprobs=wanted.with_logprobs)
         work = jobs([(prompt.token_ids, prompt.params)], wanted.request_id or answer.id, wanted.priority)
-        return await _reply(request, outputs_of(state, work, capture_of(request)), answer, wanted)
+        return await _reply(request, outputs_of(state, work, request), answer, wanted)
 
 
 def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None:
@@ -58,7 +58,7 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
         work = jobs(
             list(zip(wanted.prompts, wanted.params, strict=True)), wanted.request_id or answer.id, wanted.priority
         )
-        return await _reply(request, outputs_of(state, work, capture_of(request)), answer, wanted)
+        return await _reply(request, outputs_of(state, work, request), answer, wanted)
 
 
 def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
@@ -69,7 +69,7 @@ def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
         wanted = await asked.read(request, EmbeddingRequest.parse)
         work = [Job(token_ids=ids, params=PARAMS, pooling=wanted.pooling) for ids in wanted.prompts]
         answer = EmbeddingAnswer(model, wanted)
-        await unless_gone(request, _take_all(outputs_of(state, work, capture_of(request)), answer))
+        await unless_gone(request, _take_all(outputs_of(state, work, request), answer))
         return JSONResponse(answer.answer())
 
 

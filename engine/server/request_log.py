@@ -33,6 +33,7 @@ class RequestLog:
         line = {
             "time": time.time(),
             "id": request,
+            "dp_rank": watch.dp_rank,
             "prompt_tokens": prompt_tokens,
             "cached_tokens": watch.cached_tokens,
             "completion_tokens": watch.num_tokens,

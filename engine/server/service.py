@@ -45,7 +45,7 @@ class EngineService:
         self._on_failure = on_failure
         self._owners: dict[str, Owner] = {}
         self._clients: dict[bytes, None] = {}
-        self._watched: dict[int, Callable[[], None]] = {}
+        self._watched: dict[int | zmq.Socket[bytes], Callable[[], None]] = {}
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._is_stopped = False
@@ -54,15 +54,15 @@ class EngineService:
         for descriptor in engine.rank_sentinels:
             self.watch(descriptor, self._look_at_ranks)
 
-    def watch(self, descriptor: int, on_readable: Callable[[], None]) -> None:
-        """Have ``on_readable`` called between two steps whenever ``descriptor`` has something to read."""
-        self._watched[descriptor] = on_readable
-        self._poller.register(descriptor, zmq.POLLIN)
+    def watch(self, source: "int | zmq.Socket[bytes]", on_readable: Callable[[], None]) -> None:
+        """Have ``on_readable`` called between two steps whenever ``source`` has something to read."""
+        self._watched[source] = on_readable
+        self._poller.register(source, zmq.POLLIN)
 
-    def unwatch(self, descriptor: int) -> None:
+    def unwatch(self, source: "int | zmq.Socket[bytes]") -> None:
         """The inverse of :meth:`watch`."""
-        if self._watched.pop(descriptor, None) is not None:
-            self._poller.unregister(descriptor)
+        if self._watched.pop(source, None) is not None:
+            self._poller.unregister(source)
 
     def stop(self) -> None:
         """Have :meth:`run` return; from its own thread (another sends the message ``stop``)."""
@@ -79,8 +79,9 @@ class EngineService:
     def _attend(self, timeout_ms: int | None) -> None:
         """Handle everything that has arrived, waiting ``timeout_ms`` (None: for ever) for the first."""
         for source, _ in self._poller.poll(timeout_ms):
-            if isinstance(source, int):
-                self._watched[source]()
+            if source is not self._socket:
+                if (on_readable := self._watched.get(source)) is not None:
+                    on_readable()
                 continue
             while not self._is_stopped and self._socket.poll(0):
                 identity, *frames = self._socket.recv_multipart()
@@ -194,7 +195,7 @@ class EngineService:
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """An error as fields that :func:`tapscope.engine.server.client.error_of` raises again."""
+    """An error as fields that :func:`tapscope.engine.server.replica.error_of` raises again."""
     if isinstance(error, TapscopeError):
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": "TapscopeError", "text": f"a step failed: {error!r}"}

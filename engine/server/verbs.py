@@ -17,6 +17,12 @@ def flush_cache(engine: Engine) -> dict[str, Any]:
     return {"num_pages": engine.scheduler.flush()}
 
 
+def check_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]:
+    """Raise what :func:`update_weights` would refuse; nothing is changed."""
+    engine.check_weights(Path(folder), partial=partial)
+    return {}
+
+
 def update_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]:
     """Replace the weights; raises CheckpointError, UsageError with the old ones in place."""
     num_live = len(engine.scheduler.running) + engine.num_waiting
@@ -27,5 +33,6 @@ def update_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]
 VERBS: dict[str, Callable[..., dict[str, Any]]] = {
     "state": state,
     "flush_cache": flush_cache,
+    "check_weights": check_weights,
     "update_weights": update_weights,
 }

@@ -51,7 +51,7 @@ def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> N
 
 
 def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
-    events = run.events(rank)
+    events, mates = run.events(rank), _step_mates(run, rank)
     account.failed += sum(map(_is_late_failure, events))
     closes = [e for e in events if e.kind == "close"]
     if any(e.fields.get("interrupted") for e in closes):
@@ -69,8 +69,18 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
         account.lost_ranks.append(rank)
     elif "close" not in ending:  # a repair shows that nobody writes there any more
         (account.lost_ranks if "repaired" in ending else account.open_ranks).append(rank)
-    elif any(rank not in by_rank for by_rank in run.steps.values()):
+    elif any(rank not in by_rank and not mates.isdisjoint(by_rank) for by_rank in run.steps.values()):
         account.uneven_ranks.append(rank)
+
+
+def _step_mates(run: "Run", rank: int) -> frozenset[int]:
+    """The ranks that take the same steps as ``rank``: all, but for those that the run says take steps of their own."""
+    mine = run.coords(rank)
+    return frozenset(each for each in run.ranks if _own_place(run, run.coords(each)) == _own_place(run, mine))
+
+
+def _own_place(run: "Run", coords: dict[str, int]) -> list[int | None]:
+    return [coords.get(axis) for axis in run.manifest.get("own_steps", ())]
 
 
 def _is_late_failure(event: "Event") -> bool:

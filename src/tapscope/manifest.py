@@ -108,11 +108,16 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "hash_version": (_is_count, "a whole number from 1"),
     "world_size": (_is_count, f"a whole number from 1 to {MAX_RANKS:,}"),
     "model_config": (_is_numbers, 'an object of name and number, e.g. {"num_attention_heads": 8}'),
     "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
+    "own_steps": (_is_texts, 'a list of mesh axes, e.g. ["dp"]'),
     **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a text")),
 }
 """Member of the manifest that readers rely on -> its check, and what it must be."""

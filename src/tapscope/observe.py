@@ -102,6 +102,8 @@ class RankInfo:
     """Axis -> size, e.g. ``{"tp": 2}``; axes of size 1 may be left out."""
     coords: Mapping[str, int] = field(default_factory=dict)
     """Axis -> this rank's coordinate, e.g. ``{"tp": 1}``."""
+    own_steps: tuple[str, ...] = ()
+    """Axes along which ranks take steps of their own (replicas that serve): step n is another one there."""
     framework: str = "torch"
     model: str = ""
     """Name or path of the model, for the manifest."""

@@ -35,6 +35,8 @@ class ServeCommand:
         parser.add_argument("-o", "--out", type=Path, metavar="RUN", help="run directory (default: runs/MODEL-TIME)")
         text = "address (default: 127.0.0.1:8000; port 0: any)"
         parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
+        text = "data-parallel replicas, each an engine of its own with --tp ranks (default: 1)"
+        parser.add_argument("--dp", type=int, default=1, metavar="N", help=text)
         _add_server_flags(parser)
         capture.add_selection_flags(parser, keep="off")
 
@@ -60,16 +62,13 @@ class ServeCommand:
         url = url_of(listener)
 
         def announce() -> None:
-            diagnostics.note(f"serving {args.model} on {url}; run: {out}")
+            of = f" by {args.dp} replicas" if args.dp > 1 else ""
+            diagnostics.note(f"serving {args.model} on {url}{of}; run: {out}")
             diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
 
-        backend = Backend(engine.model, listener, settings, front_module="tapscope.cli.front", extras=extras)
+        backend = Backend(engine, observer, listener, settings, front_module="tapscope.cli.front", extras=extras)
         with backend.signals(), backend:
-            from tapscope.engine import LLM
-
-            with LLM(engine, observer=observer) as llm:
-                announce()
-                backend.run(llm)
+            backend.run(announce)
         diagnostics.note(f"next: tapscope info {out}")
         return ExitCode.OK
 
@@ -106,11 +105,11 @@ def _engine_config(args: argparse.Namespace) -> "EngineConfig":
     """The engine's settings; raises ConfigError."""
     from tapscope.engine.config import EngineConfig
 
-    flags = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
+    flags = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp", "ep")
     given: dict[str, Any] = {name: getattr(args, name) for name in flags} | {"logits": "observed"}
     for text in args.set:
         name, separator, value = text.partition("=")
-        if not separator or name in flags:
+        if not separator or name in (*flags, "dp_rank"):
             raise ConfigError(f"--set {text!r}: write NAME=VALUE; {', '.join(flags)} have flags of their own")
         try:
             given[name] = json.loads(value)

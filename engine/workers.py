@@ -1,0 +1,172 @@
+"""Workers: processes that this one spawns, and what they tell it over ZMQ.
+
+Sockets and whatever else they share lie in a directory of mode 0700 made for them, so two engines never meet.
+"""
+
+import multiprocessing
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import zmq
+
+from tapscope.errors import RankLostError, UsageError
+from tapscope.wire import Message, decode, encode
+
+POLL_MS = 100
+LAST_WORDS_S = 1.0  # how long what a dying worker says may be on its way
+_CLOSE_S = 10.0  # how long a worker may take to close its observer
+_ABANDONED_S = 2.0  # the same for one that is out of step, and may hang
+
+
+class Workers:
+    """Numbered processes from 1 up; number 0 is this one."""
+
+    are_final = True
+    """Whether they have no workers of their own; then they cannot outlive this process."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tapscope-"))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        try:
+            self._bind()
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            self.folder.rmdir()
+            raise UsageError(f"no socket can be made in {self.folder}: {error}; set TMPDIR to a short path") from None
+        self._said: set[tuple[int, str]] = set()
+        self._failures: dict[int, Message] = {}
+        self._processes: dict[int, BaseProcess] = {}
+        self._abandoned = self._dismissed = False
+
+    def _bind(self) -> None:
+        self._socket.bind(address_in(self.folder))
+
+    def start(self, main: Callable[..., None], arguments: tuple[Any, ...], count: int, what: str) -> None:
+        """Spawn ``count`` workers that run ``main(number, *arguments)``; raises UsageError for what has no pickle."""
+        context = multiprocessing.get_context("spawn")
+        for number in range(1, count + 1):
+            process = context.Process(target=main, args=(number, *arguments), name=f"tapscope-{what}-{number}")
+            process.daemon = self.are_final
+            self._processes[number] = process
+            try:
+                process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise UsageError(f"the observer factory must be picklable when tp or dp > 1: {error}") from None
+
+    @property
+    def peers(self) -> Iterable[int]:
+        """The numbers of the workers."""
+        return self._processes
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        """Process id of each spawned worker."""
+        return {number: process.pid for number, process in self._processes.items()}
+
+    @property
+    def sentinels(self) -> list[int]:
+        """Descriptors that become readable when a worker's process has ended."""
+        return [process.sentinel for process in self._processes.values()]
+
+    def await_all(self, kind: str) -> None:
+        """Wait until every worker has sent a message of this kind; raises as :meth:`check` as soon as one is dead."""
+        while any((number, kind) not in self._said for number in self.peers):
+            self._receive(POLL_MS)
+            self.check()
+
+    def check(self) -> None:
+        """Raise, as :meth:`explain`, when a worker has failed or ended."""
+        self._receive(0)
+        if self._failures or self._dead():
+            self.explain(None)
+
+    def explain(self, error: RankLostError | None) -> NoReturn:
+        """Raise what says which worker was lost, and of what."""
+        raise NotImplementedError
+
+    def tell(self, message: Message) -> None:
+        """Send ``message`` to every worker."""
+        frames = encode(message)
+        for number in self.peers:
+            self._socket.send_multipart([identity(number), *frames])
+
+    def abandon(self) -> None:
+        """The workers are out of step: :meth:`close` will not wait long for them."""
+        self._abandoned = True
+
+    def dismiss(self) -> None:
+        """Tell every worker to close its observer and end; :meth:`close` then waits for it."""
+        if not self._dismissed and not self._abandoned and not self._socket.closed:
+            self._dismissed = True
+            self.tell(Message("close"))
+
+    def close(self) -> None:
+        """End every worker, gently unless abandoned; safe to call twice."""
+        if self._socket.closed:
+            return
+        self.dismiss()
+        deadline = time.monotonic() + (_ABANDONED_S if self._abandoned else _CLOSE_S)
+        for process in self._processes.values():
+            if process.pid is not None:
+                _end(process, deadline)
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _receive(self, timeout_ms: int) -> None:
+        """Note what workers said, waiting at most ``timeout_ms`` for the first word."""
+        while self._socket.poll(timeout_ms):
+            sender, *frames = self._socket.recv_multipart()
+            message, number = decode(frames), int(sender.decode().removeprefix("worker-"))
+            self._said.add((number, message.kind))
+            if message.kind == "failed":
+                self._failures[number] = message
+            self._heard(number, message)
+            timeout_ms = 0
+
+    def _heard(self, number: int, message: Message) -> None:
+        """A worker has said something."""
+
+    def _dead(self) -> list[int]:
+        return [number for number, process in self._processes.items() if not process.is_alive()]
+
+    def _silent(self) -> list[int]:
+        """Workers that ended without a word."""
+        return [number for number in self._dead() if number not in self._failures]
+
+    def _how_ended(self, number: int) -> str:
+        code = self._processes[number].exitcode
+        return f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
+
+
+def leave_signals_to_parent() -> None:
+    """For a worker: SIGINT and SIGTERM reach the whole group; the process that spawned it decides what they mean."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+
+
+def identity(number: int) -> bytes:
+    """What a worker's messages are addressed by."""
+    return f"worker-{number}".encode()
+
+
+def address_in(folder: Path) -> str:
+    """Where workers connect to."""
+    return f"ipc://{folder / 'workers'}"
+
+
+def _end(process: BaseProcess, deadline: float) -> None:
+    process.join(max(0.0, deadline - time.monotonic()))
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()

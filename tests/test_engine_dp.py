@@ -1,0 +1,325 @@
+"""Replicas behind one server: who computes what, what reaches all of them, and what becomes of a lost one."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import zmq
+from checkpoints import make_llama
+from engine_helpers import reference_tokens
+from engine_observers import Memory
+from jobs import wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save
+
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.engine import Engine
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.runner import Runner, device_of
+from tapscope.engine.server.client import EngineClient
+from tapscope.engine.server.service import EngineService
+from tapscope.engine.server.updating import update_weights
+from tapscope.errors import CheckpointError, ConfigError, LiveError, UsageError
+from tapscope.run import open_run
+from tapscope.wire import Message
+
+GREEDY = {"max_new_tokens": 4, "ignore_eos": True}
+LONG = GREEDY | {"max_new_tokens": 4000}
+PROMPT = [5, 6, 7]
+WORDS = "DP replica 1 was killed by signal 9"
+
+
+@dataclass
+class Server:
+    """A `tapscope serve` of several replicas, and a client of it."""
+
+    process: "subprocess.Popen[str]"
+    http: httpx.Client
+    run: Path
+    log: Path
+
+    def ask(self, path: str, **body: Any) -> Any:
+        return self.http.post(path, json=body).raise_for_status().json()
+
+    def generate(self, dp_rank: int, prompt: list[int] = PROMPT, **params: Any) -> Any:
+        return self.ask("/generate", input_ids=prompt, sampling_params=GREEDY | params, data_parallel_rank=dp_rank)
+
+    def events(self, rid: str, dp_rank: int) -> Iterator[dict[str, Any]]:
+        """Of a long stream."""
+        body = {"input_ids": PROMPT, "sampling_params": LONG, "rid": rid, "stream": True, "data_parallel_rank": dp_rank}
+        with self.http.stream("POST", "/generate", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def metric(self, name: str) -> dict[str, float]:
+        """By replica."""
+        text = self.http.get("/metrics").raise_for_status().text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        assert all(s.labels["dp_rank"] in "01" for s in samples if s.name.startswith("tapscope_engine_"))
+        return {s.labels["dp_rank"]: s.value for s in samples if s.name == f"tapscope_engine_{name}"}
+
+
+def _started(model: Path, folder: Path, *flags: str) -> Server:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    run, log = folder / "run", folder / "log.jsonl"
+    command = [sys.executable, "-m", "tapscope", "serve", str(model), "-o", str(run), "--listen", address, "-q"]
+    command += ["--dp", "2", "--set", "num_pages=1024", "--request-log", str(log), *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    server = Server(process, httpx.Client(base_url=f"http://{address}", timeout=60), run, log)
+    wait_until(lambda: process.poll() is not None or _is_up(server.http), "the server is up", timeout_s=90)
+    assert process.poll() is None, process.communicate()[1]
+    return server
+
+
+def _is_up(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _ended(server: Server) -> tuple[int, str]:
+    server.http.close()
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+    return_code, said = None, ""
+    try:
+        said = server.process.communicate(timeout=60)[1]
+        return_code = server.process.returncode
+    finally:
+        server.process.kill()
+    return return_code, said
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same with two sets of weights."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {"num_hidden_layers": 1, "max_position_embeddings": 4096}
+    return [make_llama(folder / name, seed=seed, **made) for seed, name in enumerate(("old", "new"))]
+
+
+@pytest.fixture(scope="module")
+def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = _started(models[0], tmp_path_factory.mktemp("served"))
+    try:
+        yield server
+    finally:
+        code, said = _ended(server)
+    assert (code, said) == (0, "")
+    with open_run(server.run) as run:
+        assert run.ledger().complete, run.ledger().sentences()
+        assert run.mesh == {"dp": 2, "tp": 1}
+        assert [run.coords(rank)["dp"] for rank in run.ranks] == [0, 1]
+        assert {record.key.rank for record in run.records} == {0, 1}
+
+
+def test_requests_go_where_the_fewest_are_and_each_replica_draws_its_own(server: Server, models: list[Path]) -> None:
+    answers = server.ask("/generate", input_ids=[PROMPT] * 6, sampling_params=GREEDY)
+    assert [answer["meta_info"]["dp_rank"] for answer in answers] == [0, 1, 0, 1, 0, 1]
+    assert all(answer["output_ids"] == reference_tokens(models[0], PROMPT, 4) for answer in answers)
+    warm = GREEDY | {"n": 4, "temperature": 2, "max_new_tokens": 9}
+    drawn = server.ask("/generate", input_ids=PROMPT, sampling_params=warm)
+    assert len({tuple(answer["output_ids"]) for answer in drawn}) == 4
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert [sum(line["dp_rank"] == replica for line in lines) for replica in (0, 1)] == [5, 5]
+
+
+def test_a_request_may_name_its_replica(server: Server) -> None:
+    assert [server.generate(replica)["meta_info"]["dp_rank"] for replica in (1, 1, 0)] == [1, 1, 0]
+    before = server.metric("decode_tokens_total")
+    with openai.OpenAI(base_url=f"{server.http.base_url}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        for replica, count in (("1", 3), ("0", 2)):
+            headers = {"X-data-parallel-rank": replica}
+            client.completions.create(
+                model=model, prompt=PROMPT, max_tokens=count, temperature=0, extra_headers=headers
+            )
+            client.embeddings.create(model=model, input=PROMPT, extra_headers=headers)
+        for wrong, words in (
+            ("2", "this server has 2 replicas, 0 to 1"),
+            ("first", "must be the number of a DP replica"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                client.completions.create(model=model, prompt=PROMPT, extra_headers={"X-data-parallel-rank": wrong})
+    after = server.metric("decode_tokens_total")
+    assert {replica: after[replica] - before[replica] for replica in after} == {"0": 2 + 1, "1": 3 + 1}
+    for wrong in (2, -1, "1"):
+        answer = server.http.post("/generate", json={"input_ids": PROMPT, "data_parallel_rank": wrong})
+        assert answer.status_code == 400
+        assert "data_parallel_rank" in answer.json()["error"]["message"]
+
+
+def test_an_abort_finds_the_replica_that_holds_the_request(server: Server) -> None:
+    first, second = server.events("first", 0), server.events("second", 1)
+    assert [next(stream)["meta_info"]["dp_rank"] for stream in (first, second)] == [0, 1]
+    refused = server.http.post("/generate", json={"input_ids": PROMPT, "rid": "second", "data_parallel_rank": 0})
+    assert "'second' is in use by a live request" in refused.json()["error"]["message"]
+    server.ask("/abort_request", rid="second")
+    assert list(second)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert server.metric("num_running") == {"0": 1, "1": 0}
+    third = server.events("third", 1)
+    next(third)
+    server.ask("/abort_request", abort_all=True)
+    assert [list(stream)[-1]["meta_info"]["finish_reason"]["type"] for stream in (first, third)] == ["abort"] * 2
+
+
+def test_a_flush_and_new_weights_reach_every_replica(server: Server, models: list[Path]) -> None:
+    prompt = list(range(40, 80))
+    cached = lambda: [server.generate(each, prompt)["meta_info"]["cached_tokens"] for each in (0, 1)]  # noqa: E731
+    assert (cached(), cached()) == ([0, 0], [32, 32])
+    assert server.ask("/flush_cache")["num_pages"] >= 2 * 2
+    assert cached() == [0, 0]
+    other = {"model_path": str(models[0].parent)}
+    refused = server.http.post("/update_weights_from_disk", json=other)
+    assert (refused.status_code, "DP replica 0: " in refused.text) == (400, True)
+    answer = server.ask("/update_weights_from_disk", model_path=str(models[1]), weight_version="v2")
+    assert (answer["weight_version"], answer["num_live"]) == ("v2", 0)
+    for replica in (0, 1):
+        answer = server.generate(replica)
+        assert answer["output_ids"] == reference_tokens(models[1], PROMPT, 4)
+        assert answer["meta_info"]["weight_version"] == "v2"
+    body = save(load_file(models[0] / "model.safetensors"))
+    server.http.post("/update_weights_from_tensor?weight_version=v3", content=body).raise_for_status()
+    assert all(server.generate(each)["output_ids"] == reference_tokens(models[0], PROMPT, 4) for each in (0, 1))
+
+
+def test_health_info_and_taps_are_of_all_replicas(server: Server) -> None:
+    before = server.metric("num_steps_total")
+    server.http.get("/health_generate").raise_for_status()
+    after = server.metric("num_steps_total")
+    assert all(after[replica] == before[replica] + 1 for replica in "01")
+    info = server.http.get("/get_server_info").json()
+    assert (info["dp"], info["kv_pages_total"]) == (2, 2 * 1024)
+    assert [each["num_steps"] for each in info["replicas"]] == [after["0"], after["1"]]
+    server.ask("/dumper/configure", keep="full", rules=["lm_head:out=full", "*=off"])
+    assert [server.generate(each)["meta_info"]["dp_rank"] for each in (0, 1)] == [0, 1]
+    state = server.http.get("/dumper/state").json()
+    assert [(rank["rank"], rank["status"]) for rank in state["ranks"]] == [(0, "connected"), (1, "connected")]
+    assert state["hints"] == []
+    server.ask("/dumper/configure", enabled=False)
+
+
+def test_a_lost_replica_is_named_and_ends_the_server(models: list[Path], tmp_path: Path) -> None:
+    server = _started(models[0], tmp_path)
+    try:
+        _lose_a_replica(server)
+    finally:
+        code, said = _ended(server)
+    assert (code, WORDS in said) == (4, True)
+
+
+def _lose_a_replica(server: Server) -> None:
+    state = server.http.get("/dumper/state").json()
+    under_way = server.events("mine", 0)
+    next(under_way)
+    os.kill(state["ranks"][1]["pid"], signal.SIGKILL)
+    wait_until(lambda: server.http.get("/health").status_code == 503, "the loss is noticed")
+    for dp_rank in (0, 1):
+        answer = server.http.post("/generate", json={"input_ids": PROMPT, "data_parallel_rank": dp_rank})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, WORDS)
+    server.ask("/abort_request", rid="mine")
+    assert list(under_way)[-1]["meta_info"]["finish_reason"]["type"] == "abort"  # the other replica went on with it
+
+
+def test_replicas_that_could_not_agree_on_weights_serve_nobody(models: list[Path]) -> None:
+    with LLM(models[0], num_pages=64) as first, LLM(models[0], num_pages=64) as second, zmq.Context() as context:
+        services, threads = [], []
+        for number, llm in enumerate((first, second)):
+            router = context.socket(zmq.ROUTER)
+            router.bind(f"inproc://replica-{number}")
+            services.append(EngineService(llm.engine, router))
+            threads.append(threading.Thread(target=_run, args=(services[-1], router)))
+            threads[-1].start()
+        try:
+            asyncio.run(_disagree(context, second.engine, str(models[1])))
+        finally:
+            for thread in threads:
+                thread.join(20)
+
+
+def _run(service: EngineService, router: "zmq.Socket[bytes]") -> None:
+    service.run()
+    router.close(linger=0)
+
+
+async def _disagree(context: "zmq.Context[Any]", engine: Engine, folder: str) -> None:
+    client = EngineClient(context, ["inproc://replica-0", "inproc://replica-1"], None)
+    load = engine.update_weights
+
+    def vanished(*_: Any, **__: Any) -> None:
+        raise CheckpointError("the file has vanished")
+
+    engine.update_weights = vanished  # type: ignore[method-assign]  # the check has passed
+    with pytest.raises(LiveError, match=r"different weights: 1 kept the old ones \(the file has vanished\)"):
+        await update_weights(client, folder, partial=False)
+    with pytest.raises(LiveError, match="different weights"):
+        await client.generate(PROMPT)
+    engine.update_weights = load  # type: ignore[method-assign]
+    assert await update_weights(client, folder, partial=False) == {"num_live": 0}
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    made = [await client.generate(PROMPT, params, dp_rank=replica) for replica in (0, 1)]
+    assert made[0].token_ids == made[1].token_ids
+    for replica in client.replicas:
+        replica.send(Message("stop"))
+    client.close()
+
+
+def test_every_rank_of_every_replica_has_a_place_of_its_own(models: list[Path]) -> None:
+    model, places = ModelConfig.read(models[0]), []
+    for dp_rank, tp_rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        config = EngineConfig(model=str(models[0]), device="cpu", dp=2, dp_rank=dp_rank, tp=2, num_pages=64)
+        places.append(Runner(config, model, TensorParallel(tp_rank, 2), Memory).observer.info)
+    assert [info.rank for info in places] == [0, 1, 2, 3]
+    assert [tuple(info.coords.values()) for info in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {(info.world_size, *info.mesh.items(), *info.own_steps) for info in places} == {
+        (4, ("dp", 2), ("tp", 2), "dp")
+    }
+
+
+def test_devices_threads_and_seeds_are_shared_out(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=str(models[0]), dp=2, dp_rank=1, tp=2, num_pages=64)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [device_of(config, rank).index for rank in (0, 1)] == [2, 3]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ConfigError, match="dp=2 replicas of tp=2 ranks need 4 GPUs but there are 3"):
+        device_of(config, 0)
+    monkeypatch.undo()
+    assert len({EngineConfig(model="m", dp=3, dp_rank=rank, seed=7).replica_seed() for rank in range(3)}) == 3
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        engine = Engine(EngineConfig(model=str(models[0]), device="cpu", dp=2, num_pages=64), None)
+        assert torch.get_num_threads() == 2
+        engine.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_cannot_be_is_refused(models: list[Path]) -> None:
+    with pytest.raises(UsageError, match="an LLM is one engine; `tapscope serve --dp N` serves several"):
+        LLM(models[0], dp=2)
+    for settings, words in (
+        ({"dp": 0}, "dp=0: must be a whole number above 0"),
+        ({"dp": 2, "dp_rank": 2}, "dp_rank=2: must be a whole number from 0, below dp=2"),
+        ({"dp": 2, "launch": "external"}, "dp=2: needs launch='spawn'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EngineConfig(model="m", **settings)
