@@ -105,7 +105,7 @@ def test_requests_of_several_clients_share_steps(served: Served, path: Path) -> 
         ({"input_ids": [512]}, "token ids run from 0 to 511"),
         ({"input_ids": [5], "sampling_params": {"temperature": -0.7}}, "temperature=-0.7: it must be a number from 0"),
         ({"input_ids": [5], "sampling_params": {"heat": 0.5}}, "there is no sampling parameter 'heat'"),
-        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens=-1"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": 999}}, "the model has 256"),
         ({"input_ids": [5], "sampling_params": {"ignore_eos": 1}}, "ignore_eos=1"),
         ({"input_ids": [5], "sampling_params": []}, "'sampling_params' has 0 entries for 1 prompts"),
