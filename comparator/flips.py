@@ -96,7 +96,8 @@ def _flip(before: Sequence[Examined], one: Examined, preparer: Preparer) -> Flip
                 frozenset() if is_logits else frozenset(rows.pairs.tolist()),
                 rows.baseline.shape[1],
             )
-        if beside is not None and doubt is None and _are_chosen_by_more(preparer, one, scores):
+        is_off = beside is not None and bool((beside.baseline != beside.target).any(1).all())
+        if is_off and doubt is None and _are_chosen_by_more(preparer, one, scores):
             doubt = Flip(f"{_BY_MORE} {scores.site}, which was not recorded: a near tie cannot be told", is_doubt=True)
     return doubt
 
