@@ -47,6 +47,8 @@ class Whole:
     @property
     def has_values(self) -> bool:
         """Whether the bytes of every part are on disk."""
+        if isinstance(self.piece, Leaf):
+            return self.piece.record.entry is not None
         return self.piece is not None and all(r.entry is not None for r in leaves(self.piece))
 
     @property

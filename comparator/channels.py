@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.blocks import Block, Rows
-from tapscope.comparator.measure import Measured, Opened, overlaps
+from tapscope.comparator.joined_rows import overlaps
+from tapscope.comparator.measure import Measured, Opened
 from tapscope.kernels.native.channels import KINDS, channel_sums
 from tapscope.kernels.native.overview import median
 
@@ -50,9 +51,10 @@ QUIET = Channel(0, 0.0, 0.0)
 
 def worst_channel(opened: Opened, measured: Measured) -> Channel:
     """The channel whose gain is largest beside its noise, of a pair with values on both sides."""
-    starts = np.cumsum([0, *(num for _, num in measured.parts)]).tolist()
-    parts = [(join, start, num) for (join, num), start in zip(measured.parts, starts[:-1], strict=True)]
-    parts = [parts[i] for i in sorted({round(x) for x in np.linspace(0, len(parts) - 1, _MAX_JOINS)})] if parts else []
+    last = len(measured.parts) - 1
+    if last < 0:
+        return QUIET
+    parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_JOINS - 1)) for n in range(_MAX_JOINS)})]
     sides = [(opened.left[join.baseline], opened.right[join.target]) for join, _, _ in parts]
     widths = {sum(block.width for block in side) for pair in sides for side in pair}
     if len(widths) != 1 or widths == {1}:

@@ -7,7 +7,7 @@ import numpy as np
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.channels import MIN_ROWS, QUIET, worst_channel
-from tapscope.comparator.examined import Examined
+from tapscope.comparator.examined import Examined, are_exact
 from tapscope.comparator.finding import Place, RowCounts, Side
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
@@ -32,7 +32,12 @@ _NONE = np.empty(0, np.int64)
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
+EMPTY = "empty on both sides"
 PERMUTED = "permuted: the same elements in another order"
+
+
+_Facts = dict[str, Any]
+"""Members of :class:`Examined`."""
 
 
 class Look(NamedTuple):
@@ -73,28 +78,28 @@ class Examiner:
         if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
             return Look(_examine_values(pair, self.preparer.shift_steps))
         ready = self.preparer.prepare(pair)
-        one = Examined(
-            pair=pair,
-            site=pair.site or pair.baseline.site,
-            baseline=_side(pair.baseline, ready.left[0].shape),
-            target=_side(pair.target, ready.right[0].shape),
-            problem=ready.problem or _kinds(pair),
-            apart=ready.plan.apart,
-            layout=_weaker(ready.layouts),
-            missing=ready.num_broken + ready.plan.missing,
-            rows=ready.plan.counts,
-            notes=ready.notes,
-            warnings=ready.warnings,
-        )
+        facts: _Facts = {
+            "pair": pair,
+            "site": pair.site or pair.baseline.site,
+            "baseline": _side(pair.baseline, ready.left[0].shape),
+            "target": _side(pair.target, ready.right[0].shape),
+            "problem": ready.problem or _kinds(pair),
+            "apart": ready.plan.apart,
+            "layout": _weaker(ready.layouts),
+            "missing": ready.num_broken + ready.plan.missing,
+            "rows": ready.plan.counts,
+            "notes": ready.notes,
+            "warnings": ready.warnings,
+        }
+        if facts["problem"] or facts["apart"]:
+            return Look(Examined(**facts), ready if ready.problem else None)
         try:
-            if one.problem or one.apart:
-                return Look(one, ready if ready.problem else None)
-            one = self._compare(one, ready)
-            return Look(one, None if one.problem else ready)
+            facts |= self._compare(pair, ready)
         except WidthError as error:
-            return Look(replace(one, problem=str(error)), ready)
+            return Look(Examined(**facts | {"problem": str(error)}), ready)
         except DataError as error:
-            return Look(replace(one, problem=str(error)))
+            facts["problem"] = str(error)
+        return Look(Examined(**facts), None if facts["problem"] else ready)
 
     def advised(self, look: Look) -> Examined:
         """With the dims that would explain what could not be put together, where there are such; one pair after the
@@ -109,65 +114,70 @@ class Examiner:
         advice = self._suggester.suggest(one.pair, broken=broken)
         return replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)
 
-    def _compare(self, one: Examined, ready: Prepared) -> Examined:
-        joins = ready.plan.joins
+    def _compare(self, pair: Pair, ready: Prepared) -> _Facts:
+        """The members of :class:`Examined` that comparing gives."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        joins, used = ready.plan.joins, ready.used
         if not joins:
-            return replace(one, problem=_no_rows(one.rows))
-        replicas = check_replicas(ready.used)
-        if replicas.problem or replicas.note:
-            said = (*one.notes, replicas.note) if replicas.note else one.notes
-            one = replace(one, replicas=replicas.problem, notes=said)
-        if not all(w.has_values for w in ready.used) and not all(map(ready.equal_by_hash, joins)):
-            return _examine_stats(one, ready)
+            return {"problem": _no_rows(ready.plan.counts)}
+        replicas = check_replicas(used)
+        notes = (*ready.notes, replicas.note) if replicas.note else ready.notes
+        is_exact = are_exact(pair.baseline.first.dtype, pair.target.first.dtype)
+        if not all(w.has_values for w in used) and not all(map(ready.equal_by_hash, joins)):
+            found = _examine_stats(ready, notes, is_exact)
+        else:
+            found = self._measure(pair.site or pair.baseline.site, ready, notes, is_exact)
+        return {"replicas": replicas.problem, **found}
+
+    def _measure(self, site: str, ready: Prepared, notes: tuple[str, ...], is_exact: bool) -> _Facts:
         opened = Opened(ready)
         measured = measure(opened, self.tolerance or (0.0, 0.0))
         if not len(measured.rows):
-            numbers, same = numbers_of(measured.total, measured.num_hashed), replace(one, spread=NOTHING)
-            if numbers.count:
-                return replace(same, numbers=numbers, basis="hash")
-            return replace(same, numbers=numbers, notes=(*one.notes, "empty on both sides"))
+            numbers = numbers_of(measured.total, measured.num_hashed)
+            same: _Facts = {"numbers": numbers, "spread": NOTHING}
+            return same | ({"basis": "hash"} if numbers.count else {"notes": (*notes, EMPTY)})
         seen = overview(measured.rows, measured.at_worst)
         numbers = numbers_of(seen.total, measured.num_hashed)
         if not numbers.count:
-            return replace(one, numbers=numbers, spread=NOTHING, notes=(*one.notes, "empty on both sides"))
-        odd = np.flatnonzero(measured.rows.equal < measured.rows.width) if seen.num_unequal else _NONE
-        permuted = seen.num_unequal > 0 and _is_permuted(measured, odd, ready)
-        scans = seen.num_unequal and len(measured.rows) >= MIN_ROWS and not one.is_exact
+            return {"numbers": numbers, "spread": NOTHING, "notes": (*notes, EMPTY)}
+        may_permute = seen.num_unequal > 0 and ready.left[0].dtype == ready.right[0].dtype
+        odd = np.flatnonzero(measured.rows.equal < measured.rows.width) if may_permute or is_exact else _NONE
+        permuted = may_permute and _is_permuted(measured, odd, ready)
+        scans = seen.num_unequal and len(measured.rows) >= MIN_ROWS and not is_exact
         scans = scans and not ready.layouts[0].keyed  # its columns are tokens
-        return replace(
-            one,
-            numbers=numbers,
-            basis="values",
-            spread=spread_of(seen, worst_channel(opened, measured) if scans else QUIET, _sizes(one, measured)),
-            worst=self.place(measured, seen.worst, ready),
-            steps=steps_of(measured, seen, ready.right),
-            unequal=tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if one.is_exact else (),
-            num_unequal=seen.num_unequal,
-            permuted=permuted,
-            detail=self._detail(one, ready) if self.detail and seen.num_unequal else None,
-            notes=(PERMUTED, *one.notes) if permuted else one.notes,
-        )
+        return {
+            "numbers": numbers,
+            "basis": "values",
+            "spread": spread_of(seen, worst_channel(opened, measured) if scans else QUIET, _sizes(site, measured)),
+            "worst": self.place(measured, seen.worst, ready),
+            "steps": steps_of(measured, seen, ready.right),
+            "unequal": tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if is_exact else (),
+            "num_unequal": seen.num_unequal,
+            "permuted": permuted,
+            "detail": self._detail(site, ready) if self.detail and seen.num_unequal else None,
+            "notes": (PERMUTED, *notes) if permuted else notes,
+        }
 
-    def _detail(self, one: Examined, ready: Prepared) -> "Detail":
+    def _detail(self, site: str, ready: Prepared) -> "Detail":
         from tapscope.comparator.detail import detail_of
 
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
         known = [int(k) for config in configs if (k := config.get("num_experts_per_tok"))]
-        return detail_of(ready, one.site, known[0] if known else None)
+        return detail_of(ready, site, known[0] if known else None)
 
     def place(self, measured: Measured, row: int, ready: Prepared) -> Place:
         """Where a measured row is."""
-        pair, column = int(measured.pairs[row]), int(measured.rows.argmax[row])
-        target = int(measured.target_firing[row])
-        step = ready.right[target].records[0].key.step
-        baseline_step = ready.left[int(measured.baseline_firing[row])].records[0].key.step
-        rank = int(measured.target_rank[row]) if _is_alone(ready.right[target]) else -1
-        where = None if rank < 0 else rank
+        part, column = measured.part_at(row), int(measured.rows.argmax[row])
+        join, at = part.join, row - part.first
+        whole = ready.right[join.target]
+        step, baseline_step = (w.records[0].key.step for w in (whole, ready.left[join.baseline]))
+        rank = measured.ranks[measured.strip[row]] if _is_alone(whole) else None
         # The column is that of the largest distance, and there is none to a value that is not finite.
-        at = () if measured.rows.nonfinite_mismatch[row] else (column,)
-        if pair < 0:
-            first = int(np.flatnonzero(measured.target_firing == target)[0])
-            return Place(step, baseline_step, index=(row - first, *at), rank=where)
+        index = () if measured.rows.nonfinite_mismatch[row] else (column,)
+        if join.pairs is None:
+            return Place(step, baseline_step, index=(at, *index), rank=rank)
+        pair = int(join.pairs[at])
         rows = self.preparer.row_map
         return Place(
             step,
@@ -175,8 +185,8 @@ class Examiner:
             rows.requests[int(rows.pair_request[pair])],
             int(rows.pair_position[pair]),
             int(rows.pair_visit[pair]),
-            at,
-            where,
+            index,
+            rank,
         )
 
 
@@ -190,14 +200,14 @@ def _kinds(pair: Pair) -> str:
     return f"{names[0]} against {names[1]}: complex numbers do not meet real ones"
 
 
-def _sizes(one: Examined, measured: Measured) -> Sizes | None:
-    return sizes_of(measured.rows.sum_sq_baseline, measured.rows.width) if one.site.endswith(".grad") else None
+def _sizes(site: str, measured: Measured) -> Sizes | None:
+    return sizes_of(measured.rows.sum_sq_baseline, measured.rows.width) if site.endswith(".grad") else None
 
 
 def _is_permuted(measured: Measured, odd: Array, ready: Prepared) -> bool:
     """Whether some firing whose rows ``odd`` are not equal has equal bags: rounding never gives the same elements."""
-    unequal = set(zip(measured.baseline_firing[odd].tolist(), measured.target_firing[odd].tolist(), strict=True))
-    return any(ready.equal_by_bag(join) for join in ready.plan.joins if (join.baseline, join.target) in unequal)
+    parts = {id(part): part for part in map(measured.part_at, odd.tolist())}
+    return any(ready.equal_by_bag(part.join) for part in parts.values())
 
 
 def _is_alone(whole: Whole) -> bool:
@@ -205,20 +215,24 @@ def _is_alone(whole: Whole) -> bool:
     return isinstance(whole.piece, Joined) or len(whole.records) == 1 < len(whole.run.ranks)
 
 
-def _examine_stats(one: Examined, ready: Prepared) -> Examined:
+def _examine_stats(ready: Prepared, seen: tuple[str, ...], is_exact: bool) -> _Facts:
     problem, spread = compare_stats(ready)
     num_unequal, padded = unequal_hashes(ready)
-    if num_unequal and padded and one.is_exact and not problem:
+    if num_unequal and padded and is_exact and not problem:
         problem = "the hashes differ, maybe in the padding alone: capture with keep=full to compare these"
     if problem:
-        return replace(one, problem=problem)
+        return {"problem": problem, "notes": seen}
     odd = [join for join in ready.plan.joins if ready.unequal_by_hash(join)]
     permuted = bool(num_unequal) and any(map(ready.equal_by_bag, odd))
     notes = [PERMUTED] if permuted else ["the hashes differ, the statistics do not"] * (num_unequal and spread.is_zero)
     notes.append("only statistics were kept: what leaves mean, rms and maximum alone is not seen")
-    return replace(
-        one, basis="stats", spread=spread, num_unequal=num_unequal, permuted=permuted, notes=(*notes, *one.notes)
-    )
+    return {
+        "basis": "stats",
+        "spread": spread,
+        "num_unequal": num_unequal,
+        "permuted": permuted,
+        "notes": (*notes, *seen),
+    }
 
 
 def _examine_values(pair: Pair, shift: int) -> Examined:
@@ -240,10 +254,9 @@ def _examine_values(pair: Pair, shift: int) -> Examined:
 
 
 def _side(series: Series, shape: tuple[int, ...]) -> Side:
+    first, sources = series.first, list(recorded(series)) if series.sources else [series]
     ranks = tuple(sorted({r.key.rank for f in series.firings for r in f.records}))
-    sources = list(recorded(series))
-    count = sum(source.num_records for source in sources)
-    return Side(sources[0].site, series.first.dtype, shape, count, series.first.dims, ranks)
+    return Side(sources[0].site, first.dtype, shape, sum(s.num_records for s in sources), first.dims, ranks)
 
 
 def _weaker(layouts: tuple[Layout, Layout]) -> str:

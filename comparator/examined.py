@@ -55,5 +55,9 @@ class Examined:
         """Whether values of this kind must be equal: integers, booleans, values that are no tensors."""
         if self.baseline is None or self.target is None:
             return False
-        names = self.baseline.dtype, self.target.dtype
-        return are_masks(*names) or not any(map(dtypes.is_float, names))
+        return are_exact(self.baseline.dtype, self.target.dtype)
+
+
+def are_exact(baseline: str | None, target: str | None) -> bool:
+    """Whether values of these types must be equal, see :attr:`Examined.is_exact`."""
+    return are_masks(baseline, target) or not (dtypes.is_float(baseline) or dtypes.is_float(target))

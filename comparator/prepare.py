@@ -1,9 +1,11 @@
 """Prepare: put both sides of a pair together and decide which rows meet, without reading a value."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from tapscope.comparator.align import Aligner, Join, Plan, without_rows
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.forms import form_of, is_typical, made_alike
 from tapscope.comparator.keyed import with_keys
 from tapscope.comparator.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.match import Pair
@@ -35,11 +37,15 @@ class Prepared:
     warnings: tuple[str, ...] = ()
     """Of the notes, those that say why values may be wrong."""
 
+    def of(self, left: tuple[Whole, ...], right: tuple[Whole, ...]) -> "Prepared":
+        """The same of other tensors of the same form."""
+        return Prepared(left, right, self.layouts, self.plan, self.problem, self.num_broken, self.notes, self.warnings)
+
     @property
     def used(self) -> list[Whole]:
         """The firings that take part, each once."""
-        joined = {(0, j.baseline) for j in self.plan.joins} | {(1, j.target) for j in self.plan.joins}
-        return [(self.right if side else self.left)[i] for side, i in sorted(joined)]
+        left, right = {j.baseline for j in self.plan.joins}, {j.target for j in self.plan.joins}
+        return [*(self.left[i] for i in sorted(left)), *(self.right[i] for i in sorted(right))]
 
     def equal_by_hash(self, join: Join) -> bool:
         """Whether equal hashes already say that the joined rows are equal."""
@@ -72,6 +78,8 @@ class Preparer:
     places: tuple[Places, Places] = field(init=False)
     _choices: tuple[Choices, Choices] = field(init=False)
     _left_out: dict[tuple[Key, Key], frozenset[int]] = field(default_factory=dict)
+    _known: dict[Hashable, Prepared] = field(default_factory=dict)
+    """What pairs of one form have in common, see :mod:`.forms`."""
 
     def __post_init__(self) -> None:
         self._aligner = Aligner(self.row_map, self.shift_steps)
@@ -92,8 +100,21 @@ class Preparer:
         """Prepare a pair of tensors; never raises for what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
-        left, broken_left, layout_left = self._laid_out(0, pair.baseline)
-        right, broken_right, layout_right = self._laid_out(1, pair.target)
+        if self._left_out or any(self._choices):
+            return self._prepare(pair.baseline, pair.target)
+        forms = form_of(pair.baseline), form_of(pair.target)
+        known = self._known.get(forms) if None not in forms else None
+        if known is not None:
+            left, right = made_alike(known.left, pair.baseline), made_alike(known.right, pair.target)
+            return known.of(left, right)
+        ready = self._prepare(pair.baseline, pair.target)
+        if None not in forms and is_typical(ready.left, pair.baseline) and is_typical(ready.right, pair.target):
+            self._known[forms] = ready
+        return ready
+
+    def _prepare(self, baseline: Series, target: Series) -> Prepared:
+        left, broken_left, layout_left = self._laid_out(0, baseline)
+        right, broken_right, layout_right = self._laid_out(1, target)
         layouts = settle((layout_left, layout_right), (left, right), (self.row_map.baseline, self.row_map.target))
         left, right, odd = turned(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
@@ -107,7 +128,7 @@ class Preparer:
         if layouts[0].keyed and plan.joins:
             keyed = with_keys(plan, left, right, self.row_map, self._aligner.steps)
             plan, left, right = keyed.plan, keyed.left, keyed.right
-        if rows := self._left_out.get((key_of(pair.baseline), key_of(pair.target))):
+        if rows := self._left_out.get((key_of(baseline), key_of(target))):
             plan = without_rows(plan, rows)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))

@@ -10,7 +10,7 @@ from tapscope import dtypes
 from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import blocks
-from tapscope.comparator.measure import compare_blocks
+from tapscope.comparator.joined_rows import compare_blocks
 from tapscope.comparator.pieces import Piece, leaves
 from tapscope.kernels.native import RowMeasures
 
@@ -34,8 +34,8 @@ def check_replicas(wholes: Iterable[Whole]) -> Replicas:
     """Compare every replica with the first of its group."""
     note = ""
     for whole in wholes:
-        eps = dtypes.epsilon(whole.dtype or "")
         for first, other, axis in whole.replicas:
+            eps = dtypes.epsilon(whole.dtype or "")
             ranks = ", ".join(str(r.key.rank) for piece in (first, other) for r in leaves(piece))
             where = f"ranks {ranks} at step {whole.records[0].key.step}"
             if first.shape != other.shape:
@@ -64,7 +64,7 @@ def _distance(whole: Whole, first: Piece, other: Piece) -> tuple[float, float]:
             return math.inf, 0.0  # unequal hashes are all there is
         return abs(_ratio(two.absmax, one.absmax)), _ratio(two.rms, one.rms)
     axes = (0,) if len(first.shape) > 1 else ()
-    rows, _, _ = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), Join(0, 0))
+    rows = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), Join(0, 0))
     if rows.nonfinite_mismatch.any():
         return math.inf, 0.0
     if not rows.sum_sq_diff.any():

@@ -30,11 +30,10 @@ def numbers_of(total: Measure, num_hashed: int) -> Numbers:
 def steps_of(measured: Measured, seen: Overview, right: Sequence[Whole]) -> tuple[StepResult, ...]:
     """One result a target step, in order; steps whose hashes are equal have none."""
     total, rows = seen.total, measured.rows
-    steps = {right[join.target].records[0].key.step for join, _ in measured.parts}
+    steps = {right[part.join.target].records[0].key.step for part in measured.parts}
     if len(steps) == 1:
         (step,) = steps
-        most, odd = float(seen.errors.max()), total.nonfinite_mismatch
-        return (StepResult(step, len(rows), total.max_abs, total.rel_l2, most, odd),)
+        return (StepResult(step, len(rows), total.max_abs, total.rel_l2, seen.quantiles[-1], total.nonfinite_mismatch),)
     step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
     order = np.argsort(step_of, kind="stable")
     step_of = step_of[order]

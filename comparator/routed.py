@@ -34,6 +34,9 @@ class Choices:
                 place = (record.key.model, record.key.step, record.key.micro, record.key.rank)
                 self._tables.setdefault(_path(record), {}).setdefault(place, []).append(record)
 
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
     def tables(self, wholes: Sequence[Whole]) -> tuple[Table | None, ...]:
         """The choice that orders the rows of each firing, None where that does not tell; empty unless one orders all
         of them: a step's firings then have as many rows as the choice has entries."""

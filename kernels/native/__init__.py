@@ -5,22 +5,26 @@ precision of a float32 block.
 """
 
 from tapscope.kernels.native.channels import channel_sums
-from tapscope.kernels.native.compare import compare_rows
+from tapscope.kernels.native.compare import Compared, compare_rows, compare_strips
 from tapscope.kernels.native.filled import filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures, relative_l2
 from tapscope.kernels.native.overview import Overview, overview
 from tapscope.kernels.native.reference import Summary
+from tapscope.kernels.native.strips import Strip
 from tapscope.kernels.native.summary import digest_of, summarize, summarize_array, take
 
 __all__ = [
+    "Compared",
     "Measure",
     "Overview",
     "RowMeasures",
+    "Strip",
     "Summary",
     "backend",
     "channel_sums",
     "compare_rows",
+    "compare_strips",
     "digest_of",
     "filled",
     "overview",

@@ -1,6 +1,7 @@
 // Sums of every channel over some rows of two matrices, in double; the plain reference is in channels.py.
 
 #include "decode.h"
+#include "strips.h"
 
 namespace ts {
 namespace {
@@ -25,24 +26,19 @@ TS_CLONES void add_row(const double* baseline, const double* target, int64_t n, 
 }
 
 }  // namespace
-}  // namespace ts
 
-// Row indices may be null: every row in turn. Strides are in bytes; `first` is the place of the first row among all that
-// are added up, whose even ones go into one half of `sums` and whose odd ones into the other: [half][kind][width].
-TS_EXPORT void ts_channel_sums(const void* baseline, const void* target, int baseline_dtype, int target_dtype,
-                               int64_t baseline_stride, int64_t target_stride, const int64_t* baseline_rows,
-                               const int64_t* target_rows, int64_t rows, int64_t width, int64_t first, double* sums) {
-    using namespace ts;
+void channel_sums(const Matrices& sides, int64_t first, double* sums) {
     alignas(64) double room[2][kColumns];
-    for (int64_t column = 0; column < width; column += kColumns) {
-        const int64_t count = width - column < kColumns ? width - column : kColumns;
-        for (int64_t i = 0; i < rows; ++i) {
-            const int64_t a = baseline_rows ? baseline_rows[i] : i, b = target_rows ? target_rows[i] : i;
-            const uint8_t* left = static_cast<const uint8_t*>(baseline) + a * baseline_stride;
-            const uint8_t* right = static_cast<const uint8_t*>(target) + b * target_stride;
-            widen(baseline_dtype, left + column * kItemSize[baseline_dtype], count, room[0]);
-            widen(target_dtype, right + column * kItemSize[target_dtype], count, room[1]);
-            add_row(room[0], room[1], count, sums + (first + i) % 2 * kKinds * width + column, width);
+    const Rows &left = sides.baseline, &right = sides.target;
+    for (int64_t column = 0; column < sides.width; column += kColumns) {
+        const int64_t count = sides.width - column < kColumns ? sides.width - column : kColumns;
+        for (int64_t i = 0; i < sides.rows; ++i) {
+            widen(left.dtype, left.at(i) + column * kItemSize[left.dtype], count, room[0]);
+            widen(right.dtype, right.at(i) + column * kItemSize[right.dtype], count, room[1]);
+            double* half = sums + (first + i) % 2 * kKinds * sides.width;
+            add_row(room[0], room[1], count, half + column, sides.width);
         }
     }
 }
+
+}  // namespace ts

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.kernels.native import library
-from tapscope.kernels.native.compare import checked_pair
+from tapscope.kernels.native.strips import checked, native_sides
 
 Array = np.ndarray[Any, Any]
 
@@ -27,28 +27,14 @@ def channel_sums(
     those of :func:`.compare_rows`, and so is what is raised. Values are widened to float64; a non-finite one spoils the
     sums of its channel.
     """
-    baseline, target, left, right, pairs = checked_pair(baseline, target, baseline_rows, target_rows)
-    sums = np.zeros((2, len(KINDS), baseline.shape[1]))
+    strip = checked(baseline, target, baseline_rows, target_rows)
+    sums = np.zeros((2, len(KINDS), strip.baseline.shape[1]))
     functions = library.functions()
-    if functions is None or functions.channel_sums is None:
-        _add_reference(
-            baseline if left is None else baseline[left], target if right is None else target[right], first, sums
-        )
-    elif sums.size and pairs:
-        functions.channel_sums(
-            baseline.ctypes.data,
-            target.ctypes.data,
-            library.CODES_BY_TYPE[baseline.dtype],
-            library.CODES_BY_TYPE[target.dtype],
-            baseline.strides[0],
-            target.strides[0],
-            None if left is None else left.ctypes.data,
-            None if right is None else right.ctypes.data,
-            pairs,
-            baseline.shape[1],
-            first,
-            sums.ctypes.data,
-        )
+    if functions is None:
+        one, two, left, right = strip[:4]
+        _add_reference(one if left is None else one[left], two if right is None else two[right], first, sums)
+    else:
+        functions.channel_sums(*native_sides(strip), first, sums)
     return sums
 
 

@@ -4,6 +4,7 @@
 // float32 cannot be trusted (non-finite values, extreme magnitudes); double throughout; and exact integers.
 
 #include "rows.h"
+#include "strips.h"
 #include "widen.h"
 
 #ifdef TS_WIDE
@@ -264,29 +265,65 @@ class Comparison {
     alignas(64) double room_[2][kBlock];
 };
 
-void store(const Row& row, int64_t index, int64_t rows, double* floats, int64_t* integers) {
-    const double values[] = {row.argmax < 0 ? 0 : row.max_abs, row.sum_abs, row.sum_sq_diff,
-                             row.sum_sq_baseline, row.sum_sq_target, row.dot};
-    const int64_t counts[] = {row.argmax, row.equal, row.over, row.finite,
-                              row.nonfinite_baseline, row.nonfinite_target, row.mismatch};
-    for (int64_t i = 0; i < 6; ++i) floats[i * rows + index] = values[i];
-    for (int64_t i = 0; i < 7; ++i) integers[i * rows + index] = counts[i];
+// Where the results of a comparison lie, [field][row] each.
+class Results {
+  public:
+    explicit Results(const ts::RowResults& out) : out_(out) {}
+
+    // The first columns of a row.
+    void put(int64_t index, const Row& row, int64_t width, double at_worst, int64_t strip) const {
+        const double values[] = {row.argmax < 0 ? 0 : row.max_abs, row.sum_abs, row.sum_sq_diff,
+                                 row.sum_sq_baseline, row.sum_sq_target, row.dot};
+        const int64_t counts[] = {row.argmax, row.equal, row.over, row.finite,
+                                  row.nonfinite_baseline, row.nonfinite_target, row.mismatch, width};
+        for (int i = 0; i < 6; ++i) real(i, index) = values[i];
+        for (int i = 0; i < 8; ++i) whole(i, index) = counts[i];
+        out_.at_worst[index] = at_worst, out_.strip[index] = strip;
+    }
+
+    // Columns to the right of those that are there, of which the first is `column`.
+    void add(int64_t index, const Row& row, int64_t width, int64_t column, double at_worst, int64_t strip) const {
+        const double sums[] = {row.sum_abs, row.sum_sq_diff, row.sum_sq_baseline, row.sum_sq_target, row.dot};
+        const int64_t counts[] = {row.equal, row.over, row.finite,
+                                  row.nonfinite_baseline, row.nonfinite_target, row.mismatch, width};
+        for (int i = 0; i < 5; ++i) real(i + 1, index) += sums[i];
+        for (int i = 0; i < 7; ++i) whole(i + 1, index) += counts[i];
+        if (row.argmax < 0 || (whole(0, index) >= 0 && row.max_abs <= real(0, index))) return;
+        real(0, index) = row.max_abs, whole(0, index) = column + row.argmax;
+        out_.at_worst[index] = at_worst, out_.strip[index] = strip;
+    }
+
+  private:
+    double& real(int field, int64_t index) const { return out_.floats[field * out_.rows + index]; }
+    int64_t& whole(int field, int64_t index) const { return out_.integers[field * out_.rows + index]; }
+
+    ts::RowResults out_;
+};
+
+double number_at(int dtype, const uint8_t* row, int64_t column) {
+    double value = 0;
+    decode_number(dtype, row + column * kItemSize[dtype], 1, &value);
+    return value;
 }
 
 }  // namespace
-}  // namespace ts
 
-// Row indices may be null: every row in turn. Strides are in bytes; results are [field][row].
-TS_EXPORT void ts_compare_rows(const void* baseline, const void* target, int baseline_dtype, int target_dtype,
-                               int64_t baseline_stride, int64_t target_stride, const int64_t* baseline_rows,
-                               const int64_t* target_rows, int64_t rows, int64_t width, double atol, double rtol,
-                               double* floats, int64_t* integers) {
-    ts::Comparison comparison(baseline_dtype, target_dtype, atol, rtol);
-    for (int64_t i = 0; i < rows; ++i) {
-        const int64_t a = baseline_rows ? baseline_rows[i] : i, b = target_rows ? target_rows[i] : i;
-        ts::Row row;
-        comparison.row(static_cast<const uint8_t*>(baseline) + a * baseline_stride,
-                       static_cast<const uint8_t*>(target) + b * target_stride, width, &row);
-        ts::store(row, i, rows, floats, integers);
+void compare_strip(const Strip& strip, int64_t number, bool is_first, double atol, double rtol, const RowResults& out) {
+    const Rows &left = strip.sides.baseline, &right = strip.sides.target;
+    const int64_t width = strip.sides.width;
+    Comparison comparison(left.dtype, right.dtype, atol, rtol);
+    const Results results(out);
+    for (int64_t i = 0; i < strip.sides.rows; ++i) {
+        const uint8_t *a = left.at(i), *b = right.at(i);
+        Row row;
+        comparison.row(a, b, width, &row);
+        const double at_worst = row.argmax < 0 ? 0 : number_at(left.dtype, a, row.argmax);
+        if (is_first) {
+            results.put(strip.row + i, row, width, at_worst, number);
+        } else {
+            results.add(strip.row + i, row, width, strip.column, at_worst, number);
+        }
     }
 }
+
+}  // namespace ts

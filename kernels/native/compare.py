@@ -1,13 +1,14 @@
 """Two matrices of any dtypes, compared row by row in one pass over their bytes, without gathering or casting copies."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope import dtypes
 from tapscope.kernels.native import library
 from tapscope.kernels.native.measure import FLOATS, INTEGERS, RowMeasures, empty
+from tapscope.kernels.native.strips import Strip, checked, native_sides
 
 Array = np.ndarray[Any, Any]
 
@@ -37,90 +38,62 @@ def compare_rows(
     """
     if not (0.0 <= atol < math.inf and 0.0 <= rtol < math.inf):
         raise ValueError(f"atol={atol} and rtol={rtol} must be finite and not negative")
-    baseline, target, left, right, pairs = checked_pair(baseline, target, baseline_rows, target_rows)
-    functions = library.functions()
-    if functions is None or not pairs or not baseline.shape[1]:
-        return compare_reference(baseline, target, left, right, pairs=pairs, atol=atol, rtol=rtol)
-    return _compare_native(functions, baseline, target, left, right, pairs, atol, rtol)
+    strip = checked(baseline, target, baseline_rows, target_rows)
+    return compare_strips([strip], strip.num_rows, atol=atol, rtol=rtol).rows
 
 
-def checked_pair(
-    baseline: Array, target: Array, baseline_rows: Array | None, target_rows: Array | None
-) -> tuple[Array, Array, Array | None, Array | None, int]:
-    """(both matrices, both row indices, number of row pairs) as native code reads them; raises as
-    :func:`compare_rows`."""
-    baseline, target = _matrix("baseline", baseline), _matrix("target", target)
-    if baseline.shape[1] != target.shape[1]:
-        raise ValueError(f"rows must have one width, not {baseline.shape[1]} (baseline) and {target.shape[1]} (target)")
-    left = _row_index("baseline_rows", baseline_rows, len(baseline))
-    right = _row_index("target_rows", target_rows, len(target))
-    pairs = len(baseline) if left is None else len(left)
-    others = len(target) if right is None else len(right)
-    if pairs != others:
-        raise ValueError(f"rows must pair up: {pairs} on the baseline side, {others} on the target side")
-    return baseline, target, left, right, pairs
+class Compared(NamedTuple):
+    """What :func:`compare_strips` finds."""
+
+    rows: RowMeasures
+    at_worst: Array
+    """[rows] float64: the baseline's value where the row's largest difference is; 0 where there is none."""
+    strip: Array
+    """[rows] int64: index of the strip that holds it; the row's first where there is none."""
 
 
-def _matrix(name: str, array: Array) -> Array:
-    if array.ndim != 2:
-        raise ValueError(f"{name} must have shape [rows, width], not {array.shape}; reshape it first")
-    if not array.dtype.isnative or (array.size and array.shape[1] > 1 and array.strides[1] != array.itemsize):
-        raise ValueError(f"{name} must be native and have unit stride along its last axis; copy it first")
-    if array.dtype.kind == "c":
-        array = array.view(array.real.dtype)
-    if array.dtype not in library.CODES_BY_TYPE:
-        raise ValueError(f"{name} has dtype {array.dtype.name}; known: {', '.join(dtypes.NAMES)}")
-    return array
+def compare_strips(strips: Sequence[Strip], num_rows: int, *, atol: float = 0.0, rtol: float = 0.0) -> Compared:
+    """Compare ``num_rows`` rows that lie in strips, in one call.
 
-
-def _row_index(name: str, rows: Array | None, limit: int) -> Array | None:
-    if rows is None:
-        return None
-    rows = np.asarray(rows)
-    if rows.dtype.kind not in "iu" and rows.size:
-        raise ValueError(f"{name} must hold integers, not {rows.dtype.name}")
-    rows = np.ascontiguousarray(rows, np.int64)
-    if rows.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, not of shape {rows.shape}")
-    if rows.size and not (rows.min() >= 0 and rows.max() < limit):
-        raise IndexError(f"{name} holds {rows.min()}..{rows.max()}; rows run 0..{limit - 1}")
-    return rows
-
-
-def _compare_native(
-    functions: library.Functions,
-    baseline: Array,
-    target: Array,
-    left: Array | None,
-    right: Array | None,
-    pairs: int,
-    atol: float,
-    rtol: float,
-) -> RowMeasures:
-    width = baseline.shape[1]
-    floats = np.empty((len(FLOATS), pairs), np.float64)
-    integers = np.empty((len(INTEGERS), pairs), np.int64)
-    functions.compare_rows(
-        baseline.ctypes.data,
-        target.ctypes.data,
-        library.CODES_BY_TYPE[baseline.dtype],
-        library.CODES_BY_TYPE[target.dtype],
-        baseline.strides[0],
-        target.strides[0],
-        None if left is None else left.ctypes.data,
-        None if right is None else right.ctypes.data,
-        pairs,
-        width,
-        atol,
-        rtol,
-        floats.ctypes.data,
-        integers.ctypes.data,
+    Together the strips hold each row; those of the same rows follow each other, from left to right. Values are compared
+    as :func:`compare_rows` does. Raises ValueError and IndexError for what is no strip.
+    """
+    compared = Compared(
+        RowMeasures(np.empty((len(FLOATS), num_rows)), np.empty((len(INTEGERS), num_rows), np.int64)),
+        np.empty(num_rows),
+        np.empty(num_rows, np.int64),
     )
-    integers[-1] = width
-    return RowMeasures(floats, integers)
+    functions = library.functions()
+    if functions is None:
+        _compare_strips_reference(strips, compared, atol, rtol)
+        return compared
+    given = [(*native_sides(strip), strip.row, strip.column) for strip in strips]
+    rows = compared.rows
+    functions.compare(given, atol, rtol, rows.floats, rows.integers, compared.at_worst, compared.strip)
+    return compared
 
 
 # ---- the plain reference, which also serves where no library was built
+
+
+def _compare_strips_reference(strips: Sequence[Strip], out: Compared, atol: float, rtol: float) -> None:
+    for number, strip in enumerate(strips):
+        one, two, left, right, row, column = strip
+        found = compare_reference(one, two, left, right, pairs=strip.num_rows, atol=atol, rtol=rtol)
+        here = slice(row, row + strip.num_rows)
+        values = np.zeros(strip.num_rows)
+        if one.shape[1]:
+            values = one[np.arange(len(one)) if left is None else left, found.argmax].astype(np.float64)
+            values = np.where(found.argmax < 0, 0.0, values)
+        if number and strips[number - 1].row == row:
+            before = RowMeasures(out.rows.floats[:, here], out.rows.integers[:, here])
+            found = before.merge_columns(found, column)
+            better = found.argmax != before.argmax
+            values = np.where(better, values, out.at_worst[here])
+            out.strip[here] = np.where(better, number, out.strip[here])
+        else:
+            out.strip[here] = number
+        out.rows.floats[:, here], out.rows.integers[:, here], out.at_worst[here] = found.floats, found.integers, values
 
 
 def compare_reference(

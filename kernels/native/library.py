@@ -24,7 +24,7 @@ CODES_BY_TYPE: dict[np.dtype[Any], int] = {dtypes.numpy_dtype(name): code for na
 """The same by numpy type, because ``dtype.name`` takes longer than the rest of a small call."""
 
 _VARIABLE = "TAPSCOPE_NATIVE"
-_ADDRESS, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_ADDRESS, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 class Functions(NamedTuple):
@@ -36,13 +36,12 @@ class Functions(NamedTuple):
     """(data, number of bytes) -> digest"""
     summarize: Any
     """(data, count, dtype code, with bag, copy to or 0, out)"""
-    compare_rows: Any
-    """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, atol, rtol, out x2)"""
-    channel_sums: Any
-    """(baseline, target, dtype codes x2, row strides x2, row indices x2 or 0, rows, width, first, out); None where the
-    library lacks it, and numpy serves."""
-    overview: Callable[[Any, Any, Any, Any], bytes] | None
-    """(floats, integers, at worst, errors out) -> struct Overview; None as above."""
+    compare: Callable[[list[tuple[Any, ...]], float, float, Any, Any, Any, Any], None]
+    """(strips, atol, rtol, floats out, integers out, at worst out, strip out), see :mod:`.strips`"""
+    channel_sums: Callable[..., None]
+    """(baseline, target, dtype codes x2, row indices x2 or None, first, sums out)"""
+    overview: Callable[[Any, Any, Any, Any], bytes]
+    """(floats, integers, at worst, errors out) -> struct Overview"""
     stencil: Callable[..., Any]
     """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see pen.cpp"""
     pen: Callable[..., Any]
@@ -128,16 +127,13 @@ def _load() -> _Choice:
 def _typed(library: ctypes.CDLL, module: Any) -> Functions:
     """The same file is a library and a module: calls at every hook are the module's, the others need no haste."""
     summary = [_ADDRESS, _INT64, ctypes.c_int, ctypes.c_int, _ADDRESS, _ADDRESS]
-    rows = [_ADDRESS, _ADDRESS, ctypes.c_int, ctypes.c_int, _INT64, _INT64, _ADDRESS, _ADDRESS]
-    measures = [_INT64, _INT64, _DOUBLE, _DOUBLE, _ADDRESS, _ADDRESS]
-    sums = getattr(library, "ts_channel_sums", None)
     return Functions(
         take=module.take,
         digest_of=module.digest_of,
         summarize=_function(library.ts_summarize, None, summary),
-        compare_rows=_function(library.ts_compare_rows, None, rows + measures),
-        channel_sums=sums and _function(sums, None, [*rows, _INT64, _INT64, _INT64, _ADDRESS]),
-        overview=getattr(module, "overview", None),
+        compare=module.compare,
+        channel_sums=module.channel_sums,
+        overview=module.overview,
         stencil=module.Stencil,
         pen=module.Pen,
         linear=getattr(module, "linear", None),

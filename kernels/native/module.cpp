@@ -1,9 +1,9 @@
 // What the dumper calls at every hook and the comparator at every site, as functions of Python's: through ctypes the call would cost more than the work.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include <vector>
 
 #include "linear.h"
+#include "arrays.h"
 #include "overview.h"
 #include "pen.h"
 #include "paged.h"
@@ -62,30 +62,10 @@ PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digest), sizeof digest);
 }
 
-// The memory of an array, for as long as this lives.
-class Memory {
-  public:
-    Memory(PyObject* array, int flags) : held_(PyObject_GetBuffer(array, &view_, flags | PyBUF_C_CONTIGUOUS) == 0) {}
-    ~Memory() {
-        if (held_) PyBuffer_Release(&view_);
-    }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-
-    explicit operator bool() const { return held_; }
-    Py_ssize_t nbytes() const { return view_.len; }
-    template <class T>
-    T* as() const { return static_cast<T*>(view_.buf); }
-
-  private:
-    Py_buffer view_;
-    bool held_;
-};
-
 // (floats [6, rows], integers [8, rows], at worst [rows], room for the errors [rows]) -> struct Overview as bytes
 PyObject* overview(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 4) return PyErr_Format(PyExc_TypeError, "4 arguments are needed, not %zd", count);
-    const Memory floats(args[0], 0), integers(args[1], 0), at_worst(args[2], 0), errors(args[3], PyBUF_WRITABLE);
+    const ts::Memory floats(args[0], 0), integers(args[1], 0), at_worst(args[2], 0), errors(args[3], PyBUF_WRITABLE);
     if (!floats || !integers || !at_worst || !errors) return nullptr;
     const int64_t rows = errors.nbytes() / 8;
     if (floats.nbytes() != 48 * rows || integers.nbytes() != 64 * rows || at_worst.nbytes() != 8 * rows || rows < 1) {
@@ -121,6 +101,66 @@ PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
+bool read_strip(PyObject* given, ts::Strip* strip) {
+    PyObject *baseline, *target, *index[2];
+    int dtypes[2];
+    long long row, column;
+    if (!PyArg_ParseTuple(given, "OOiiOOLL", &baseline, &target, &dtypes[0], &dtypes[1], &index[0], &index[1], &row, &column)) {
+        return false;
+    }
+    strip->row = row, strip->column = column;
+    return ts::read_matrices(baseline, target, dtypes, index, &strip->sides);
+}
+
+int64_t bytes_of(const ts::Matrices& sides) {
+    return sides.rows * sides.width * (ts::kItemSize[sides.baseline.dtype] + ts::kItemSize[sides.target.dtype]);
+}
+
+// (list of strips, each a tuple (baseline, target, dtype codes x2, row indices x2 or None, first row, first column), atol,
+// rtol, room for the floats [6, rows], integers [8, rows], baseline at worst [rows], strip [rows])
+PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 7 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a list and 6 more are needed");
+    const double atol = PyFloat_AsDouble(args[1]), rtol = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    const ts::Memory floats(args[3], PyBUF_WRITABLE), integers(args[4], PyBUF_WRITABLE), at_worst(args[5], PyBUF_WRITABLE);
+    const ts::Memory strip_of(args[6], PyBUF_WRITABLE);
+    if (!floats || !integers || !at_worst || !strip_of) return nullptr;
+    const int64_t rows = at_worst.nbytes() / 8;
+    bool fits = floats.nbytes() == 48 * rows && integers.nbytes() == 64 * rows && strip_of.nbytes() == 8 * rows;
+    std::vector<ts::Strip> strips(static_cast<size_t>(PyList_GET_SIZE(args[0])));
+    int64_t nbytes = 0;
+    for (size_t i = 0; i < strips.size(); ++i) {
+        if (!read_strip(PyList_GET_ITEM(args[0], Py_ssize_t(i)), &strips[i])) return nullptr;
+        fits = fits && strips[i].row >= 0 && strips[i].row + strips[i].sides.rows <= rows;
+        nbytes += bytes_of(strips[i].sides);
+    }
+    if (!fits) return PyErr_Format(PyExc_ValueError, "the strips do not fit into %lld rows", static_cast<long long>(rows));
+    const ts::RowResults out{floats.as<double>(), integers.as<int64_t>(), at_worst.as<double>(), strip_of.as<int64_t>(), rows};
+    run(nbytes, [&] {
+        for (size_t i = 0; i < strips.size(); ++i) {
+            const bool is_first = i == 0 || strips[i].row != strips[i - 1].row;
+            ts::compare_strip(strips[i], static_cast<int64_t>(i), is_first, atol, rtol, out);
+        }
+    });
+    Py_RETURN_NONE;
+}
+
+// (baseline, target, dtype codes x2, row indices x2 or None, place of the first row, room for the sums [2, 5, width])
+PyObject* channel_sums(PyObject*, PyObject* args) {
+    PyObject *baseline, *target, *index[2], *room;
+    int dtypes[2];
+    long long first;
+    if (!PyArg_ParseTuple(args, "OOiiOOLO", &baseline, &target, &dtypes[0], &dtypes[1], &index[0], &index[1], &first, &room)) {
+        return nullptr;
+    }
+    ts::Matrices sides;
+    const ts::Memory sums(room, PyBUF_WRITABLE);
+    if (!sums || !ts::read_matrices(baseline, target, dtypes, index, &sides)) return nullptr;
+    if (sums.nbytes() != 80 * sides.width) return PyErr_Format(PyExc_ValueError, "sums are [2, 5, width]");
+    run(bytes_of(sides), [&] { ts::channel_sums(sides, first, sums.as<double>()); });
+    Py_RETURN_NONE;
+}
+
 template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyCFunction fast() {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
@@ -132,6 +172,8 @@ PyMethodDef kMethods[] = {
     {"overview", fast<overview>(), METH_FASTCALL, nullptr},
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},
     {"paged", fast<paged>(), METH_FASTCALL, nullptr},
+    {"compare", fast<compare>(), METH_FASTCALL, nullptr},
+    {"channel_sums", channel_sums, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -51,10 +51,10 @@ def overview(rows: RowMeasures, at_worst: Array) -> Overview:
     ``at_worst`` is the baseline's value where each row's largest difference is, [rows] float64.
     """
     functions = library.functions()
-    if functions is None or functions.overview is None:
+    if functions is None:
         return overview_reference(rows, at_worst)
-    floats, integers = np.ascontiguousarray(rows.floats), np.ascontiguousarray(rows.integers)
     errors = np.empty(len(rows))
+    floats, integers = np.ascontiguousarray(rows.floats), np.ascontiguousarray(rows.integers)
     found = _LAYOUT.unpack(functions.overview(floats, integers, np.ascontiguousarray(at_worst, np.float64), errors))
     sums, spread, counts = found[: len(FLOATS)], found[len(FLOATS) : -len(INTEGERS) - 3], found[-len(INTEGERS) - 3 :]
     column, *others, row, worst, unequal = counts

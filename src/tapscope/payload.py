@@ -69,10 +69,11 @@ class SegmentPayloads:
         self._files = MappedFiles()
         self._paths: dict[tuple[int, str], Path] = {}
         self._sizes: dict[tuple[int, str], int] = {}
+        self._mapped: dict[tuple[int, str], Array] = {}
 
     def array(self, record: Record) -> Array:
         """See :class:`Payloads`."""
-        entry, path = record.entry, self._path(record)
+        entry = record.entry
         assert entry is not None
         if reason := self._misfit(record):
             raise RunCorruptError(reason)
@@ -80,11 +81,11 @@ class SegmentPayloads:
         if entry.nbytes == 0:
             return np.empty(record.shape, dtype)
         end = entry.offset + entry.nbytes
-        data = self._files.bytes_of(path, end)
-        try:
-            return data[entry.offset : end].view(dtype).reshape(record.shape)
-        except ValueError as error:
-            raise RunCorruptError(f"{path}: {record.key.tensor_name} at {entry.offset}: {error}") from None
+        data = self._mapped.get((record.key.rank, entry.file))
+        if data is None or data.nbytes < end:
+            data = self._files.bytes_of(self._path(record), end)
+            self._mapped[record.key.rank, entry.file] = data
+        return np.ndarray(record.shape, dtype, data, entry.offset)
 
     def lacks(self, record: Record) -> str:
         """See :class:`Payloads`."""
@@ -136,6 +137,7 @@ class SegmentPayloads:
 
     def close(self) -> None:
         """See :class:`Payloads`."""
+        self._mapped.clear()
         self._files.close()
 
     def _path(self, record: Record) -> Path:

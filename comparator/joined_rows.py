@@ -1,0 +1,126 @@
+"""Joined rows: rows of both sides that meet, handed to the kernel in place where they lie so, else copied in chunks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.align import Join
+from tapscope.comparator.blocks import Block, Columns, Rows
+from tapscope.kernels.native import Compared, RowMeasures, Strip, compare_strips
+
+Array = np.ndarray[Any, Any]
+
+_CHUNK = 1 << 20
+"""Elements that are copied at a time where they cannot be compared in place."""
+
+
+class JoinedRows:
+    """Joins to be compared: those whose bytes lie in place on both sides together in one call, others in chunks."""
+
+    def __init__(self, tolerance: tuple[float, float] = (0.0, 0.0), *, masks: bool = False) -> None:
+        """``masks``: where both sides let through is compared, in place of values."""
+        self._atol, self._rtol = tolerance
+        self._masks = masks
+        self._strips: list[Strip] = []
+        self._waiting = 0
+        """Rows of these."""
+        self._done: list[Compared] = []
+        self.ranks: list[int | None] = []
+        """The rank that alone holds the target's columns, strip by strip."""
+        self.num_rows = 0
+
+    def add(self, left: list[Block], right: list[Block], join: Join) -> int:
+        """Add the rows of a join, and return how many there are."""
+        num = _length(join.baseline_rows, left[0])
+        both = list(overlaps(left, right))
+        if self._masks or any(one.values is None or two.values is None for _, one, two in both):
+            self._compare()
+            widest = max(side.block.width for _, *sides in both for side in sides)
+            step = max(1, _CHUNK // max(1, widest))
+            for start in range(0, num, step):
+                stop = min(start + step, num)
+                self._copy(both, part_of(join.baseline_rows, start, stop), part_of(join.target_rows, start, stop))
+                self._waiting = stop - start
+                self._compare()
+        else:
+            for offset, one, two in both:
+                picked = _picked(one.values, join.baseline_rows, two.values, join.target_rows)
+                self._strips.append(Strip(*picked, self._waiting, offset))
+                self.ranks.append(two.block.rank)
+            self._waiting += num
+        self.num_rows += num
+        return num
+
+    def _copy(self, both: list[tuple[int, Columns, Columns]], baseline: Rows, target: Rows) -> None:
+        for offset, one, two in both:
+            a, b = one.rows(baseline), two.rows(target)
+            a, b = (_visible(a), _visible(b)) if self._masks else (a, b)
+            self._strips.append(Strip(a, b, column=offset))
+            self.ranks.append(two.block.rank)
+
+    def _compare(self) -> None:
+        if self._strips:
+            found = compare_strips(self._strips, self._waiting, atol=self._atol, rtol=self._rtol)
+            if self._done:
+                found.strip[:] += len(self.ranks) - len(self._strips)
+            self._done.append(found)
+        self._strips, self._waiting = [], 0
+
+    def compared(self) -> Compared:
+        """What was added, in that order."""
+        self._compare()
+        if len(self._done) == 1:
+            return self._done[0]
+        none = Compared(RowMeasures.concat([]), np.empty(0), np.empty(0, np.int64))
+        _, at_worst, strip = zip(none, *self._done, strict=True)
+        return Compared(RowMeasures.concat([each.rows for each in self._done]), *map(np.concatenate, (at_worst, strip)))
+
+
+def compare_blocks(left: list[Block], right: list[Block], join: Join) -> RowMeasures:
+    """One join alone."""
+    joined = JoinedRows()
+    joined.add(left, right, join)
+    return joined.compared().rows
+
+
+def _length(rows: Rows, block: Block) -> int:
+    return len(range(*rows.indices(block.num_rows))) if isinstance(rows, slice) else len(rows)
+
+
+def _visible(mask: Array) -> Array:
+    """True where a mask lets through: where it is True, or where it adds nothing."""
+    return mask if mask.dtype == np.bool_ else mask == 0
+
+
+def part_of(rows: Rows, start: int, stop: int) -> Rows:
+    """Some of the rows, counted within them."""
+    if not isinstance(rows, slice):
+        return rows[start:stop]
+    first = rows.start or 0
+    return slice(first + start, first + stop)
+
+
+def _picked(one: Array | None, rows_one: Rows, two: Array | None, rows_two: Rows) -> tuple[Any, Any, Any, Any]:
+    """(both matrices, both row indices) of a strip: slices become views, index arrays are passed on."""
+    assert one is not None
+    assert two is not None
+    left, right = isinstance(rows_one, slice), isinstance(rows_two, slice)
+    return (
+        one[rows_one] if left else one,
+        two[rows_two] if right else two,
+        None if left else rows_one,
+        None if right else rows_two,
+    )
+
+
+def overlaps(left: list[Block], right: list[Block]) -> Iterator[tuple[int, Columns, Columns]]:
+    """(offset, baseline columns, target columns) for every column range both sides hold in one block, in order."""
+    if len(left) == len(right) == 1 or not any(block.width for block in left):
+        yield 0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width)
+        return
+    for a in left:
+        for b in right:
+            start, end = max(a.offset, b.offset), min(a.offset + a.width, b.offset + b.width)
+            if start < end:
+                yield start, a.columns(start, end), b.columns(start, end)
