@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.channels import MIN_ROWS, QUIET, worst_channel
+from tapscope.comparator.channels import worst_channel
 from tapscope.comparator.examined import Examined, are_exact
 from tapscope.comparator.finding import Place, RowCounts, Side
 from tapscope.comparator.layout import Layout
@@ -23,6 +23,7 @@ from tapscope.comparator.summaries import compare_stats, compare_values, unequal
 from tapscope.dtypes import COMPLEX
 from tapscope.errors import DataError
 from tapscope.kernels.native import overview
+from tapscope.kernels.native.channels import MIN_ROWS, QUIET
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail

@@ -51,6 +51,9 @@ that one's largest stands out, in a row of a million normal ones."""
 CHANNEL = 4.0
 """How much more of a channel's systematic error may come out of a module than went in."""
 
+_NAMES = ("typical", "tail", "tail", "row")
+"""What the test at each of the quantiles is called."""
+
 
 @dataclass(frozen=True, slots=True)
 class Floor:
@@ -65,9 +68,8 @@ class Floor:
 
     def tests(self, spread: Spread) -> list[tuple[float, float, str]]:
         """(error, floor, name) of every test, in the order in which a tie is decided."""
-        names = ("typical", "tail", "tail", "row")
         return [
-            *zip(spread.errors, self.errors, names, strict=True),
+            *zip(spread.errors, self.errors, _NAMES, strict=True),
             (abs(spread.gain), self.gain, "gain"),
             (abs(spread.channel), self.channel, "channel"),
             (spread.element, self.element, "element"),
@@ -76,7 +78,13 @@ class Floor:
 
     def worst(self, spread: Spread) -> tuple[float, float, str]:
         """The test whose error is largest beside its floor."""
-        return max(self.tests(spread), key=lambda t: score(t[0], t[1]))
+        worst, most = None, 0.0
+        for test in self.tests(spread):
+            here = score(test[0], test[1])
+            if worst is None or here > most:
+                worst, most = test, here
+        assert worst is not None
+        return worst
 
     def smaller(self, other: "Floor") -> "Floor":
         """The stricter of both, test by test."""
@@ -89,7 +97,10 @@ class Floor:
     def _merge(self, other: "Floor", pick: Callable[[float, float], float]) -> "Floor":
         return Floor(
             tuple(map(pick, self.errors, other.errors)),
-            *(pick(getattr(self, n), getattr(other, n)) for n in ("element", "peak", "gain", "channel")),
+            pick(self.element, other.element),
+            pick(self.peak, other.peak),
+            pick(self.gain, other.gain),
+            pick(self.channel, other.channel),
         )
 
 
@@ -136,8 +147,9 @@ def local_floor(
     ]
     summed = condition * widest[-1] if sums_rows else 0.0  # one token may make a whole channel of the sum
     tails = [stretch * error for error in errors[1:]]
-    sizes = [(abs(s.element), abs(s.peak), abs(s.gain)) for s in inputs]
-    element, peak, gain = (max(column) for column in zip(*sizes, strict=True)) if sizes else (0.0, 0.0, 0.0)
+    element = max([abs(s.element) for s in inputs], default=0.0)
+    peak = max([abs(s.peak) for s in inputs], default=0.0)
+    gain = max([abs(s.gain) for s in inputs], default=0.0)
     channel = max([abs(s.channel) for s in inputs if abs(s.channel) > s.channel_noise], default=0.0)
     return Floor(
         _rising([errors[0] * few, *tails], limit, tail_limit),

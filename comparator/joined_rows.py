@@ -36,8 +36,8 @@ class JoinedRows:
         both = list(overlaps(left, right))
         if self._masks or any(one.values is None or two.values is None for _, one, two in both):
             self._compare()
-            widest = max(side.block.width for _, *sides in both for side in sides)
-            step = max(1, _CHUNK // max(1, widest))
+            width = sum(max(one.block.width, two.block.width) for _, one, two in both)
+            step = max(1, _CHUNK // max(1, width))
             for start in range(0, num, step):
                 stop = min(start + step, num)
                 self._copy(both, part_of(join.baseline_rows, start, stop), part_of(join.target_rows, start, stop))

@@ -202,20 +202,22 @@ def _unmatched(one: Examined, order: int) -> Finding:
     return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
 
 
-def _finding(one: Examined, order: int, verdict: Verdict, **fields: Any) -> Finding:
-    """What was seen of the site, and ``fields`` of what was judged."""
-    seen: dict[str, Any] = {
-        "matched_by": one.pair.matched_by,
-        "baseline": one.baseline,
-        "target": one.target,
-        "order": order,
-        "basis": one.basis,
-        "layout": one.layout,
-        "rows": one.rows,
-        "numbers": one.numbers,
-        "worst": one.worst,
-        "steps": one.steps,
-        "detail": one.detail,
-    }
-    notes = (*fields.pop("notes", ()), *one.notes)
-    return Finding(one.site, verdict, notes=notes, **seen, **fields)
+def _finding(one: Examined, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
+    """What was seen of the site, and of what was ``judged``."""
+    return Finding(
+        one.site,
+        verdict,
+        matched_by=one.pair.matched_by,
+        baseline=one.baseline,
+        target=one.target,
+        order=order,
+        basis=one.basis,
+        layout=one.layout,
+        rows=one.rows,
+        numbers=one.numbers,
+        worst=one.worst,
+        steps=one.steps,
+        detail=one.detail,
+        notes=(*notes, *one.notes) if notes else one.notes,
+        **judged,
+    )

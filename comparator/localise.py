@@ -59,11 +59,9 @@ def localise(
     nodes = _clear(_finest(nodes, graph), bad, findings, matched)
     if not nodes and bad:
         nodes = [min(bad, key=lambda n: (bad[n], n))]  # all is off from the first site on, or grew by small steps
-    roles = {matched[n]: "producer" for n in nodes}
-    marked = [
-        replace(f, role=roles.get(i) or ("downstream" if nodes and f.verdict.is_bad and i != matched[nodes[0]] else ""))
-        for i, f in enumerate(findings)
-    ]
+    roles = {i: "downstream" for i, f in enumerate(findings) if f.verdict.is_bad} if nodes else {}
+    roles |= {matched[n]: "producer" for n in nodes}
+    marked = [replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
     found = [_divergence(marked, matched, graph, inputs, n, bad[n]) for n in nodes]
     found.sort(key=lambda d: (d.step, d.finding.order))
     return marked, list({d.module: d for d in reversed(found)}.values())[::-1]

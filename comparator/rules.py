@@ -98,6 +98,8 @@ def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None
 
 def find_rule(rules: Sequence[Rule], names: Iterable[str]) -> Rule | None:
     """The first rule that is about a site of these names."""
+    if not rules:
+        return None
     names = tuple(names)
     return next((rule for rule in rules if any(rule.pattern.search(name) for name in names)), None)
 

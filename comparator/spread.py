@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.channels import QUIET, Channel
 from tapscope.kernels.native import Overview
+from tapscope.kernels.native.channels import QUIET, Channel
 from tapscope.kernels.native.overview import QUANTILES as QUANTILES
 from tapscope.kernels.native.overview import median
 

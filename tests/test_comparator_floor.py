@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
-from tapscope.comparator.channels import MIN_ROWS, find_channel
 from tapscope.comparator.floor import (
     CONDITION,
     CONDITION_RANGE,
@@ -24,6 +23,7 @@ from tapscope.comparator.rules import MEASURES, compile_rules, parse_rule
 from tapscope.comparator.spread import NOTHING, Spread
 from tapscope.errors import ConfigError, RuleError
 from tapscope.kernels.native import channel_sums
+from tapscope.kernels.native.channels import MIN_ROWS, find_channel
 from tapscope.run import open_run
 
 TABLES = weights(layers=2)

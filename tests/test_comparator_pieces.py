@@ -131,7 +131,7 @@ def test_statistics_add_up_only_where_every_element_is_there_once(run: Run) -> N
 @pytest.mark.skipif(backend()[0] != "c++", reason="numpy converts what it compares")
 @pytest.mark.parametrize("dims", ["t h[tp:partial]", "h t[tp]", "t (a+b)[tp]", "t[cp:zigzag] h"])
 def test_however_large_a_tensor_is_few_rows_of_it_are_copied(monkeypatch: pytest.MonkeyPatch, dims: str) -> None:
-    monkeypatch.setattr("tapscope.comparator.measure._CHUNK", 1 << 14)
+    monkeypatch.setattr("tapscope.comparator.joined_rows._CHUNK", 1 << 14)
     lengths, mesh, whole = (256,), {"tp": 2, "cp": 2}, np.ones((256, 4096), np.float32)
     sides = []
     for text in (dims, "t h[tp]"):

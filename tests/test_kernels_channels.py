@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tapscope import dtypes
 from tapscope.kernels.native import backend, channel_sums, use_backend
-from tapscope.kernels.native.channels import KINDS
+from tapscope.kernels.native.channels import KINDS, MIN_ROWS, QUIET, find_channel, find_channel_reference
 
 REAL = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
 
@@ -59,3 +59,24 @@ def test_a_nonfinite_value_spoils_its_own_channel_alone() -> None:
     one = np.ones((4, 3), np.float32)
     one[2, 1] = np.nan
     assert np.isnan(channel_sums(one, one)).any(axis=(0, 1)).tolist() == [False, True, False]
+
+
+@given(st.integers(MIN_ROWS, 60), st.integers(2, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1e-3, 0.5]))
+@settings(max_examples=60, deadline=None)
+def test_both_backends_find_the_same_channel(rows: int, width: int, seed: int, gain: float) -> None:
+    rng = np.random.default_rng(seed)
+    baseline = rng.standard_normal((rows, width)) * rng.choice([0.0, 1.0, 30.0], width)
+    target = baseline * (1 + 1e-4 * rng.standard_normal((rows, width)))
+    target[:, width // 2] *= 1 + gain
+    sums = channel_sums(baseline, target)
+    found, expected = find_channel(sums, rows), find_channel_reference(sums)
+    assert found.index == expected.index
+    np.testing.assert_allclose((found.gain, found.noise), (expected.gain, expected.noise), rtol=1e-9)
+
+
+def test_too_few_rows_or_channels_and_sums_without_a_number_are_quiet() -> None:
+    ones = np.ones((MIN_ROWS, 4))
+    assert find_channel(channel_sums(ones, ones * 2), MIN_ROWS - 1) == QUIET
+    assert find_channel(channel_sums(ones[:, :1], ones[:, :1] * 2), MIN_ROWS) == QUIET
+    assert find_channel(np.zeros((2, len(KINDS), 4)), MIN_ROWS) == QUIET
+    assert find_channel(np.full((2, len(KINDS), 4), np.nan), MIN_ROWS) == QUIET

@@ -1,4 +1,9 @@
-// Sums of every channel over some rows of two matrices, in double; the plain reference is in channels.py.
+// Sums of every channel over some rows of two matrices, in double, and the channel that has a scale of its own; the plain
+// reference is in channels.py.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "decode.h"
 #include "strips.h"
@@ -10,6 +15,10 @@ constexpr int64_t kKinds = 5;      // of sums, in the order of KINDS in channels
 constexpr int64_t kColumns = 256;  // at a time, so that all sums of both halves stay in the first cache
 
 TS_CLONES void widen(int dtype, const uint8_t* bytes, int64_t n, double* out) { decode_number(dtype, bytes, n, out); }
+
+constexpr double kInfinity = __builtin_inf();
+constexpr double kSigma = 7, kQuartile = 20, kLasting = 12, kMinRows = 6;  // as in channels.py
+constexpr float kTiny = 0x1p-126f;
 
 // Adds one row to the sums, which lie `stride` apart.
 TS_CLONES void add_row(const double* baseline, const double* target, int64_t n, double* sums, int64_t stride) {
@@ -25,20 +34,112 @@ TS_CLONES void add_row(const double* baseline, const double* target, int64_t n, 
     }
 }
 
+// The element at `place` of `values` in order, and with `share` of the way to the next; reorders them.
+double between(std::vector<double>& values, size_t place, double share) {
+    const auto middle = values.begin() + static_cast<int64_t>(place);
+    std::nth_element(values.begin(), middle, values.end());
+    const double low = *middle;
+    if (share == 0 || place + 1 == values.size()) return low;
+    const double high = *std::min_element(middle + 1, values.end());
+    return low == high ? low : low + (high - low) * share;
+}
+
+double median(std::vector<double>& values) {
+    return between(values, (values.size() - 1) / 2, values.size() % 2 ? 0 : 0.5);
+}
+
+// Five sums of every channel, and what becomes of them; one room serves all medians.
+class Channels {
+  public:
+    Channels(const double* sums, int64_t width) : sums_(sums), width_(width), room_(static_cast<size_t>(width)) {}
+
+    // find_channel_reference of channels.py; a noise of infinity where there is none, false where a number is not finite.
+    bool find(ChannelFound* out) {
+        double all = 0;
+        for (int64_t i = 0; i < 2 * kKinds * width_; ++i) all += sums_[i] * 0;  // 0, or NaN
+        if (all != all) return false;
+        std::vector<double> gain(room_), scatter(room_), effective(room_);
+        const double middle = median_of([&](int64_t i) { return both(kEnergy, i); });
+        *out = {0, 0, kInfinity};
+        for (int64_t i = 0; i < width_; ++i) {
+            const size_t at = static_cast<size_t>(i);
+            const double energy = both(kEnergy, i), fourth = both(kFourth, i), size = energy > middle ? energy : middle;
+            if (size == 0) return true;
+            effective[at] = energy > 0 ? energy * energy / fourth : 0;
+            gain[at] = both(kProduct, i) / size;
+            const double square = both(kSquared, i) - 2 * gain[at] * both(kCubic, i) + gain[at] * gain[at] * fourth;
+            scatter[at] = std::sqrt(square > 0 ? square : 0) / size;
+            if (effective[at] != effective[at] || square != square) return false;
+        }
+        const double common = std::max(kQuartile * quartile(gain), kLasting * lasting());
+        double most = -1;
+        for (int64_t i = 0; i < width_; ++i) {
+            const size_t at = static_cast<size_t>(i);
+            const double few = 1 + 4 / (effective[at] > 1 ? effective[at] : 1);
+            double noise = std::max(kSigma * few * scatter[at], common);
+            noise = effective[at] < kMinRows ? kInfinity : std::max(noise, double(kTiny));
+            const double here = std::fabs(gain[at]) / noise;
+            if (here > most) most = here, *out = {i, gain[at], noise};
+        }
+        return true;
+    }
+
+  private:
+    enum Kind { kEnergy, kFourth, kProduct, kSquared, kCubic };
+
+    double one(int half, Kind kind, int64_t i) const { return sums_[(half * kKinds + kind) * width_ + i]; }
+    double both(Kind kind, int64_t i) const { return one(0, kind, i) + one(1, kind, i); }
+
+    template <class Value>
+    double median_of(Value value) {
+        for (int64_t i = 0; i < width_; ++i) room_[static_cast<size_t>(i)] = value(i);
+        return median(room_);
+    }
+
+    double quartile(const std::vector<double>& gain) {
+        for (size_t i = 0; i < gain.size(); ++i) room_[i] = std::fabs(gain[i]);
+        const double place = 0.25 * static_cast<double>(width_ - 1), low = std::floor(place);
+        return between(room_, static_cast<size_t>(low), place - low);
+    }
+
+    // The typical gain of a channel that is the same in two halves of the rows.
+    double lasting() {
+        double middle[2];
+        for (int half = 0; half < 2; ++half) middle[half] = median_of([&](int64_t i) { return one(half, kEnergy, i); });
+        const auto gain = [&](int half, int64_t i) {
+            const double energy = one(half, kEnergy, i), size = energy > middle[half] ? energy : middle[half];
+            return size > 0 ? one(half, kProduct, i) / size : 0;
+        };
+        const double sum = median_of([&](int64_t i) { return std::fabs(gain(0, i) + gain(1, i)); });
+        const double apart = median_of([&](int64_t i) { return std::fabs(gain(0, i) - gain(1, i)); });
+        const double square = sum * sum - apart * apart;
+        return 1.4826 * 0.5 * std::sqrt(square > 0 ? square : 0);
+    }
+
+    const double* sums_;
+    int64_t width_;
+    std::vector<double> room_;
+};
+
 }  // namespace
 
-void channel_sums(const Matrices& sides, int64_t first, double* sums) {
+void add_channel_sums(const Strip& strip, double* sums, int64_t total) {
     alignas(64) double room[2][kColumns];
-    const Rows &left = sides.baseline, &right = sides.target;
-    for (int64_t column = 0; column < sides.width; column += kColumns) {
-        const int64_t count = sides.width - column < kColumns ? sides.width - column : kColumns;
-        for (int64_t i = 0; i < sides.rows; ++i) {
+    const Rows &left = strip.sides.baseline, &right = strip.sides.target;
+    const int64_t width = strip.sides.width;
+    for (int64_t column = 0; column < width; column += kColumns) {
+        const int64_t count = width - column < kColumns ? width - column : kColumns;
+        for (int64_t i = 0; i < strip.sides.rows; ++i) {
             widen(left.dtype, left.at(i) + column * kItemSize[left.dtype], count, room[0]);
             widen(right.dtype, right.at(i) + column * kItemSize[right.dtype], count, room[1]);
-            double* half = sums + (first + i) % 2 * kKinds * sides.width;
-            add_row(room[0], room[1], count, half + column, sides.width);
+            double* half = sums + (strip.row + i) % 2 * kKinds * total;
+            add_row(room[0], room[1], count, half + strip.column + column, total);
         }
     }
+}
+
+bool find_channel(const double* sums, int64_t width, ChannelFound* out) {
+    return Channels(sums, width).find(out);
 }
 
 }  // namespace ts

@@ -39,7 +39,9 @@ class Functions(NamedTuple):
     compare: Callable[[list[tuple[Any, ...]], float, float, Any, Any, Any, Any], None]
     """(strips, atol, rtol, floats out, integers out, at worst out, strip out), see :mod:`.strips`"""
     channel_sums: Callable[..., None]
-    """(baseline, target, dtype codes x2, row indices x2 or None, first, sums out)"""
+    """(baseline, target, dtype codes x2, row indices x2 or None, first row, first column, sums to add to)"""
+    find_channel: Callable[[Any], bytes | None]
+    """(sums) -> index, gain, noise; None where sums are not finite"""
     overview: Callable[[Any, Any, Any, Any], bytes]
     """(floats, integers, at worst, errors out) -> struct Overview"""
     stencil: Callable[..., Any]
@@ -133,6 +135,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         summarize=_function(library.ts_summarize, None, summary),
         compare=module.compare,
         channel_sums=module.channel_sums,
+        find_channel=module.find_channel,
         overview=module.overview,
         stencil=module.Stencil,
         pen=module.Pen,

@@ -145,20 +145,33 @@ PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// (baseline, target, dtype codes x2, row indices x2 or None, place of the first row, room for the sums [2, 5, width])
+// (a strip's members one by one, sums to add to [2, 5, columns])
 PyObject* channel_sums(PyObject*, PyObject* args) {
-    PyObject *baseline, *target, *index[2], *room;
-    int dtypes[2];
-    long long first;
-    if (!PyArg_ParseTuple(args, "OOiiOOLO", &baseline, &target, &dtypes[0], &dtypes[1], &index[0], &index[1], &first, &room)) {
-        return nullptr;
+    ts::Strip strip;
+    PyObject* given = PyTuple_GetSlice(args, 0, 8);
+    const bool fits = given != nullptr && PyTuple_GET_SIZE(args) == 9 && read_strip(given, &strip);
+    Py_XDECREF(given);
+    if (!fits) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_TypeError, "9 arguments are needed");
+    const ts::Memory sums(PyTuple_GET_ITEM(args, 8), PyBUF_WRITABLE);
+    if (!sums) return nullptr;
+    const int64_t total = sums.nbytes() / 80;
+    if (strip.row < 0 || strip.column < 0 || strip.column + strip.sides.width > total) {
+        return PyErr_Format(PyExc_ValueError, "the strip does not fit into %lld columns", static_cast<long long>(total));
     }
-    ts::Matrices sides;
-    const ts::Memory sums(room, PyBUF_WRITABLE);
-    if (!sums || !ts::read_matrices(baseline, target, dtypes, index, &sides)) return nullptr;
-    if (sums.nbytes() != 80 * sides.width) return PyErr_Format(PyExc_ValueError, "sums are [2, 5, width]");
-    run(bytes_of(sides), [&] { ts::channel_sums(sides, first, sums.as<double>()); });
+    run(bytes_of(strip.sides), [&] { ts::add_channel_sums(strip, sums.as<double>(), total); });
     Py_RETURN_NONE;
+}
+
+// (sums [2, 5, columns], of two columns at least) -> struct ChannelFound as bytes, or None where they are not finite
+PyObject* find_channel(PyObject*, PyObject* given) {
+    const ts::Memory sums(given, 0);
+    if (!sums) return nullptr;
+    if (sums.nbytes() < 160) return PyErr_Format(PyExc_ValueError, "two columns at least are needed");
+    ts::ChannelFound found;
+    bool is_finite = false;
+    run(sums.nbytes() * 8, [&] { is_finite = ts::find_channel(sums.as<double>(), sums.nbytes() / 80, &found); });
+    if (!is_finite) Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
 }
 
 template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
@@ -174,6 +187,7 @@ PyMethodDef kMethods[] = {
     {"paged", fast<paged>(), METH_FASTCALL, nullptr},
     {"compare", fast<compare>(), METH_FASTCALL, nullptr},
     {"channel_sums", channel_sums, METH_VARARGS, nullptr},
+    {"find_channel", find_channel, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

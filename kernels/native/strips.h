@@ -35,8 +35,16 @@ struct RowResults {  // of all rows: [6][rows], [8][rows], [rows], [rows], see m
 // Compares strip `number`. `is_first`: its rows are new; else it adds columns to those that are there.
 void compare_strip(const Strip& strip, int64_t number, bool is_first, double atol, double rtol, const RowResults& out);
 
-// `first` is the place of the first row among all that are added up, whose even ones go into one half of `sums` and whose
-// odd ones into the other: [half][kind][width].
-void channel_sums(const Matrices& sides, int64_t first, double* sums);
+// Adds the sums of the strip's channels to `sums`, [half][kind][total]: those of even rows, as they are counted among all,
+// go into one half and those of odd ones into the other.
+void add_channel_sums(const Strip& strip, double* sums, int64_t total);
+
+struct ChannelFound {  // Channel in channels.py
+    int64_t index;
+    double gain, noise;
+};
+
+// False, and nothing, where the sums of two or more channels are not all finite.
+bool find_channel(const double* sums, int64_t width, ChannelFound* out);
 
 }  // namespace ts
