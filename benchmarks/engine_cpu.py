@@ -6,23 +6,30 @@ One process, one torch thread, random weights. Cases: `equal-N` N prompts of one
 `ragged` prompts and answers of very different lengths (transformers pads and goes on to the longest), `shared` 16
 prompts that begin with the same 448 tokens. A ratio is transformers' time over the engine's, of CPU time and of wall
 time: above 1 the engine is faster. Median of rounds; how many answers are equal is said (bf16 rounds differently).
-`--generate-batch`: transformers makes its manager and cache anew in each call, and that is in its time.
+`generate_batch` makes its manager and cache anew in each call, and that is in its time; the cache just holds the case
+(left to itself it takes most of the memory). Then the same engine at batch 8 with the dumper attached, capture off and
+statistics of everything, over the engine without it: above 1 the dumper costs; "again" is the noise.
 """
 
 import argparse
+import logging
 import random
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen3Config
 
+from tapscope.dumper import DumperConfig, make_observer
 from tapscope.engine import LLM
+from tapscope.kernels.native import backend
 
 _SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": 512},
@@ -88,27 +95,41 @@ def by_generate(model: Any, case: Case) -> list[list[int]]:
 
 @torch.no_grad()
 def by_generate_batch(model: Any, case: Case) -> list[list[int]]:
-    """Continuous batching of transformers, all answers as long as the longest."""
+    """Continuous batching of transformers, all answers as long as the longest, with a cache that just holds them."""
     config = GenerationConfig(max_new_tokens=max(case.new), do_sample=False, eos_token_id=-1, pad_token_id=0)
-    out = model.generate_batch(inputs=case.prompts, generation_config=config, progress_bar=False)
+    blocks = sum(-(-(len(prompt) + max(case.new)) // 256) for prompt in case.prompts) + 8
+    room = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512)
+    out = model.generate_batch(
+        inputs=case.prompts, generation_config=config, continuous_batching_config=room, progress_bar=False
+    )
     answers = [out[name].generated_tokens for name in sorted(out, key=lambda name: int(name.rpartition("_")[2]))]
     return [answer[:count] for answer, count in zip(answers, case.new, strict=True)]
 
 
-def timed(run: Callable[[], list[list[int]]]) -> tuple[float, float, list[list[int]]]:
+Way = Callable[[], list[list[int]]]
+
+
+def timed(run: Way) -> tuple[float, float, list[list[int]]]:
     cpu, wall = time.process_time(), time.perf_counter()
     ids = run()
     return time.process_time() - cpu, time.perf_counter() - wall, ids
 
 
-def compare(name: str, case: Case, ways: dict[str, Callable[[], list[list[int]]]], rounds: int) -> None:
+def in_turn(ways: dict[str, Way], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """Median CPU and wall seconds of each way, and its answers; the order is turned in each round."""
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     ids: dict[str, list[list[int]]] = {}
-    for _ in range(rounds):
-        for way, run in ways.items():
-            cpu, wall, ids[way] = timed(run)
+    names = list(ways)
+    for turn in range(rounds):
+        for way in names[turn % len(names) :] + names[: turn % len(names)]:
+            cpu, wall, ids[way] = timed(ways[way])
             taken[way].append((cpu, wall))
     middle = {way: [statistics.median(column) for column in zip(*times, strict=True)] for way, times in taken.items()}
+    return middle, ids
+
+
+def compare(name: str, case: Case, ways: dict[str, Way], rounds: int) -> None:
+    middle, ids = in_turn(ways, rounds)
     cpu, wall = middle["engine"]
     said = [f"{name:<9} engine {sum(case.new) / cpu:7.0f} tok/s"]
     for way in list(ways)[1:]:
@@ -118,30 +139,59 @@ def compare(name: str, case: Case, ways: dict[str, Callable[[], list[list[int]]]
     print("; ".join(said), flush=True)
 
 
+def compare_observed(folder: Path, dtype: str, llm: LLM, case: Case, rounds: int) -> None:
+    """What the dumper costs the engine at batch 8; CPU time is this process's, its recorder's is another."""
+    observer = partial(make_observer, out=str(folder / "run"), config=DumperConfig(keep="off"))
+    with LLM(folder, dtype=dtype, device="cpu", observer=observer) as watched:
+        dumper = watched.engine.runner.observer
+
+        def keeping(keep: str) -> list[list[int]]:
+            dumper.configure(keep=keep)
+            return by_engine(watched, case)
+
+        middle, _ = in_turn(
+            {
+                "without the dumper": lambda: by_engine(llm, case),
+                "without it, again": lambda: by_engine(llm, case),
+                "attached, capture off": lambda: keeping("off"),
+                "statistics everywhere": lambda: keeping("stats"),
+            },
+            rounds,
+        )
+    cpu, wall = middle["without the dumper"]
+    for way in list(middle)[1:]:
+        print(f"{way:<21} {middle[way][0] / cpu:5.3f} cpu {middle[way][1] / wall:5.3f} wall of the time without it")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=_SHAPES, default="29m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--case", nargs="*", help="of these cases only")
+    parser.add_argument("--case", nargs="*", choices=("equal-1", "equal-8", "equal-32", "ragged", "shared"))
     parser.add_argument("--new", type=int, default=64, help="tokens to generate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--generate-batch", action="store_true", help="transformers' continuous batching too")
+    parser.add_argument("--generate-batch", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--observed", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it asks for psutil, without a need here
     folder = Path(tempfile.mkdtemp(prefix="engine-cpu-"))
     model = save(args.shape, args.dtype, folder)
-    print(f"{args.shape} {args.dtype}, one thread, torch {torch.__version__}")
+    print(f"{args.shape} {args.dtype}, one thread, torch {torch.__version__}, kernels: {backend()[0]}")
     with LLM(folder, dtype=args.dtype, device="cpu") as llm:
-        for name, case in cases(_SHAPES[args.shape]["vocab_size"], args.new).items():
-            if args.case and name not in args.case:
-                continue
-            ways: dict[str, Callable[[], list[list[int]]]] = {
-                "engine": lambda case=case: by_engine(llm, case),  # type: ignore[misc]
-                "generate": lambda case=case: by_generate(model, case),  # type: ignore[misc]
+        every = cases(_SHAPES[args.shape]["vocab_size"], args.new)
+        for name in args.case or every:
+            case = every[name]
+            ways: dict[str, Way] = {
+                "engine": partial(by_engine, llm, case),
+                "generate": partial(by_generate, model, case),
             }
             if args.generate_batch:
-                ways["generate_batch"] = lambda case=case: by_generate_batch(model, case)  # type: ignore[misc]
+                ways["generate_batch"] = partial(by_generate_batch, model, case)
             compare(name, case, ways, args.rounds)
+        if args.observed:
+            compare_observed(folder, args.dtype, llm, every["equal-8"], args.rounds)
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tapscope.kernels.cpu import linear
 from tapscope.kernels.native import backend, library, use_backend
@@ -86,6 +88,11 @@ def test_torch_serves_where_it_must_be_seen_or_be_differentiated():
     linear(x, leaf, b).sum().backward()
     assert torch.allclose(leaf.grad, x.sum(0).expand(8, 16))
     assert linear(x.to("meta"), w.to("meta")).shape == (3, 8)
+    with FlopCounterMode(display=False) as counted:
+        linear(x, w)
+    assert counted.get_total_flops() == 2 * 3 * 16 * 8
+    with FakeTensorMode() as fakes:
+        assert linear(fakes.from_tensor(x), fakes.from_tensor(w)).shape == (3, 8)
 
 
 LAID_OTHERWISE = [

@@ -1,5 +1,7 @@
 """linear: a matrix product that is quick when there are few rows, as in decoding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,8 +21,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     alone, to the last bit. torch serves elsewhere: on other devices, processors and dtypes, for many rows, where
     gradients are recorded and under torch's modes. Raises what torch raises.
     """
-    output = None if has_torch_function((input,)) else _native(input, weight, bias)
+    output = None if is_intercepted(input) else _native(input, weight, bias)
     return functional.linear(input, weight, bias) if output is None else output
+
+
+def is_intercepted(tensor: Tensor) -> bool:
+    """Whether torch would hand an operation on ``tensor`` to somebody: a mode is entered, or it is no plain tensor."""
+    modes: Any = torch._C
+    return type(tensor) is not Tensor or has_torch_function((tensor,)) or modes._len_torch_dispatch_stack() > 0
 
 
 def _native(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tapscope.kernels.cpu.linear import is_intercepted
 from tapscope.kernels.native import library
 
 _CODES = {torch.float32: library.CODES["float32"], torch.bfloat16: library.CODES["bfloat16"]}
@@ -19,7 +20,7 @@ def paged_attention(
     head h // (heads / kv_heads). Sums and softmax are in float32; :func:`paged_reference` is the same in plain torch.
     """
     functions, code = library.functions(), _CODES.get(query.dtype)
-    if functions is None or functions.paged is None or code is None or not len(query):
+    if functions is None or functions.paged is None or code is None or not len(query) or is_intercepted(query):
         return None
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (query, keys, page_table, lengths)):
         return None
