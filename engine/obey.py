@@ -1,7 +1,6 @@
 """Obey: what the processes of ranks 1 and up run: load, compute the plans of rank 0, end with it."""
 
 import multiprocessing
-import shutil
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.runner import Runner, device_of
-from tapscope.engine.workers import address_in, identity, leave_signals_to_parent
+from tapscope.engine.workers import address_in, clean_up_after_parent, identity, leave_signals_to_parent
 from tapscope.errors import CheckpointError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, decode, encode
@@ -37,8 +36,7 @@ def rank_main(
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
             raise SystemExit(1) from None
         finally:
-            if not _rank_0_lives():
-                shutil.rmtree(folder, ignore_errors=True)
+            clean_up_after_parent(Path(folder))
 
 
 def _meet(rank: int, config: EngineConfig, folder: Path) -> TensorParallel:
@@ -101,8 +99,3 @@ def _next_message(socket: "zmq.Socket[bytes]", rank_0_ended: "zmq.Socket[bytes] 
         return None
     message = decode(socket.recv_multipart())
     return None if message.kind == "close" else message
-
-
-def _rank_0_lives() -> bool:
-    parent = multiprocessing.parent_process()
-    return parent is None or parent.is_alive()

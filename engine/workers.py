@@ -154,6 +154,13 @@ def leave_signals_to_parent() -> None:
         signal.signal(name, signal.SIG_IGN)
 
 
+def clean_up_after_parent(folder: Path) -> None:
+    """For a worker that ends: where the process that spawned it was killed, nobody else removes their directory."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def identity(number: int) -> bytes:
     """What a worker's messages are addressed by."""
     return f"worker-{number}".encode()

@@ -14,7 +14,15 @@ import zmq
 
 from tapscope import errors
 from tapscope.engine.config import EngineConfig
-from tapscope.engine.workers import LAST_WORDS_S, POLL_MS, Workers, address_in, identity, leave_signals_to_parent
+from tapscope.engine.workers import (
+    LAST_WORDS_S,
+    POLL_MS,
+    Workers,
+    address_in,
+    clean_up_after_parent,
+    identity,
+    leave_signals_to_parent,
+)
 from tapscope.errors import RankLostError, TapscopeError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, encode
@@ -87,6 +95,8 @@ def replica_main(
         except Exception as error:  # noqa: BLE001  (told to the parent, which raises it)
             _report(parent, error)
             raise SystemExit(1) from None
+        finally:
+            clean_up_after_parent(Path(folder))
 
 
 def _serve(
