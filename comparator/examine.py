@@ -5,17 +5,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.assemble import Whole
 from tapscope.comparator.channels import worst_channel
 from tapscope.comparator.examined import Examined, are_exact
-from tapscope.comparator.finding import Place, RowCounts, Side
+from tapscope.comparator.finding import RowCounts, Side
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Measured, Opened, WidthError, measure
-from tapscope.comparator.pieces import Joined
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
-from tapscope.comparator.results import numbers_of, steps_of
+from tapscope.comparator.results import numbers_of, place_of, steps_of
 from tapscope.comparator.series import Series, recorded
 from tapscope.comparator.spread import NOTHING, Sizes, sizes_of, spread_of
 from tapscope.comparator.suggest import Suggester
@@ -151,7 +149,7 @@ class Examiner:
             "numbers": numbers,
             "basis": "values",
             "spread": spread_of(seen, worst_channel(opened, measured) if scans else QUIET, _sizes(site, measured)),
-            "worst": self.place(measured, seen.worst, ready),
+            "worst": place_of(measured, seen.worst, ready, self.preparer.row_map),
             "steps": steps_of(measured, seen, ready.right),
             "unequal": tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if is_exact else (),
             "num_unequal": seen.num_unequal,
@@ -166,29 +164,6 @@ class Examiner:
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
         known = [int(k) for config in configs if (k := config.get("num_experts_per_tok"))]
         return detail_of(ready, site, known[0] if known else None)
-
-    def place(self, measured: Measured, row: int, ready: Prepared) -> Place:
-        """Where a measured row is."""
-        part, column = measured.part_at(row), int(measured.rows.argmax[row])
-        join, at = part.join, row - part.first
-        whole = ready.right[join.target]
-        step, baseline_step = (w.records[0].key.step for w in (whole, ready.left[join.baseline]))
-        rank = measured.ranks[measured.strip[row]] if _is_alone(whole) else None
-        # The column is that of the largest distance, and there is none to a value that is not finite.
-        index = () if measured.rows.nonfinite_mismatch[row] else (column,)
-        if join.pairs is None:
-            return Place(step, baseline_step, index=(at, *index), rank=rank)
-        pair = int(join.pairs[at])
-        rows = self.preparer.row_map
-        return Place(
-            step,
-            baseline_step,
-            rows.requests[int(rows.pair_request[pair])],
-            int(rows.pair_position[pair]),
-            int(rows.pair_visit[pair]),
-            index,
-            rank,
-        )
 
 
 def _kinds(pair: Pair) -> str:
@@ -209,11 +184,6 @@ def _is_permuted(measured: Measured, odd: Array, ready: Prepared) -> bool:
     """Whether some firing whose rows ``odd`` are not equal has equal bags: rounding never gives the same elements."""
     parts = {id(part): part for part in map(measured.part_at, odd.tolist())}
     return any(ready.equal_by_bag(part.join) for part in parts.values())
-
-
-def _is_alone(whole: Whole) -> bool:
-    """Whether one rank alone holds each column: shards, or the rows of one rank among several."""
-    return isinstance(whole.piece, Joined) or len(whole.records) == 1 < len(whole.run.ranks)
 
 
 def _examine_stats(ready: Prepared, seen: tuple[str, ...], is_exact: bool) -> _Facts:

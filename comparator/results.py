@@ -1,12 +1,15 @@
-"""Results: what was measured of a site, as a finding says it: in numbers, and step by step."""
+"""Results: what was measured of a site, as a finding says it: in numbers, step by step, and where."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.finding import Numbers, StepResult
+from tapscope.comparator.finding import Numbers, Place, StepResult
 from tapscope.comparator.measure import Measured
+from tapscope.comparator.pieces import Joined
+from tapscope.comparator.prepare import Prepared
+from tapscope.comparator.rows import RowMap
 from tapscope.kernels.native import Measure, Overview, relative_l2
 
 
@@ -45,3 +48,31 @@ def steps_of(measured: Measured, seen: Overview, right: Sequence[Whole]) -> tupl
     relative = map(relative_l2, diff, base)
     nonfinite = np.add.reduceat(rows.nonfinite_mismatch[order], starts).tolist()
     return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst, nonfinite))
+
+
+def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Place:
+    """Where a measured row is."""
+    part, column = measured.part_at(row), int(measured.rows.argmax[row])
+    join, at = part.join, row - part.first
+    whole = ready.right[join.target]
+    step, baseline_step = (w.records[0].key.step for w in (whole, ready.left[join.baseline]))
+    rank = measured.ranks[measured.strip[row]] if _is_alone(whole) else None
+    # The column is that of the largest distance, and there is none to a value that is not finite.
+    index = () if measured.rows.nonfinite_mismatch[row] else (column,)
+    if join.pairs is None:
+        return Place(step, baseline_step, index=(at, *index), rank=rank)
+    pair = int(join.pairs[at])
+    return Place(
+        step,
+        baseline_step,
+        rows.requests[int(rows.pair_request[pair])],
+        int(rows.pair_position[pair]),
+        int(rows.pair_visit[pair]),
+        index,
+        rank,
+    )
+
+
+def _is_alone(whole: Whole) -> bool:
+    """Whether one rank alone holds each column: shards, or the rows of one rank among several."""
+    return isinstance(whole.piece, Joined) or len(whole.records) == 1 < len(whole.run.ranks)

@@ -8,6 +8,7 @@ from tapscope.comparator.examine import Examiner
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Place
 from tapscope.comparator.measure import Opened, WidthError, measure
+from tapscope.comparator.results import place_of
 from tapscope.errors import DataError
 from tapscope.kernels.native.overview import row_errors
 
@@ -51,10 +52,10 @@ def tokens_of(
     worst = int(here[np.argmax(np.where(odd[here], np.inf, errors[here]))])
     found = [
         TokenError(
-            examiner.place(measured, int(row), ready),
+            place_of(measured, int(row), ready, examiner.preparer.row_map),
             float(errors[row]),
             float(errors[row]) / finding.row_floor if finding.row_floor > 0.0 else 0.0,
         )
         for row in here[:MAX_TOKENS]
     ]
-    return tuple(found), int(beyond.sum()), examiner.place(measured, worst, ready)
+    return tuple(found), int(beyond.sum()), place_of(measured, worst, ready, examiner.preparer.row_map)
