@@ -22,5 +22,10 @@ def _say_skipped(name: Any) -> bool:
     return True
 
 
-_at_compile_time: Any = torch.compiler.assume_constant_result
+def _at_compile_time(function: Any) -> Any:
+    """As torch.compiler.assume_constant_result, which imports torch._dynamo for it: a second of every process's time."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 say_skipped: Any = _at_compile_time(_say_skipped)
