@@ -23,7 +23,7 @@ def _say_skipped(name: Any) -> bool:
 
 
 def _at_compile_time(function: Any) -> Any:
-    """As torch.compiler.assume_constant_result, which imports torch._dynamo for it: a second of every process's time."""
+    """As torch.compiler.assume_constant_result, which imports torch._dynamo for it: a second of every process."""
     function._dynamo_marked_constant = True
     return function
 
