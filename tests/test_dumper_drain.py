@@ -74,6 +74,9 @@ class SlowDevice:
 class Far(Taker):
     """A taker to which every tensor is one of the device."""
 
+    def _take_by_pen(self, port: Port, leaf: Any, stamp: Stamp) -> bool:
+        return False
+
     def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Any, full: bool) -> None:
         if layout.count:
             self._await(port, stamp, tensor, layout, "full" if full else "stats")

@@ -2,9 +2,7 @@
 
 from unittest import mock
 
-import torch
-
-from tapscope.engine.cache import StepCache
+from tapscope.kernels.cpu.paged import paged_reference
 
 PATCHES = "engine"
 EXPECT = "model.layers.0.self_attn.attn"
@@ -14,10 +12,7 @@ WHERE = {"step": 1}
 
 
 def patch(model):
-    read = StepCache.read_batch
+    def short(query, keys, values, page_table, lengths, scale, window):
+        return paged_reference(query, keys, values, page_table, lengths - 1, scale, window)
 
-    def short(self, layer, window):
-        keys, values, _ = read(self, layer, window)
-        return keys, values, torch.arange(keys.shape[1]) < self.lengths[: len(keys), None] - 1
-
-    return mock.patch.object(StepCache, "read_batch", short)
+    return mock.patch("tapscope.engine.attention.paged_attention", short)

@@ -2,7 +2,8 @@
 
 from unittest import mock
 
-from tapscope.engine.cache import StepCache
+from tapscope.engine import attention
+from tapscope.kernels.cpu.paged import paged_reference
 
 PATCHES = "engine"
 EXPECT = "model.layers.1.self_attn.attn"
@@ -13,14 +14,16 @@ TARGET = [{}, {"tp": 2}]
 
 
 def patch(model):
-    read = StepCache.read_batch
+    attend = attention._attend_single
 
-    def stale(self, layer, window):
-        keys, values, mask = read(self, layer, window)
-        longer = [segment.index for segment in self.segments if segment.position > 8]
-        if layer == 1 and longer:
-            values = values.clone()
-            values[longer, 4:8] = self.cache.values[layer][self.page_table[-1, 0]]
-        return keys, values, mask
+    def stale(query, layer, cache, spec):
+        count = cache.num_single
+        longer = [segment.index for segment in cache.segments[:count] if segment.position > 8]
+        if layer != 1 or not longer:
+            return attend(query, layer, cache, spec)
+        table = cache.page_table[:count].clone()
+        table[longer, 1] = cache.page_table[count - 1, 0]
+        pools = cache.pools(layer)
+        return [paged_reference(query[:count], *pools, table, cache.lengths[:count], spec.scale, spec.window)]
 
-    return mock.patch.object(StepCache, "read_batch", stale)
+    return mock.patch.object(attention, "_attend_single", stale)
