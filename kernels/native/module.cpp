@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "calls.h"
 #include "linear.h"
 #include "arrays.h"
 #include "overview.h"
@@ -11,8 +12,7 @@
 
 namespace {
 
-// Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2.
-constexpr int64_t kBrief = 1 << 20;
+using ts::fast, ts::run;
 
 bool read(PyObject* const* args, Py_ssize_t count, int64_t* numbers, Py_ssize_t wanted) {
     if (count != wanted) {
@@ -30,17 +30,6 @@ bool read(PyObject* const* args, Py_ssize_t count, int64_t* numbers, Py_ssize_t 
 template <class T>
 T* at(int64_t address) {
     return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
-}
-
-template <class Work>
-void run(int64_t nbytes, Work work) {
-    if (nbytes < kBrief) {
-        work();
-        return;
-    }
-    Py_BEGIN_ALLOW_THREADS;
-    work();
-    Py_END_ALLOW_THREADS;
 }
 
 // (data, count, dtype code, with bag, copy to or 0, element width) -> (text, digest)
@@ -172,11 +161,6 @@ PyObject* find_channel(PyObject*, PyObject* given) {
     run(sums.nbytes() * 8, [&] { is_finite = ts::find_channel(sums.as<double>(), sums.nbytes() / 80, &found); });
     if (!is_finite) Py_RETURN_NONE;
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
-}
-
-template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
-PyCFunction fast() {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
 }
 
 PyMethodDef kMethods[] = {

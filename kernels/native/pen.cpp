@@ -9,12 +9,12 @@
 #include <string>
 #include <tuple>
 
+#include "calls.h"
 #include "taken.h"
 
 namespace ts {
 namespace {
 
-constexpr int64_t kBrief = 1 << 20;   // bytes below which the GIL is kept, as in module.cpp
 constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
 
 // A reference that is given up at the end of its scope.
@@ -156,14 +156,6 @@ bool find(const Pen* pen, const Stencil* stencil, PyObject* tensor, uint64_t* ad
     return (*address || !stencil->count) && !PyErr_Occurred();
 }
 
-template <class Work>
-void run(int64_t nbytes, Work work) {
-    if (nbytes < kBrief) return work();
-    Py_BEGIN_ALLOW_THREADS;
-    work();
-    Py_END_ALLOW_THREADS;
-}
-
 // The members `hash` to `stats` of what lies at the place, worked out once a step while the bytes stay the same.
 std::string content_of(State* state, const Stencil* stencil, uint64_t address) {
     const int64_t nbytes = stencil->count * stencil->width;
@@ -248,11 +240,6 @@ PyObject* pen_drain(PyObject* object, PyObject*) {
     PyObject* found = Py_BuildValue("y#L", state->lines.data(), Py_ssize_t(state->lines.size()), state->waiting);
     if (found) state->lines.clear(), state->waiting = 0;
     return found;
-}
-
-template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
-PyCFunction fast() {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
 }
 
 PyMethodDef kPenMethods[] = {

@@ -1,0 +1,30 @@
+// What functions for Python need: letting go of the GIL, and the form that they are called in.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+
+namespace ts {
+
+// Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2.
+constexpr int64_t kBrief = 1 << 20;
+
+template <class Work>
+void run(int64_t nbytes, Work work) {
+    if (nbytes < kBrief) {
+        work();
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    work();
+    Py_END_ALLOW_THREADS;
+}
+
+template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyCFunction fast() {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+
+}  // namespace ts
