@@ -90,7 +90,8 @@ class EngineConfig:
     rendezvous: str | None = None
     """``tcp://HOST:PORT`` on rank 0's machine, where externally launched ranks meet; None: MASTER_ADDR, MASTER_PORT."""
     rank_timeout_s: float = 60.0
-    """A rank that keeps the others waiting in a collective for longer is lost."""
+    """A rank or replica that shows no sign of life for longer though others need it is lost: none of its layers,
+    collectives, messages. A loading one has ten times as long."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -18,6 +18,7 @@ from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.policy import Policy
 from tapscope.engine.pooling import POOLINGS, pool_step
+from tapscope.engine.pulse import Pulse
 from tapscope.engine.ranks import Ranks
 from tapscope.engine.request import Request
 from tapscope.engine.routed_experts import route_step
@@ -33,8 +34,11 @@ from tapscope.wire import Message
 class Engine:
     """A loaded model, its cache and its queue; one thread at a time may use it."""
 
-    def __init__(self, config: EngineConfig, observer: ObserverFactory | None) -> None:
-        """Load on every rank. Raises ConfigError, UsageError, CheckpointError, RankLostError."""
+    def __init__(self, config: EngineConfig, observer: ObserverFactory | None, pulse: Pulse | None = None) -> None:
+        """Load on every rank. ``pulse`` is this process's, where another one watches it.
+
+        Raises ConfigError, UsageError, CheckpointError, RankLostError.
+        """
         self.config = config
         self.model_config = ModelConfig.read(Path(config.model))
         self.model_config.check_split(config.tp)
@@ -48,9 +52,11 @@ class Engine:
         if config.launch == "external":
             obey_if_launched(config, self.model_config, observer)
         if config.tp == 1:
-            self.runner = Runner(config, self.model_config, TensorParallel(), observer)
+            alone = TensorParallel()
+            alone.pulse = pulse or alone.pulse
+            self.runner = Runner(config, self.model_config, alone, observer)
         else:
-            self._ranks, self.runner = _start(config, self.model_config, observer)
+            self._ranks, self.runner = _start(config, self.model_config, observer, pulse or Pulse())
         policy = Policy.build(
             config,
             num_pages=self.runner.num_pages,
@@ -307,12 +313,14 @@ def _num_new(request: Request) -> int:
     return len(request.tokens) - len(request.prompt_ids) - request.num_emitted
 
 
-def _start(config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> tuple[Ranks, Runner]:
+def _start(
+    config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
+) -> tuple[Ranks, Runner]:
     """Spawn the other ranks and load on all of them at once."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks share the cores: contended OpenMP threads cost more than they give
     make = ExternalRanks if config.launch == "external" else Ranks
-    ranks = make(config, model_config, observer)
+    ranks = make(config, model_config, observer, pulse)
     try:
         runner = Runner(config, model_config, ranks.connect(), observer)
         ranks.await_all("ready")

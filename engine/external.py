@@ -21,6 +21,7 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.obey import obey
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.pulse import Pulse
 from tapscope.engine.ranks import Ranks
 from tapscope.engine.runner import device_of
 from tapscope.engine.workers import identity
@@ -81,9 +82,11 @@ class Place:
 class ExternalRanks(Ranks):
     """The other ranks of an engine whose processes somebody else started."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
+    ) -> None:
         self._place = Place.read(config)
-        super().__init__(config, model_config, observer)
+        super().__init__(config, model_config, observer, pulse)
         self._ended = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def _bind(self) -> None:

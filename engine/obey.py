@@ -13,7 +13,9 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
+from tapscope.engine.pulse import Doing, Pulse, pulse_in
 from tapscope.engine.runner import Runner, device_of
+from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.engine.workers import address_in, clean_up_after_parent, identity, leave_signals_to_parent
 from tapscope.errors import CheckpointError
 from tapscope.observe import ObserverFactory
@@ -25,6 +27,7 @@ def rank_main(
 ) -> None:
     """Body of a spawned rank: load, obey plans, end with rank 0. What goes wrong is told to rank 0."""
     leave_signals_to_parent()
+    tell_stack(stack_in(Path(folder), rank))
     torch.set_num_threads(1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
@@ -41,7 +44,8 @@ def rank_main(
 
 def _meet(rank: int, config: EngineConfig, folder: Path) -> TensorParallel:
     device = device_of(config, rank)
-    tp = TensorParallel.connect(folder / "store", rank, config.tp, config.rank_timeout_s, device)
+    tp = TensorParallel.connect(folder / "store", rank, config.tp, config.rank_timeout_s, device, is_watched=True)
+    tp.pulse = Pulse(pulse_in(folder, rank))
     parent = multiprocessing.parent_process()
     tp.watch([] if parent is None else [parent.sentinel])
     return tp
@@ -63,7 +67,7 @@ def obey(
     runner = Runner(config, model_config, meet(), observer)
     try:
         socket.send_multipart(encode(Message("ready")))
-        while (message := _next_message(socket, rank_0_ended)) is not None:
+        while (message := _next_message(socket, rank_0_ended, runner.pulse)) is not None:
             if message.kind == "weights":
                 socket.send_multipart(encode(Message("done", {"error": change_weights(runner, message)})))
                 continue
@@ -86,7 +90,9 @@ def change_weights(runner: Runner, message: Message) -> str | None:
     return None
 
 
-def _next_message(socket: "zmq.Socket[bytes]", rank_0_ended: "zmq.Socket[bytes] | None") -> Message | None:
+def _next_message(
+    socket: "zmq.Socket[bytes]", rank_0_ended: "zmq.Socket[bytes] | None", pulse: Pulse
+) -> Message | None:
     """The next plan; None when rank 0 says close or is no more."""
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
@@ -95,7 +101,10 @@ def _next_message(socket: "zmq.Socket[bytes]", rank_0_ended: "zmq.Socket[bytes] 
         poller.register(parent.sentinel, zmq.POLLIN)
     if rank_0_ended is not None:
         poller.register(rank_0_ended, zmq.POLLIN)
-    if socket not in dict(poller.poll()):
+    pulse.now(Doing.ASLEEP)
+    ready = dict(poller.poll())
+    pulse.now(Doing.WORKING)
+    if socket not in ready:
         return None
     message = decode(socket.recv_multipart())
     return None if message.kind == "close" else message

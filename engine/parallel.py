@@ -6,7 +6,7 @@ program that already called ``init_process_group`` is left alone.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -15,10 +15,15 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from tapscope.engine.pulse import Doing, Pulse
 from tapscope.errors import RankLostError
 
 distributed: Any = torch.distributed  # its type stubs lack most of what is used here
+c10d: Any = distributed_c10d
+
+_WATCHED = timedelta(days=7)  # of a collective whose ranks are watched: the watch ends it, long before
 
 
 class TensorParallel:
@@ -38,13 +43,28 @@ class TensorParallel:
         self._is_lost = False
         self._aborting = threading.Lock()
         self._unwatch: int | None = None
+        self.pulse = Pulse()
+        """What this rank is at, for who watches it."""
+        self._reduce_options: Any = distributed.AllreduceOptions()
+        self._gather_options: Any = c10d.AllgatherOptions()
 
     @classmethod
     def connect(
-        cls, path: Path, rank: int, size: int, timeout_s: float, device: torch.device | None = None
+        cls,
+        path: Path,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+        *,
+        is_watched: bool = False,
     ) -> "TensorParallel":
-        """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``."""
-        return cls.join(distributed.FileStore(str(path), size), rank, size, timeout_s, device)
+        """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``.
+
+        A collective of watched ranks waits however long: who watches them kills the one that the others wait for.
+        """
+        store = distributed.FileStore(str(path), size)
+        return cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
 
     @classmethod
     def join(
@@ -55,6 +75,8 @@ class TensorParallel:
         timeout_s: float,
         device: torch.device | None = None,
         hostname: str = "127.0.0.1",
+        *,
+        is_watched: bool = False,
     ) -> "TensorParallel":
         """Meet the other ranks through ``store``, listening on ``hostname``; raises RankLostError after ``timeout_s``.
 
@@ -65,10 +87,13 @@ class TensorParallel:
             store.set_timeout(timeout)
             group = _gloo(store, rank, size, timeout, hostname)
             is_gpu = device is not None and device.type == "cuda"
-            tp = cls(rank, size, group, _nccl(store, rank, size, timeout, device) if is_gpu else None)
+            on_gpu = _WATCHED if is_watched else timeout
+            tp = cls(rank, size, group, _nccl(store, rank, size, on_gpu, device) if is_gpu else None)
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
         tp.device = device
+        if is_watched:
+            tp._reduce_options.timeout = tp._gather_options.timeout = _WATCHED
         return tp
 
     def watch(self, sentinels: Sequence[int]) -> None:
@@ -119,10 +144,7 @@ class TensorParallel:
             parts = self.all_gather(tensor.reshape(1, -1), tensor.numel() * self.size).view(self.size, *tensor.shape)
             return sum(parts[1:], start=parts[0])
         total = tensor.clone(memory_format=torch.contiguous_format)
-        try:
-            self._group_of(total).allreduce([total]).wait()
-        except RuntimeError as error:
-            raise RankLostError(f"rank {self.rank} lost a peer in an all-reduce: {_first_line(error)}") from error
+        self._wait_for(lambda: self._group_of(total).allreduce([total], self._reduce_options), "an all-reduce")
         return total
 
     def all_gather(self, tensor: Tensor, width: int) -> Tensor:
@@ -136,11 +158,19 @@ class TensorParallel:
         padded = tensor.new_zeros(tensor.shape[0], widths[0])
         padded[:, : tensor.shape[1]] = tensor
         shards = [torch.empty_like(padded) for _ in widths]
-        try:
-            self._group_of(padded).allgather([shards], [padded]).wait()
-        except RuntimeError as error:
-            raise RankLostError(f"rank {self.rank} lost a peer in an all-gather: {_first_line(error)}") from error
+        gather = self._group_of(padded).allgather
+        self._wait_for(lambda: gather([shards], [padded], self._gather_options), "an all-gather")
         return torch.cat([shard[:, :columns] for shard, columns in zip(shards, widths, strict=True)], dim=1)
+
+    def _wait_for(self, start: Callable[[], Any], what: str) -> None:
+        """Start a collective and wait for it; raises RankLostError."""
+        self.pulse.now(Doing.WAITING)
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise RankLostError(f"rank {self.rank} lost a peer in {what}: {_first_line(error)}") from error
+        finally:
+            self.pulse.now(Doing.WORKING)
 
     def _group_of(self, tensor: Tensor) -> Any:
         return self._gpu_group if tensor.is_cuda else self._group

@@ -11,6 +11,7 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.obey import rank_main
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
+from tapscope.engine.pulse import Pulse
 from tapscope.engine.runner import device_of
 from tapscope.engine.workers import LAST_WORDS_S, POLL_MS, Workers
 from tapscope.errors import RankLostError
@@ -21,8 +22,12 @@ from tapscope.wire import Message
 class Ranks(Workers):
     """The spawned ranks of one engine."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
+    ) -> None:
+        """``pulse`` is rank 0's."""
         super().__init__()
+        self._pulse = pulse
         self._config = config
         self._arguments = (config, model_config, observer, str(self.folder))
         self._answers: dict[int, str | None] = {}
@@ -30,13 +35,16 @@ class Ranks(Workers):
     def connect(self) -> TensorParallel:
         """Start the processes and join rank 0 with them; raises RankLostError."""
         self.start(rank_main, self._arguments, self._config.tp - 1, "rank")
+        self.watch(self._config.rank_timeout_s, self._pulse)
         self.await_all("up")
         try:
             path, timeout_s = self.folder / "store", self._config.rank_timeout_s
-            tp = TensorParallel.connect(path, 0, self._config.tp, timeout_s, device_of(self._config, 0))
+            device = device_of(self._config, 0)
+            tp = TensorParallel.connect(path, 0, self._config.tp, timeout_s, device, is_watched=True)
         except RankLostError as error:
             self.explain(error)
         tp.watch(self.sentinels)
+        tp.pulse = self._pulse
         return tp
 
     def send(self, plan: StepPlan) -> None:
@@ -88,6 +96,6 @@ class Ranks(Workers):
         if silent := self._silent():
             how = self._how_ended(silent[0])
             hint = '; a script that makes an LLM with tp > 1 does so under `if __name__ == "__main__":`'
-            how += "" if "signal" in how else hint
+            how += hint if "exited with" in how else ""
             raise RankLostError(f"rank {silent[0]} of {self._config.tp} {how}") from cause
         raise cause or RankLostError("a rank was lost")

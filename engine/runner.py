@@ -22,6 +22,7 @@ from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.modes import StepMode, StepModes
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
+from tapscope.engine.pulse import Doing, Pulse
 from tapscope.engine.quantization import Online
 from tapscope.engine.sampling.greedy import sample
 from tapscope.engine.scale_file import read_scale_file
@@ -51,11 +52,12 @@ class Runner:
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
         self._skipped = tuple(f"model.layers.{layer}." for layer in skipped)
         self._online = Online(config.exclude_modules) if config.quantization else None
+        tp.pulse.now(Doing.LOADING)
         with self.stages.stage("weights"):
             if config.load_format == "dummy":
-                fill_with_dummies(usual_pieces(self.model))
+                fill_with_dummies(tp.pulse.over(usual_pieces(self.model)))
             else:
-                load_weights(self.model, Path(config.model), self._tied, self._skipped, online=self._online)
+                self._read_weights(Path(config.model), partial=False)
         with self.stages.stage("cache"):
             cache = self._make_cache(config, model_config.max_positions, dtype)
         max_pages = -(-model_config.max_positions // config.page_size)
@@ -104,19 +106,27 @@ class Runner:
 
     def check_weights(self, folder: Path, *, partial: bool) -> None:
         """Raise CheckpointError unless :meth:`load_weights` can do with ``folder``; nothing is changed."""
+        self.pulse.now(Doing.LOADING)
         check_weights(self.model, folder, self._tied, self._skipped, partial=partial)
         self._scales(folder, partial=partial)
+        self.pulse.now(Doing.WORKING)
 
     def load_weights(self, folder: Path, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those that ``folder`` has.
 
         Scales of the KV cache go with them; the type it is stored in stays.
         """
-        load_weights(self.model, folder, self._tied, self._skipped, partial=partial, online=self._online)
+        self.pulse.now(Doing.LOADING)
+        self._read_weights(folder, partial=partial)
         scales = self._scales(folder, partial=partial)
         if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
             warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=True)
         use_scales(self._cache, scales, partial=partial)
+        self.pulse.now(Doing.WORKING)
+
+    def _read_weights(self, folder: Path, *, partial: bool) -> None:
+        kept = self._tied, self._skipped
+        load_weights(self.model, folder, *kept, partial=partial, online=self._online, pulse=self.pulse)
 
     def _scales(self, folder: Path, *, partial: bool) -> Mapping[int, LayerScales]:
         """What the FP8 cache is scaled by with the weights of ``folder``: those of the file of scales come first."""
@@ -131,6 +141,7 @@ class Runner:
         Rank 0 gives ``choose``, from logits [logit rows, vocab] to a token for each row. Without it the most likely
         tokens are taken, or none where the plan says that rank 0 draws others: the next plan tells them.
         """
+        self.pulse.step(plan.step)
         if self.observer is not None:
             self.observer.before_step(plan.info())
         self._started = time.perf_counter()
@@ -156,6 +167,7 @@ class Runner:
     def close(self) -> None:
         """Close the observer and leave the ranks' group; safe to call twice."""
         observer, self.observer = self.observer, None
+        self.pulse.now(Doing.CLOSING)
         try:
             if observer is not None:
                 observer.close()
@@ -165,6 +177,11 @@ class Runner:
     def mode(self) -> StepMode:
         """How the next step runs; equal on all ranks once the observer has applied the plan's epoch."""
         return self._modes.choose(self.observer)
+
+    @property
+    def pulse(self) -> Pulse:
+        """What this rank is at."""
+        return self.model.tp.pulse
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -197,7 +214,11 @@ class Runner:
             )
         if choose is None and not plan.greedy:
             return []
-        tokens: list[int] = self.model.sampler((choose or sample)(output.logits)).tolist()
+        chosen = self.model.sampler((choose or sample)(output.logits))
+        if self.model.tp.size > 1 and self.device.type != "cpu":
+            self.pulse.now(Doing.WAITING)  # for the device, where the ranks' collectives are under way
+        tokens: list[int] = chosen.tolist()
+        self.pulse.now(Doing.WORKING)
         self.model.tp.check()
         return [tokens[row] for row in plan.sampled_logits]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.checkpoint import Checkpoint, open_checkpoint
+from tapscope.engine.pulse import Pulse
 from tapscope.engine.quantization import Online, as_fp8
 from tapscope.errors import CheckpointError, ConfigError
 
@@ -76,19 +77,21 @@ def load_weights(
     *,
     partial: bool = False,
     online: Online | None = None,
+    pulse: Pulse | None = None,
 ) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 
     ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has
     both they must be equal. Tensors whose names begin with one of ``skipped`` are left alone. With ``partial`` what
     the checkpoint lacks keeps its values; with ``online`` linear layers are rounded to fp8 on the way. Several threads
-    read, a few MiB each at a time. Raises CheckpointError for missing, unexpected, misshaped or unreadable tensors, and
-    ConfigError when ``online`` does not fit the checkpoint.
+    read, a few MiB each at a time, each a beat of ``pulse``. Raises CheckpointError for missing, unexpected, misshaped
+    or unreadable tensors, and ConfigError when ``online`` does not fit the checkpoint.
     """
     with open_checkpoint(folder) as checkpoint:
         pieces = _checked_pieces(model, checkpoint, tied, skipped, partial=partial)
         quantized = _quantized(model, checkpoint, online) if online is not None else frozenset()
-        _fill(checkpoint, [chunk for piece in pieces for chunk in piece.chunks()], quantized)
+        chunks = [chunk for piece in pieces for chunk in piece.chunks()]
+        _fill(checkpoint, chunks, quantized, pulse or Pulse())
         _check_tied(checkpoint, pieces, tied)
         checkpoint.check_unchanged()
 
@@ -111,7 +114,7 @@ def check_weights(
         _check_tied(checkpoint, pieces, tied)
 
 
-def _fill(checkpoint: Checkpoint, pieces: list[Piece], quantized: frozenset[str]) -> None:
+def _fill(checkpoint: Checkpoint, pieces: list[Piece], quantized: frozenset[str], pulse: Pulse) -> None:
     """Read pieces into their parameters, those of one file and name together."""
     ordered = sorted(pieces, key=lambda piece: (checkpoint.file_of(piece.name), piece.name, piece.start))
 
@@ -122,7 +125,7 @@ def _fill(checkpoint: Checkpoint, pieces: list[Piece], quantized: frozenset[str]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "tapscope-load") as pool:
         running = [pool.submit(read, piece) for piece in ordered]
         try:
-            for future in running:
+            for future in pulse.over(running):
                 future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)

@@ -4,18 +4,22 @@ Sockets and whatever else they share lie in a directory of mode 0700 made for th
 """
 
 import multiprocessing
+import os
 import pickle
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
 import zmq
 
+from tapscope.engine.pulse import Pulse, pulse_in
+from tapscope.engine.watch import Watch, Watched, WatchThread, stack_in
 from tapscope.errors import RankLostError, UsageError
 from tapscope.wire import Message, decode, encode
 
@@ -46,6 +50,8 @@ class Workers:
         self._failures: dict[int, Message] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._abandoned = self._dismissed = False
+        self._hung: dict[int, str] = {}
+        self._watch: WatchThread | None = None
 
     def _bind(self) -> None:
         self._socket.bind(address_in(self.folder))
@@ -54,6 +60,7 @@ class Workers:
         """Spawn ``count`` workers that run ``main(number, *arguments)``; raises UsageError for what has no pickle."""
         context = multiprocessing.get_context("spawn")
         for number in range(1, count + 1):
+            Pulse.create(pulse_in(self.folder, number))
             process = context.Process(target=main, args=(number, *arguments), name=f"tapscope-{what}-{number}")
             process.daemon = self.are_final
             self._processes[number] = process
@@ -61,6 +68,23 @@ class Workers:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise UsageError(f"the observer factory must be picklable when tp or dp > 1: {error}") from None
+
+    def watch(self, limit_s: float, own: Pulse | None = None) -> None:
+        """Kill a worker that hangs for ``limit_s``; ``own`` is this process's, where it is a rank of theirs."""
+        watched = {
+            number: Watched(process.pid, Pulse(pulse_in(self.folder, number)), stack_in(self.folder, number))
+            for number, process in self._processes.items()
+            if process.pid is not None
+        }
+        self._watch = WatchThread(Watch(watched, limit_s, own), self._on_hung)
+
+    def _on_hung(self, number: int, said: str) -> None:
+        """In the watch's thread: whoever waits for the worker then sees it end."""
+        pid = self._processes[number].pid
+        if pid is not None:
+            self._hung[number] = said
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def peers(self) -> Iterable[int]:
@@ -113,6 +137,8 @@ class Workers:
         """End every worker, gently unless abandoned; safe to call twice."""
         if self._socket.closed:
             return
+        if self._watch is not None:
+            self._watch.stop()
         self.dismiss()
         deadline = time.monotonic() + (_ABANDONED_S if self._abandoned else _CLOSE_S)
         for process in self._processes.values():
@@ -144,6 +170,8 @@ class Workers:
         return [number for number in self._dead() if number not in self._failures]
 
     def _how_ended(self, number: int) -> str:
+        if number in self._hung:
+            return self._hung[number]
         code = self._processes[number].exitcode
         return f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
 

@@ -1,5 +1,6 @@
 """Observers for the engine's tests; apart from the rest so that spawned ranks need not import transformers."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,20 @@ def unmakeable_on_rank_1(model: Any, info: RankInfo) -> Memory:
     if info.rank == 1:
         raise OSError("no room on rank 1")
     return Memory(model, info)
+
+
+class Hanging(Memory):
+    """Waits for ever when its first step begins."""
+
+    def before_step(self, info: StepInfo) -> None:
+        threading.Event().wait()
+
+
+class HangingOn:
+    """A picklable factory: the observer of one rank hangs."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, model: Any, info: RankInfo) -> Memory:
+        return (Hanging if info.rank == self.rank else Memory)(model, info)

@@ -41,7 +41,7 @@ from tapscope.wire import Message
 GREEDY = {"max_new_tokens": 4, "ignore_eos": True}
 LONG = GREEDY | {"max_new_tokens": 4000}
 PROMPT = [5, 6, 7]
-WORDS = "DP replica 1 was killed by signal 9"
+WORDS = "DP replica 1 hangs: it has not moved for "
 
 
 @dataclass
@@ -217,8 +217,8 @@ def test_health_info_and_taps_are_of_all_replicas(server: Server) -> None:
     server.ask("/dumper/configure", enabled=False)
 
 
-def test_a_lost_replica_is_named_and_ends_the_server(models: list[Path], tmp_path: Path) -> None:
-    server = _started(models[0], tmp_path)
+def test_a_replica_that_hangs_is_named_and_ends_the_server(models: list[Path], tmp_path: Path) -> None:
+    server = _started(models[0], tmp_path, "--set", "rank_timeout_s=3")
     try:
         _lose_a_replica(server)
     finally:
@@ -230,11 +230,11 @@ def _lose_a_replica(server: Server) -> None:
     state = server.http.get("/dumper/state").json()
     under_way = server.events("mine", 0)
     next(under_way)
-    os.kill(state["ranks"][1]["pid"], signal.SIGKILL)
+    os.kill(state["ranks"][1]["pid"], signal.SIGSTOP)
     wait_until(lambda: server.http.get("/health").status_code == 503, "the loss is noticed")
     for dp_rank in (0, 1):
         answer = server.http.post("/generate", json={"input_ids": PROMPT, "data_parallel_rank": dp_rank})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (503, WORDS)
+        assert (answer.status_code, answer.json()["error"]["message"].startswith(WORDS)) == (503, True)
     server.ask("/abort_request", rid="mine")
     assert list(under_way)[-1]["meta_info"]["finish_reason"]["type"] == "abort"  # the other replica went on with it
 

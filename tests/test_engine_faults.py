@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -166,16 +167,19 @@ def test_a_front_that_dies_ends_the_engine_with_the_reason(path: Path, tmp_path:
         assert process.children() == {}
 
 
-def test_an_engine_that_dies_ends_the_front_with_the_reason(path: Path, tmp_path: Path) -> None:
+def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Path, tmp_path: Path) -> None:
     with (
-        _serving(path, tmp_path / "run", "--tp", "2") as process,
+        _serving(path, tmp_path / "run", "--tp", "2", "--set", "rank_timeout_s=3") as process,
         _stream(process, input_ids=[5], sampling_params=LONG) as lines,
     ):
         next(lines)
         children = process.children()
-        process.process.kill()
+        process.process.send_signal(signal.SIGSTOP)
         events = [line for line in lines if "error" in line]
-        assert "the engine's process has ended" in events[0]
+        assert re.search(r"the engine's process \d+ hangs: .*stopped by a signal.*service\.py", events[0])
+        for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
+            assert (response.status_code, "hangs: it has not moved for" in response.text) == (503, True)
+        process.process.kill()  # the front would do so after its linger
         assert "the engine's process has ended; so does the server" in process.end()[1]
         deadline = time.monotonic() + 20
         while not all(_is_gone(pid) for pid in children.values()) and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
-from engine_observers import JournalIn, Memory, unmakeable_on_rank_1
+from engine_observers import HangingOn, JournalIn, Memory, unmakeable_on_rank_1
 
 from tapscope.engine import LLM
 from tapscope.errors import RankLostError, UsageError
@@ -101,15 +101,21 @@ def test_when_rank_0_leaves_a_step_the_others_close_their_observers_and_end(path
     assert (tmp_path / "closed-1").exists()
 
 
-def test_a_rank_that_hangs_is_lost_after_the_timeout(path: Path, tmp_path: Path) -> None:
-    with LLM(path, tp=2, rank_timeout_s=1.0) as llm:
-        assert llm.generate([[5]], max_new_tokens=1)
-        pid = llm.engine.rank_pids[1]
-        os.kill(pid, signal.SIGSTOP)
-        started = time.monotonic()
-        with pytest.raises(RankLostError, match=r"lost a peer in an all-"):
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_rank_that_hangs_is_named_with_where_it_stands(path: Path, is_stopped: bool) -> None:
+    with LLM(path, tp=3, rank_timeout_s=2.0, observer=None if is_stopped else HangingOn(2)) as llm:
+        pid = llm.engine.rank_pids[2]
+        if is_stopped:
+            assert llm.generate([[5]], max_new_tokens=1)
+            os.kill(pid, signal.SIGSTOP)
+            words = r", stopped by a signal, .* step 0(?s:.*) in _next_message\n"
+        else:
+            words = r", in step 0; its main thread:\n(?s:.*) in before_step\n"
+        words = r"^rank 2 of 3 hangs: it has not moved for \S+ s \(rank_timeout_s=2\)" + words
+        with pytest.raises(RankLostError, match=words):
             llm.generate([[5]])
-        assert time.monotonic() - started < 8
+        with pytest.raises(RankLostError, match="the engine stopped: rank 2 of 3 hangs"):
+            llm.generate([[5]])
     assert _is_gone(pid)
 
 

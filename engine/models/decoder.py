@@ -95,6 +95,7 @@ class Decoder(nn.Module):
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:
         super().__init__()
+        self.pulse = tp.pulse
         self.embed_tokens = embedding_of(config, tp, dtype)
         self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
         self.norm = layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
@@ -114,7 +115,8 @@ class Decoder(nn.Module):
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
         hidden_states = self.embed_tokens(input_ids)
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
-        for layer, position_embeddings in zip(self.layers, rotations, strict=True):
+        for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
+            self.pulse.layer(number)
             hidden_states = layer(
                 hidden_states,
                 position_ids=position_ids,

@@ -1,6 +1,7 @@
 """The engine's process as a server: it starts the front and further replicas, runs replica 0, and ends with them."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 import zmq
 
 from tapscope.engine.config import EngineConfig
+from tapscope.engine.pulse import Doing, Pulse, pulse_in
 from tapscope.engine.server.replicas import ReplicaLostError, Replicas
 from tapscope.engine.server.settings import ServerSettings
+from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.errors import LiveError, RankLostError
 from tapscope.observe import ObserverFactory
 
@@ -58,6 +61,8 @@ class Backend:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
         self._socket.bind(self._replicas.addresses[0])
+        self._pulse = Pulse.create(pulse_in(self._replicas.folder, 0))
+        tell_stack(stack_in(self._replicas.folder, 0))
         self._start_front()
         try:
             self._replicas.spawn()
@@ -88,8 +93,9 @@ class Backend:
         """
         from tapscope.engine.engine import Engine  # with it comes torch: the front starts before
 
-        engine = Engine(self._config, self._observer)
+        engine = Engine(self._config, self._observer, self._pulse)
         try:
+            self._pulse.now(Doing.ASLEEP)
             self._replicas.await_all("ready")
             if on_ready is not None:
                 on_ready()
@@ -181,4 +187,5 @@ class Backend:
             )
         self._listener.close()  # from now on the front's alone: what it closes is closed
         welcome = {"addresses": self._replicas.addresses, "model": self._config.model, "extras": self._extras}
-        self._tell_front(welcome | {"settings": self._settings.plain()})
+        watched = {"pid": os.getpid(), "folder": str(self._replicas.folder), "limit_s": self._config.rank_timeout_s}
+        self._tell_front(welcome | {"settings": self._settings.plain(), "watched": watched})

@@ -6,11 +6,12 @@ channel says what to serve, then which replica is lost, and to drain; its end me
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,16 @@ import zmq
 from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tapscope.engine.pulse import Pulse, pulse_in
 from tapscope.engine.server.app import MoreMetrics, build_app
+from tapscope.engine.server.backend import LINGER_S
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.listen import make_server
 from tapscope.engine.server.meters import Meters
 from tapscope.engine.server.settings import ServerSettings
 from tapscope.engine.tokenizer import Tokenizer
+from tapscope.engine.watch import Watch, Watched, WatchThread, stack_in
 from tapscope.errors import TapscopeError
 
 ENGINE_LOST = 4
@@ -77,10 +81,12 @@ def _run(
 
     extras = Extras() if make_extras is None else make_extras(welcome["extras"])
     app = build_app(state, connect, extras.routers, extras.more_metrics)
-    return asyncio.run(_serve(app, listener, channel, state))
+    return asyncio.run(_serve(app, listener, channel, state, welcome["watched"]))
 
 
-async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState) -> int:
+async def _serve(
+    app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState, watched: dict[str, Any]
+) -> int:
     server = _FrontServer(make_server(_cut_off_quietly(app), state.settings.drain_timeout_s).config)
     channel.setblocking(False)
     loop, code, lines = asyncio.get_running_loop(), 0, _Lines()
@@ -103,8 +109,33 @@ async def _serve(app: FastAPI, listener: socket.socket, channel: socket.socket, 
 
     loop.add_reader(channel, on_channel)
     loop.add_signal_handler(signal.SIGTERM, server.drain)
-    await server.serve(sockets=[listener])
+    watch = _watch_engine(state, watched)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await asyncio.to_thread(watch.stop)
     return code if server.started else 1
+
+
+def _watch_engine(state: FrontState, watched: dict[str, Any]) -> WatchThread:
+    """Should the process of replica 0 hang: say so to whoever waits for it, and end it after a while."""
+    loop, pid, folder = asyncio.get_running_loop(), watched["pid"], Path(watched["folder"])
+
+    def say(hangs: str) -> None:
+        text = f"the engine's process {pid} {hangs}"
+        then = f"the server answers 503 and ends in {LINGER_S:g} s"
+        print(f"tapscope: error: {text}\n{then}", file=sys.stderr, flush=True)
+        replica = state.client.replicas[0]
+        replica.fail(replica.named(text))
+        loop.call_later(LINGER_S, _kill, pid)
+
+    watch = Watch({0: Watched(pid, Pulse(pulse_in(folder, 0)), stack_in(folder, 0))}, watched["limit_s"])
+    return WatchThread(watch, lambda _, hangs: loop.call_soon_threadsafe(say, hangs))
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _cut_off_quietly(app: ASGIApp) -> ASGIApp:

@@ -14,6 +14,8 @@ import zmq
 
 from tapscope import errors
 from tapscope.engine.config import EngineConfig
+from tapscope.engine.pulse import Pulse, pulse_in
+from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.engine.workers import (
     LAST_WORDS_S,
     POLL_MS,
@@ -43,7 +45,7 @@ class Replicas(Workers):
 
     def __init__(self, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None) -> None:
         super().__init__()
-        self._dp = config.dp
+        self._dp, self._limit_s = config.dp, config.rank_timeout_s
         self._arguments = (config, observer, max_waiting, str(self.folder))
 
     @property
@@ -57,8 +59,10 @@ class Replicas(Workers):
         return [self._socket, *self.sentinels]
 
     def spawn(self) -> None:
-        """Start the processes, which load at once; raises UsageError."""
+        """Start the processes, which load at once, and watch them; raises UsageError."""
         self.start(replica_main, self._arguments, self._dp - 1, "replica")
+        if self._dp > 1:
+            self.watch(self._limit_s)
 
     def explain(self, error: RankLostError | None) -> NoReturn:
         """Raise what the first lost replica failed with: while it loads as it is, later as ReplicaLostError."""
@@ -84,6 +88,7 @@ def replica_main(
 ) -> None:
     """Body of a spawned replica: load and serve until told to close. What goes wrong is told to replica 0's process."""
     leave_signals_to_parent()
+    tell_stack(stack_in(Path(folder), dp_rank))
     with zmq.Context() as context, context.socket(zmq.DEALER) as parent, context.socket(zmq.ROUTER) as front:
         parent.linger = front.linger = 1000
         parent.identity = identity(dp_rank)
@@ -91,7 +96,8 @@ def replica_main(
         front.set_hwm(0)
         front.bind(engine_address(Path(folder), dp_rank))
         try:
-            _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, front)
+            pulse = Pulse(pulse_in(Path(folder), dp_rank))
+            _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, front, pulse)
         except Exception as error:  # noqa: BLE001  (told to the parent, which raises it)
             _report(parent, error)
             raise SystemExit(1) from None
@@ -105,11 +111,12 @@ def _serve(
     max_waiting: int | None,
     parent: "zmq.Socket[bytes]",
     front: "zmq.Socket[bytes]",
+    pulse: Pulse,
 ) -> None:
     from tapscope.engine.engine import Engine
     from tapscope.engine.server.service import EngineService
 
-    engine = Engine(config, observer)
+    engine = Engine(config, observer, pulse)
     try:
 
         def give_up(error: RankLostError) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from tapscope.engine.engine import Engine
 from tapscope.engine.output import Output
+from tapscope.engine.pulse import Doing
 from tapscope.engine.request import Request
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.verbs import VERBS
@@ -71,14 +72,21 @@ class EngineService:
     def run(self) -> None:
         """Serve until stopped; what is live then is aborted and answered."""
         while not self._is_stopped:
-            self._attend(None if self.failure or not self._engine.scheduler.has_work else 0)
+            if self.failure or not self._engine.scheduler.has_work:
+                self._engine.runner.pulse.now(Doing.ASLEEP)
+                self._attend(None)
+            else:
+                self._attend(0)
             if self.failure is None and not self._is_stopped:
                 self._step()
+        self._engine.runner.pulse.now(Doing.CLOSING)
         self._drop_all(RankLostError("the engine has been stopped and takes no more requests"))
 
     def _attend(self, timeout_ms: int | None) -> None:
         """Handle everything that has arrived, waiting ``timeout_ms`` (None: for ever) for the first."""
-        for source, _ in self._poller.poll(timeout_ms):
+        ready = self._poller.poll(timeout_ms)
+        self._engine.runner.pulse.now(Doing.WORKING)
+        for source, _ in ready:
             if source is not self._socket:
                 if (on_readable := self._watched.get(source)) is not None:
                     on_readable()
