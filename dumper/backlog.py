@@ -44,6 +44,7 @@ class Backlog:
         self._num_sent = 0  # batches that are not yet acknowledged
         self._flush = False
         self._stalled = False
+        self._ring_bell: Callable[[], None] | None = None  # while the pipeline sleeps: wakes it
 
     def use(self, ring: Ring) -> None:
         """The recorder has mapped this ring: payloads go there from now on."""
@@ -127,13 +128,12 @@ class Backlog:
         """Let go what there is, full batch or not."""
         with self.lock:
             self._flush = True
-            self.lock.notify_all()
+            self._call_pipeline()
 
     def drained(self, timeout_s: float) -> bool:
         """Flush and wait until everything is acknowledged; False when that did not happen in time."""
         with self.lock:
-            self._flush = True
-            self.lock.notify_all()
+            self.flush()
             self.lock.wait_for(lambda: self.dead is not None or not self.is_awaiting, _DEVICE_PATIENCE_S)
             self.lock.wait_for(lambda: self.dead is not None or self.is_empty, timeout_s)
             return self.dead is None and self.is_empty
@@ -141,7 +141,7 @@ class Backlog:
     def wake(self) -> None:
         """Values have come from a device: see whether there is enough to send now."""
         with self.lock:
-            self.lock.notify_all()
+            self._call_pipeline()
 
     @property
     def is_awaiting(self) -> bool:
@@ -162,7 +162,13 @@ class Backlog:
         self._waiting_bytes += nbytes
         # Only who makes a batch full wakes the pipeline: while it works it looks by itself.
         if records < BATCH_RECORDS <= self._waiting_records or before < BATCH_BYTES <= self._waiting_bytes:
-            self.lock.notify_all()
+            self._call_pipeline()
+
+    def _call_pipeline(self) -> None:
+        """There may be something to send; the lock must be held."""
+        self.lock.notify_all()
+        if self._ring_bell is not None:
+            self._ring_bell()
 
     def _admits(self, nbytes: int) -> bool:
         if self.dead:
@@ -174,8 +180,7 @@ class Backlog:
     def _wait_for_room(self, nbytes: int) -> bool:
         if self._block_timeout_s is None or self._stalled:
             return False
-        self._flush = True
-        self.lock.notify_all()
+        self.flush()
         self.lock.wait_for(lambda: self.dead is not None or self._has_room(nbytes), self._block_timeout_s)
         # Who has waited in vain waits no more until the recorder moves: one stall costs one timeout, not one a value.
         self._stalled = not self._has_room(nbytes)
@@ -208,6 +213,17 @@ class Backlog:
             self._flush = self._flush and bool(self._queue)
             self._num_sent += 1
             return items
+
+    def sleep(self, ring_bell: Callable[[], None]) -> bool:
+        """The pipeline waits elsewhere than in :meth:`take`, until ``ring_bell`` or :meth:`awake`; False: not now."""
+        with self.lock:
+            self._ring_bell = None if self._ready() else ring_bell
+            return self._ring_bell is not None
+
+    def awake(self) -> None:
+        """The pipeline needs no bell any more."""
+        with self.lock:
+            self._ring_bell = None
 
     def sent(self, num_batches: int) -> None:
         """What :meth:`take` gave became this many batches, each of which is acknowledged on its own."""

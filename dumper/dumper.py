@@ -12,6 +12,7 @@ from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
 from tapscope.dumper.flight import Released
 from tapscope.dumper.link import Link
 from tapscope.dumper.recording import Recording
+from tapscope.dumper.session import require_free
 from tapscope.dumper.stepping import StepCalls
 from tapscope.dumper.values import ValueCalls
 from tapscope.dumper.watch import Handle, Watch
@@ -169,11 +170,27 @@ class Dumper(ValueCalls, StepCalls):
         """Go on in a new run beside the present one, with steps from 0; taps stay, so does the context.
 
         Without ``name`` the run is called as the first one with ``-2``, ``-3``, ... Every rank should call it alike.
-        Raises RunExistsError when the run is taken, StepError inside a step.
+        Where the recorder has died, another is started for it. Raises RunExistsError when the run is taken, StepError
+        inside a step, RecorderError or ListenError when no recorder comes up (the dumper is closed then).
         """
         if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name):
             raise ConfigError(f"reset: {name!r} must be a plain name beside the present run, without '/'")
-        self._require("reset()").reset(name)
+        recording = self._require("reset()")
+        if recording.is_lost:
+            self._succeed(recording, recording.next_run(name))
+        else:
+            recording.reset(name)
+
+    def _succeed(self, lost: Recording, run: Path) -> None:
+        """Go on in ``run``, with another recorder and what is configured now."""
+        config = lost.regime.base
+        if lost.info.rank == 0:
+            require_free(run, force=False)
+        self._close()
+        recording = Recording(config, self._who, self._watches, Link(config))
+        recording.succeed(lost, run)
+        self._recording = self._latest = recording
+        lifetime.opened(self)
 
     def release(self, past: int | None = None, reason: str = "asked for in the program") -> Released:
         """Let the newest ``past`` steps of the flight recorder (None: all) go to disk, and the open one as it comes.

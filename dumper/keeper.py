@@ -171,7 +171,7 @@ class Keeper:
             self._backlog.drained(timeout_s)
 
     def tick(self) -> None:
-        """Do what was asked for by :meth:`request`; called often by the pipeline's thread."""
+        """Do what was asked for by :meth:`request`; called by the pipeline's thread, at least twice a second."""
         if self._asked is not None:
             reason, self._asked = self._asked, None
             self._try_release(None, reason)

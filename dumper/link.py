@@ -27,7 +27,7 @@ class Link:
         self.problem: BaseException | None = None
         """Why opening in the background failed."""
         self.tick: Callable[[], None] = lambda: None
-        """Called often in the pipeline's thread."""
+        """Called in the pipeline's thread, at least twice a second."""
         self.tell: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._config = config

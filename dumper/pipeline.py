@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -11,10 +12,11 @@ import zmq
 from tapscope import wire
 from tapscope.dumper.backlog import Backlog, Item
 from tapscope.dumper.batch import Batch
+from tapscope.dumper.bell import Bell
 from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.network import Endpoint
 from tapscope.dumper.pen import Lines
-from tapscope.dumper.process import is_alive
+from tapscope.dumper.process import fate, is_alive
 from tapscope.dumper.ring import Ring
 from tapscope.dumper.stream import Incoming, Outgoing
 from tapscope.errors import RecorderError, TapscopeError, UnreachableError
@@ -22,7 +24,8 @@ from tapscope.ledger import encode_line
 from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
-_IDLE_S = 0.05  # how long control messages may lie unread while nothing is captured
+_PAUSE_S = 0.002  # how long an acknowledgement may lie unread
+_SLEEP_S = 0.5  # with nothing under way: a bound only, for what comes by no message and by no bell
 _SILENCE_S = 10.0  # a local recorder that lives but says nothing for so long is given up
 _PING_S = 1.0  # after so much silence a rank on another host asks whether the connection still leads there
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
@@ -45,18 +48,20 @@ class Pipeline:
         recorder_pid: int | None,
         backlog: Backlog,
         on_message: Callable[[Message], Message | None],
+        log: Path,
     ) -> None:
-        """``recorder_pid`` is None where the recorder runs on another host."""
+        """``recorder_pid`` is None where the recorder runs on another host; ``log`` is where its trouble is written."""
         self._endpoint = endpoint
         self._recorder_pid = recorder_pid
         self._recorder = "the recorder" + (f" (pid {recorder_pid})" if recorder_pid else f" at {endpoint.address}")
         self._on_message = on_message
+        self._log = log
         self.backlog = backlog
         self.at = -1
         """The step the rank is in, told with every batch."""
         self.capture_left: int | None = None
         self.tick: Callable[[], None] = lambda: None
-        """Called often in this pipeline's thread."""
+        """Called in this pipeline's thread, at least twice a second."""
         self.tell: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._num_batches = 0
@@ -70,6 +75,7 @@ class Pipeline:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded in bytes by the backlog; a full socket would block the thread
         endpoint.connect(self._socket)
+        self._bell = Bell(self._socket)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)
 
     def greet(self, hello: Message, ring: Ring | None = None, timeout_s: float = 10.0) -> Message:
@@ -82,7 +88,7 @@ class Pipeline:
         try:
             answer = self._first_answer(hello, timeout_s)
         except RecorderError:
-            self._socket.close()
+            self._hang_up()
             raise
         if ring is not None:
             ring.unlink()
@@ -136,7 +142,7 @@ class Pipeline:
         last_progress = time.monotonic()
         try:
             while True:
-                if items := self.backlog.take(0.002 if self._sent else _IDLE_S):
+                if items := self._take():
                     self.backlog.sent(self._send(items))
                 if self._receive() or not self._closing or self.backlog.is_awaiting:
                     last_progress = time.monotonic()
@@ -150,7 +156,20 @@ class Pipeline:
         except Exception as error:  # noqa: BLE001 - whatever happens here must not reach the model
             self._die(f"the pipeline failed: {type(error).__name__}: {error}")
         finally:
-            self._socket.close()
+            self._hang_up()
+
+    def _take(self) -> list[Item]:
+        """What is to be sent now. With nothing under way it sleeps until there is something to send or to hear."""
+        if self._sent or self._closing or not self.backlog.sleep(self._bell.ring):
+            return self.backlog.take(_PAUSE_S)
+        self._bell.wait(_SLEEP_S)
+        self.backlog.awake()
+        return self.backlog.take(0)
+
+    def _hang_up(self) -> None:
+        self.backlog.awake()
+        self._bell.close()
+        self._socket.close()
 
     def _send(self, items: list[Item]) -> int:
         """Send them in order; returns the number of batches that will be acknowledged."""
@@ -240,11 +259,12 @@ class Pipeline:
             self._pinged = now
             self._say_where()
         if self._recorder_pid is not None and not is_alive(self._recorder_pid):
-            self._die(f"{self._recorder} died")
+            self._die(f"{self._recorder} {fate(self._recorder_pid, self._log)}")
         elif silence > _SILENCE_S:
             self._die(f"{self._recorder} has said nothing for {silence:.0f} s")
 
     def _die(self, reason: str) -> None:
         if self.backlog.abandon(reason):
             self._sent.forget()
-            _log.warning("tapscope stops recording from step %d on: %s; the model goes on", self.at, reason)
+            text = "tapscope stops recording from step %d on: %s; the model goes on, and reset() goes on in a new run"
+            _log.warning(text, self.at, reason)

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,23 @@ def is_alive(pid: int) -> bool:
 def remember(process: "subprocess.Popen[bytes]") -> None:
     """Keep a recorder that outlives its starter's interest, and reap those that have ended."""
     _started[:] = [each for each in _started if each.poll() is None] + [process]
+
+
+def fate(pid: int, log: Path) -> str:
+    """How a recorder ended, and the last line of its ``log``, to be put behind its name; as far as it is known here."""
+    code = next((each.poll() for each in _started if each.pid == pid), None)
+    if code is None:
+        how = "died"
+    elif code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        how = f"was killed by {name}" + (" (by hand, or for want of memory)" if name == "SIGKILL" else "")
+    else:
+        how = f"ended with exit code {code}"
+    try:
+        said = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        said = []
+    return how + (f": {said[-1]} (see {log})" if said else "")
 
 
 @atexit.register

@@ -9,6 +9,7 @@ numbered, for live views.
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import resource
 import signal
@@ -31,6 +32,7 @@ from tapscope.wire import Message
 
 _BEAT_S = 0.5
 _OPEN_FILES = 65536
+_GRACE_S = 30.0  # after SIGTERM: what ends a whole job at once leaves its ranks a while to end in
 _MAX_BURST = 64  # messages taken in a row before the heart beats
 
 
@@ -46,7 +48,8 @@ class Recorder:
         self.intake = Intake(self)
         self.steering = Steering(self)
         self.floor = Floor(self)
-        self._stop = False
+        self._terms = 0
+        self._term_at = 0.0
 
     def open(self) -> None:
         """Let ranks in; raises ConfigError, ListenError, or OSError where the run cannot say how to come in."""
@@ -61,16 +64,27 @@ class Recorder:
             self.log(f"{run} is not marked as being recorded: {error}")
 
     def run(self) -> None:
-        """Serve until every rank has left, or SIGTERM."""
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", True))
+        """Serve until every rank has left; after SIGTERM that is all it waits for, and not for long."""
+        signal.signal(signal.SIGTERM, self._on_term)
         beat = time.monotonic()
-        while not (self._stop or self.roll.is_finished):
+        while not (self.roll.is_finished or self._is_dismissed):
             if self.doors.wait(_BEAT_S / 2):
                 self._receive_burst()
             self.steering.changes.advance()
             if time.monotonic() - beat > _BEAT_S:
                 beat = time.monotonic()
                 self.roll.beat()
+
+    def _on_term(self, *_: object) -> None:
+        self._terms += 1
+        self._term_at = time.monotonic()
+
+    @property
+    def _is_dismissed(self) -> bool:
+        """Whether SIGTERM came and nobody is there any more; or it came twice, or too long ago."""
+        if not self._terms:
+            return False
+        return self._terms > 1 or not self.roll.present() or time.monotonic() - self._term_at > _GRACE_S
 
     def close(self) -> None:
         """Seal everything and leave no trace but the run."""
@@ -180,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--lock-fd", type=int, help="held open: its lock says that this recorder lives")
     args = parser.parse_args(argv)
+    faulthandler.enable()  # what a library does wrong is in the log, too
     _allow_many_files()
     recorder = Recorder(args.run, json.load(sys.stdin))
     try:

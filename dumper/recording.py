@@ -128,14 +128,14 @@ class Recording:
         """This is a forked child, and the recording its parent's: nothing is recorded here."""
         self.stop()
 
-    def reset(self, name: str | None) -> None:
-        """Go on in a new run called ``name``, with steps from 0.
+    @property
+    def is_lost(self) -> bool:
+        """Whether the recorder was there and is not any more: nothing can be written here."""
+        return self.run is not None and self.link is not None and self.link.backlog.dead is not None
 
-        Waits for the recorder: for use between steps. Raises RunExistsError when the run is taken, RecorderError when
-        there is no answer, StepError inside a step.
-        """
-        link = self.link
-        if link is None:
+    def next_run(self, name: str | None) -> Path:
+        """The run to go on in, called ``name`` or by number; raises StepError inside a step."""
+        if (link := self.link) is None:
             raise StepError("reset(): there is no run to go on from; what is captured in memory needs none")
         if (welcome := link.arrived(wait=True)) is not None:
             self._welcome(welcome)
@@ -143,11 +143,25 @@ class Recording:
             raise RecorderError(f"reset(): no run is open: {link.backlog.dead}")
         self.schedule.turn()
         self.schedule.unturn()
+        first, number = self._first or self.run, self._num_runs + 1
+        self._first, self._num_runs = first, number
+        return first.with_name(name or f"{first.name}-{number}")
+
+    def succeed(self, lost: "Recording", run: Path) -> None:
+        """Go on in ``run``, by a recorder of its own, where that of ``lost`` has ended; raises as :meth:`open`."""
+        self._first, self._num_runs = lost._first, lost._num_runs
+        self.open(lambda: run, force=False, lenient=True)
+
+    def reset(self, name: str | None) -> None:
+        """Go on in a new run called ``name``, with steps from 0.
+
+        Waits for the recorder: for use between steps. Raises RunExistsError when the run is taken, RecorderError when
+        there is no answer, StepError inside a step.
+        """
+        link, run = self.link, self.next_run(name)
+        assert link is not None
         self.schedule.settle()
         self.collector.account.settle()
-        self._num_runs += 1
-        self._first = self._first or self.run
-        run = self._first.with_name(name or f"{self._first.name}-{self._num_runs}")
         self.info = self.regime.info = info = self._who.ask()
         hello = manifest.hello(info, self.regime.config, [], {})
         more = {"manifest": hello["manifest"], "opening": {"rank": info.rank, **hello["opening"]}}

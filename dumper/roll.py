@@ -151,5 +151,6 @@ class Roll:
 
     def end(self) -> None:
         """The recorder was stopped, and with it the recording of whoever is still there."""
+        reason = "the recorder was stopped by a signal"
         for peer in self.present():
-            self.leave(peer, "stopped", "the recorder was stopped")
+            self.leave(peer, "stopped", reason, farewell=Message("failing", {"reason": reason}))

@@ -58,7 +58,7 @@ def connect(
             found = join(run, options, force=force, first=hello["rank"] == 0)
             ring = ring or make_ring(config)  # not before: it has a name, which a process that is killed leaves behind
             pid = int(found["pid"]) if is_local(found) else None
-            pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message)
+            pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message, run / RECORDER_LOG)
             try:
                 return pipeline, pipeline.greet(hello, ring)
             except TryAgain:

@@ -49,6 +49,63 @@ def test_a_killed_recorder_never_stops_the_model(tmp_path: Path) -> None:
     assert not run.closed
 
 
+def test_a_killed_recorder_is_named_and_a_reset_goes_on_with_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, first = build(), tmp_path / "run"
+    with Dumper(model, first, keep="full") as dumper:
+        model(torch.ones(1, 8))
+        dumper.configure(keep="stats")
+        assert dumper.flush()
+        os.kill(json.loads((first / "recorder.json").read_text())["pid"], signal.SIGKILL)
+        model(torch.ones(1, 8))
+        assert not dumper.flush(60.0)  # lost: it is known, and waited for no longer
+        assert "was killed by SIGKILL" in caplog.text
+        with dumper.step(), pytest.raises(StepError, match="still open"):
+            dumper.reset()
+        (tmp_path / "taken").mkdir()
+        (tmp_path / "taken/notes.txt").write_text("mine")
+        with pytest.raises(RunExistsError, match="taken"):
+            dumper.reset("taken")
+        dumper.reset("second")
+        model(torch.ones(1, 8))
+    assert len(open_run(first).steps) == 1
+    second = open_run(tmp_path / "second")
+    assert (sorted(second.steps), second.ledger().complete) == ([0], True)
+    assert second.records
+    assert all(record.entry is None for record in second.records)  # what was configured is still in force
+
+
+def test_a_recorder_outlasts_one_sigterm_and_says_why_it_ends_at_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Dumper(build(), tmp_path / "run") as dumper:
+        recorder = json.loads((tmp_path / "run/recorder.json").read_text())["pid"]
+
+        def is_lost_after_one_more() -> bool:
+            os.kill(recorder, signal.SIGTERM)
+            dumper.dump("x", torch.ones(2))
+            return not dumper.flush(60.0)
+
+        assert not is_lost_after_one_more()
+        wait_until(is_lost_after_one_more, "it ends")
+    assert "the recorder was stopped by a signal" in caplog.text
+
+
+def test_ranks_whose_recorder_was_killed_go_on_together(tmp_path: Path) -> None:
+    ranks = [Dumper(build(), tmp_path / "run", info=RankInfo(rank=rank, world_size=2)) for rank in range(2)]
+    with ranks[0], ranks[1]:
+        os.kill(json.loads((tmp_path / "run/recorder.json").read_text())["pid"], signal.SIGKILL)
+        for dumper in ranks:
+            dumper.dump("x", torch.ones(2))
+            assert not dumper.flush(60.0)
+        for dumper in ranks:
+            dumper.reset()
+            dumper.dump("x", torch.ones(2))
+    run = open_run(tmp_path / "run-2")
+    assert ([record.key.rank for record in run.records], run.ledger().complete) == ([0, 1], True)
+
+
 def test_strict_raises_at_the_end_of_the_step_when_something_was_lost(tmp_path: Path) -> None:
     model = build()
     dumper = Dumper(model, tmp_path / "run", keep="full", policy="strict").open()

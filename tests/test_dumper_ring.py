@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.dumper import ring as rings
-from tapscope.dumper.backlog import Backlog
+from tapscope.dumper.backlog import BATCH_RECORDS, Backlog
 from tapscope.dumper.batch import Batch, Pending
 from tapscope.dumper.choice import Choice
 from tapscope.dumper.pool import BufferPool
@@ -108,7 +108,7 @@ def test_rings_of_the_dead_are_swept_and_those_of_the_living_are_not(
     assert {path.name for path in tmp_path.iterdir()} == {f"tapscope-{os.getpid()}-b", "tapscope-x-c", fresh.name}
 
 
-def pending(slot: Slot) -> Pending:
+def pending(slot: Slot | None) -> Pending:
     stamp = Stamp(OpenStep(StepInfo(step=0), 0), 0)
     return Pending(Port(":out", Choice(), {}), stamp, 0, NO_LAYOUT, b'"hash":""', 0, 1, slot)
 
@@ -169,6 +169,26 @@ def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
     assert backlog.reserve(MIN_BYTES) is not None  # waits for the thread, far less than 20 s
     thread.join()
     assert backlog.in_flight_bytes == MIN_BYTES
+
+
+def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> None:
+    rung: list[int] = []
+    backlog = Backlog(10**9, None, None)
+    assert backlog.sleep(lambda: rung.append(1))
+    backlog.append(b"{}\n")
+    for _ in range(BATCH_RECORDS - 1):
+        assert backlog.put(pending(None))
+    assert not rung  # it may wait for more
+    assert backlog.put(pending(None))
+    assert rung == [1]
+    assert not backlog.sleep(lambda: rung.append(2))  # there is something to send now
+    assert len(backlog.take(0)) == BATCH_RECORDS
+    backlog.append(b"{}\n")
+    assert backlog.sleep(lambda: rung.append(3))
+    backlog.flush()
+    backlog.awake()
+    backlog.flush()
+    assert rung == [1, 3]
 
 
 def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:

@@ -1,0 +1,29 @@
+"""Bell: wakes a thread that waits for a ZMQ socket."""
+
+import os
+from typing import Any
+
+import zmq
+
+
+class Bell:
+    """An eventfd that is polled together with one socket; any thread may ring it."""
+
+    def __init__(self, socket: "zmq.Socket[Any]") -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._fd, zmq.POLLIN)
+
+    def ring(self) -> None:
+        """Wake who waits, or will wait next."""
+        os.eventfd_write(self._fd, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a message has come, the bell was rung, or the time is over."""
+        if self._fd in dict(self._poller.poll(int(timeout_s * 1000))):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Nobody may ring any more."""
+        os.close(self._fd)
