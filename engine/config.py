@@ -41,9 +41,9 @@ class EngineConfig:
     ep: int = 1
     """Expert-parallel groups among the ``tp`` ranks, which it divides: each holds a block of every layer's experts."""
     dp: int = 1
-    """Data-parallel replicas behind one server, each an engine of ``tp`` ranks; only `tapscope serve` makes several."""
+    """Data-parallel replicas behind one server or LLM, each an engine of ``tp`` ranks."""
     dp_rank: int = 0
-    """Which of the ``dp`` replicas this engine is; the server sets it."""
+    """Which of the ``dp`` replicas this engine is; whoever starts it sets it."""
     page_size: int = 16
     """Token positions in one page of the KV cache."""
     num_pages: int | None = None

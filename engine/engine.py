@@ -71,7 +71,8 @@ class Engine:
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, grammars)
         self.scheduler = Scheduler(policy)
         # Also runs when the engine is dropped, or the program ends, without close().
-        self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, num_threads)
+        threads_before = num_threads if config.tp > 1 or config.dp > 1 else None
+        self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, threads_before)
 
     @property
     def rank_pids(self) -> dict[int, int | None]:
@@ -332,10 +333,11 @@ def _start(
     return ranks, runner
 
 
-def _close(runner: Runner, ranks: Ranks | None, num_threads: int) -> None:
+def _close(runner: Runner, ranks: Ranks | None, num_threads: int | None) -> None:
     try:
-        if ranks is not None:
+        if num_threads is not None:
             torch.set_num_threads(num_threads)
+        if ranks is not None:
             ranks.dismiss()  # observers of all ranks close at the same time: they may share a recorder
         runner.close()
     finally:

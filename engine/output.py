@@ -145,6 +145,7 @@ class Assembly:
             prompt_logprobs=self._prompt_logprobs,
             cached_tokens=self._last.cached_tokens,
             routed_experts=self._routed,
+            dp_rank=self._last.dp_rank,
         )
 
     def _with_text(self, output: Output) -> Output:

@@ -94,8 +94,5 @@ class Ranks(Workers):
             rank = min(failures)
             raise RankLostError(f"rank {rank} of {self._config.tp} failed:\n{failures[rank].rstrip()}") from cause
         if silent := self._silent():
-            how = self._how_ended(silent[0])
-            hint = '; a script that makes an LLM with tp > 1 does so under `if __name__ == "__main__":`'
-            how += hint if "exited with" in how else ""
-            raise RankLostError(f"rank {silent[0]} of {self._config.tp} {how}") from cause
+            raise RankLostError(f"rank {silent[0]} of {self._config.tp} {self._how_ended(silent[0])}") from cause
         raise cause or RankLostError("a rank was lost")

@@ -41,6 +41,8 @@ class Generation:
     """Leading prompt tokens that the prefix cache held."""
     routed_experts: RoutedExperts | None = None
     """Of every computed position, which the last token is not; None where not asked for."""
+    dp_rank: int = 0
+    """The DP replica that computed it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

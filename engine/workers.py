@@ -26,6 +26,7 @@ from tapscope.wire import Message, decode, encode
 POLL_MS = 100
 LAST_WORDS_S = 1.0  # how long what a dying worker says may be on its way
 _CLOSE_S = 10.0  # how long a worker may take to close its observer
+_NO_GUARD = '; a script that makes an LLM with tp or dp > 1 does so under `if __name__ == "__main__":`'
 _ABANDONED_S = 2.0  # the same for one that is out of step, and may hang
 
 
@@ -173,7 +174,10 @@ class Workers:
         if number in self._hung:
             return self._hung[number]
         code = self._processes[number].exitcode
-        return f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
+        if code and code < 0:
+            return f"was killed by signal {-code}"
+        has_begun = any(said == number for said, _ in self._said)
+        return f"exited with code {code}" + ("" if has_begun else _NO_GUARD)
 
 
 def leave_signals_to_parent() -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import zmq
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
-from engine_observers import Memory
+from engine_observers import JournalIn, Memory
 from jobs import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
@@ -29,12 +30,13 @@ from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.engine import Engine
 from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.runner import Runner, device_of
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.service import EngineService
 from tapscope.engine.server.updating import update_weights
-from tapscope.errors import CheckpointError, ConfigError, LiveError, UsageError
+from tapscope.errors import CheckpointError, ConfigError, LiveError, RankLostError, UsageError
 from tapscope.run import open_run
 from tapscope.wire import Message
 
@@ -282,6 +284,56 @@ async def _disagree(context: "zmq.Context[Any]", engine: Engine, folder: str) ->
     client.close()
 
 
+PROMPTS = [PROMPT, list(range(40, 75)), [300], [9, 8]]
+
+
+def test_an_offline_llm_spreads_its_calls_over_replicas_and_says_which_was_lost(
+    models: list[Path], tmp_path: Path
+) -> None:
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    expected = [reference_tokens(models[0], prompt, 6) for prompt in PROMPTS]
+    threads = torch.get_num_threads()
+    with LLM(models[0], dp=2, num_pages=1024, observer=JournalIn(tmp_path)) as llm:
+        made = llm.generate(PROMPTS, params)
+        assert [list(each.token_ids) for each in made] == expected
+        assert [(each.request, each.dp_rank) for each in made] == [("0", 0), ("1", 1), ("2", 0), ("3", 1)]
+        (forced,) = llm.generate([PROMPT], params, forced=[[1, 2]])
+        assert forced.token_ids[:2] == (1, 2)
+        outputs = list(llm.stream(PROMPTS[:2], params, request_ids=["a", "b"]))
+        assert {output.request: output.dp_rank for output in outputs} == {"a": 0, "b": 1}
+        assert [t for output in outputs if output.request == "b" for t in output.token_ids] == expected[1]
+        asyncio.run(_together(llm, params, expected))
+        with pytest.raises(UsageError, match="request id 'x' is in use"):
+            llm.generate(PROMPTS[:2], params, request_ids=["x", "x"])
+        with pytest.raises(UsageError, match="submit steps one engine, and dp=2; use generate, chat, stream, "):
+            llm.submit(PROMPT)
+        under_way = llm.stream([PROMPT], SamplingParams(max_new_tokens=4000, ignore_eos=True))
+        assert next(under_way).dp_rank == 0
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        for _ in range(2):  # whenever it is noticed
+            with pytest.raises(RankLostError, match="DP replica 1 was killed by signal 9"):
+                llm.generate(PROMPTS * 8, params)
+        assert next(under_way).token_ids  # the other one goes on
+        under_way.close()
+    assert torch.get_num_threads() == threads
+    assert not multiprocessing.active_children()
+    assert (tmp_path / "closed-0").exists()
+
+
+async def _together(llm: LLM, params: SamplingParams, expected: list[list[int]]) -> None:
+    """Overlapping async calls, while a call that is not async runs beside them."""
+    streamed, (answer,), beside = await asyncio.gather(
+        _all_of(llm.astream(PROMPT, params)),
+        llm.agenerate([PROMPTS[1]], params),
+        asyncio.to_thread(llm.generate, [PROMPTS[2]], params),
+    )
+    assert [streamed, list(answer.token_ids), list(beside[0].token_ids)] == expected[:3]
+
+
+async def _all_of(outputs: AsyncGenerator[Output]) -> list[int]:
+    return [token async for output in outputs for token in output.token_ids]
+
+
 def test_every_rank_of_every_replica_has_a_place_of_its_own(models: list[Path]) -> None:
     model, places = ModelConfig.read(models[0]), []
     for dp_rank, tp_rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -313,9 +365,7 @@ def test_devices_threads_and_seeds_are_shared_out(models: list[Path], monkeypatc
         torch.set_num_threads(threads)
 
 
-def test_what_cannot_be_is_refused(models: list[Path]) -> None:
-    with pytest.raises(UsageError, match="an LLM is one engine; `tapscope serve --dp N` serves several"):
-        LLM(models[0], dp=2)
+def test_what_cannot_be_is_refused() -> None:
     for settings, words in (
         ({"dp": 0}, "dp=0: must be a whole number above 0"),
         ({"dp": 2, "dp_rank": 2}, "dp_rank=2: must be a whole number from 0, below dp=2"),

@@ -108,7 +108,7 @@ def test_a_rank_that_hangs_is_named_with_where_it_stands(path: Path, is_stopped:
         if is_stopped:
             assert llm.generate([[5]], max_new_tokens=1)
             os.kill(pid, signal.SIGSTOP)
-            words = r", stopped by a signal, .* step 0(?s:.*) in _next_message\n"
+            words = r", stopped by a signal, .*step 0.*; its main thread:\n(?s:.*) in rank_main\n"
         else:
             words = r", in step 0; its main thread:\n(?s:.*) in before_step\n"
         words = r"^rank 2 of 3 hangs: it has not moved for \S+ s \(rank_timeout_s=2\)" + words

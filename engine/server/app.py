@@ -20,7 +20,7 @@ from tapscope.engine.server.meters import Listener, Meters
 from tapscope.engine.server.metrics import CONTENT_TYPE
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.settings import ServerSettings
-from tapscope.errors import OverloadedError, TapscopeError
+from tapscope.errors import OverloadedError, TapscopeError, UsageError
 
 if TYPE_CHECKING:
     from tapscope.engine.llm import LLM
@@ -33,8 +33,10 @@ Connect = Callable[[Meters], AbstractAsyncContextManager[EngineClient]]
 def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSettings | None = None) -> FastAPI:
     """An app whose lifespan runs ``llm``'s engine in a thread; ``routers`` are mounted beside its own routes.
 
-    The app does not close ``llm``. While the app runs nothing else may use ``llm``.
+    The app does not close ``llm``. While the app runs nothing else may use ``llm``. Raises UsageError for replicas.
     """
+    if llm.config.dp > 1:
+        raise UsageError(f"dp={llm.config.dp}: an app of an LLM has one engine; use `tapscope serve --dp N`")
     settings = settings or ServerSettings()
     state = FrontState(llm.config.model, settings)
 

@@ -15,7 +15,7 @@ from tapscope.engine.output import Output
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.body import read_json
 from tapscope.engine.server.front_state import FrontState
-from tapscope.engine.server.streams import merged
+from tapscope.engine.server.merging import merged
 from tapscope.errors import TapscopeError, UsageError
 
 T = TypeVar("T")

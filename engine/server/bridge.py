@@ -3,12 +3,15 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 
 import zmq
 
 from tapscope.engine.engine import Engine
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.meters import Meters
+from tapscope.engine.server.replicas import ReplicaLostError, Replicas
 from tapscope.engine.server.service import EngineService
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.wire import Message, encode
@@ -20,8 +23,14 @@ class EngineBridge:
     """Until it is closed nothing else may use the engine, which it leaves open."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, meters: Meters | None = None, max_waiting: int | None = None
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        meters: Meters | None = None,
+        max_waiting: int | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
+        """``replicas`` are those beside ``engine``, loaded; they are left open too."""
         self._tokenizer = tokenizer
         self._meters = meters or Meters()
         self._context = zmq.Context()
@@ -29,6 +38,11 @@ class EngineBridge:
         socket.set_hwm(0)
         socket.bind(_ADDRESS)
         service = EngineService(engine, socket, max_waiting=max_waiting)
+        self._addresses = [_ADDRESS] if replicas is None else [_ADDRESS, *replicas.addresses[1:]]
+        self._lost: ReplicaLostError | None = None
+        if replicas is not None:
+            for source in replicas.sources:
+                service.watch(source, partial(self._look_at, replicas, service))
         self._thread = threading.Thread(target=_run, args=(service, socket), name="tapscope-engine", daemon=True)
         self._thread.start()
         self._clients: dict[asyncio.AbstractEventLoop, EngineClient] = {}
@@ -44,7 +58,9 @@ class EngineBridge:
             self._clients.pop(loop).close()
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            self._clients[loop] = EngineClient(self._context, [_ADDRESS], self._tokenizer, self._meters)
+            self._clients[loop] = EngineClient(self._context, self._addresses, self._tokenizer, self._meters)
+            if self._lost is not None:
+                self._clients[loop].replicas[self._lost.dp_rank].fail(str(self._lost))
         return self._clients[loop]
 
     def stop(self) -> None:
@@ -63,6 +79,18 @@ class EngineBridge:
             client.close()
         if not self._context.closed:
             self._context.term()
+
+    def _look_at(self, replicas: Replicas, service: EngineService) -> None:
+        """In the engine's thread: a replica has ended, and no client can go on."""
+        try:
+            replicas.check()
+        except ReplicaLostError as error:
+            self._lost = error
+            for source in replicas.sources:
+                service.unwatch(source)
+            for loop, client in list(self._clients.items()):
+                with suppress(RuntimeError):  # a loop that has ended
+                    loop.call_soon_threadsafe(client.replicas[error.dp_rank].fail, str(error))
 
     def _all_clients(self) -> Iterator[EngineClient]:
         while self._clients:

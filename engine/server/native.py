@@ -21,8 +21,9 @@ from tapscope.engine.server.bodies import AbortBody, GenerateBody, WeightsBody
 from tapscope.engine.server.body import checked, described, read_json, spooled
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.front_state import FrontState
+from tapscope.engine.server.merging import merged
 from tapscope.engine.server.metrics import info_of
-from tapscope.engine.server.streams import merged, sse, unless_gone
+from tapscope.engine.server.streams import sse, unless_gone
 from tapscope.engine.server.updating import update_weights
 from tapscope.errors import CheckpointError, LiveError, TapscopeError
 

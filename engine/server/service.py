@@ -117,12 +117,14 @@ class EngineService:
                 raise self.failure
             if self._max_waiting is not None and self._engine.num_waiting >= self._max_waiting:
                 raise OverloadedError(f"{self._engine.num_waiting} requests are waiting already; try again later")
+            given = message["options"].items()
+            options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given}
             self._engine.submit(
                 Request(
                     id=name,
                     prompt_ids=tuple(message["prompt_ids"]),
                     params=SamplingParams.build(message["params"]),
-                    **message["options"],
+                    **options,
                 )
             )
         except Exception as error:  # noqa: BLE001  (it belongs to whoever sent the request)

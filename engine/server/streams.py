@@ -1,8 +1,7 @@
 """Streams: answers that come in pieces, and clients that go away before their answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -54,25 +53,6 @@ async def sse(events: AsyncGenerator[str]) -> EventStream:
     the client hangs up.
     """
     return EventStream(events, await anext(events, None), {"Cache-Control": "no-cache"})
-
-
-async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Items of all ``streams`` as they arise, each with the index of its stream; closes all of them in the end."""
-    pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=pending.__getitem__):
-                index = pending.pop(task)
-                with suppress(StopAsyncIteration):
-                    yield index, task.result()
-                    pending[asyncio.ensure_future(anext(streams[index]))] = index
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
 
 
 async def _from(first: str | None, rest: AsyncGenerator[str]) -> AsyncGenerator[str]:
