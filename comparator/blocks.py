@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ _WIDEST = 1 << 20
 """Columns of a block that has to be copied to be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Some columns of the rows of a tensor. A complex number is two neighbouring columns."""
 
     offset: int
@@ -30,23 +30,24 @@ class Block:
     """The rank whose record this is; None where several ranks were added up or it is the same on all."""
     values: Array | None
     """[rows, columns] in place, columns next to each other; None where reading takes a copy."""
-    _piece: Piece
-    _run: Run
-    _axes: tuple[int, ...]
+    piece: Piece
+    run: Run
+    axes: tuple[int, ...]
+    """The axes of the piece that are rows."""
 
     def rows(self, rows: Rows) -> Array:
         """[n, columns]: some of the rows; a copy unless :attr:`values` are there and ``rows`` is a slice."""
         if self.values is not None:
             return self.values[rows]
         index = np.arange(*rows.indices(self.num_rows)) if isinstance(rows, slice) else rows
-        shape = self._piece.shape
-        if self._axes:
-            at = dict(zip(self._axes, np.unravel_index(index, [shape[i] for i in self._axes]), strict=True))
+        shape = self.piece.shape
+        if self.axes:
+            at = dict(zip(self.axes, np.unravel_index(index, [shape[i] for i in self.axes]), strict=True))
             select: Select = tuple(at[i] if i in at else slice(0, n) for i, n in enumerate(shape))
-            found = read(self._piece, self._run, select)
+            found = read(self.piece, self.run, select)
         else:
-            found = read(self._piece, self._run)
-        width = math.prod([n for i, n in enumerate(shape) if i not in self._axes])
+            found = read(self.piece, self.run)
+        width = math.prod([n for i, n in enumerate(shape) if i not in self.axes])
         return _real(np.ascontiguousarray(found.reshape(len(index), width)))
 
     def columns(self, start: int, stop: int) -> "Columns":
@@ -54,8 +55,7 @@ class Block:
         return Columns(self, start - self.offset, stop - self.offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """Neighbouring columns of a block."""
 
     block: Block
@@ -70,7 +70,8 @@ class Columns:
     @property
     def values(self) -> Array | None:
         """[rows, columns] in place, or None."""
-        return None if self.block.values is None else self.block.values[:, self.start : self.stop]
+        values = self.block.values
+        return values if values is None or self.width == self.block.width else values[:, self.start : self.stop]
 
     def rows(self, rows: Rows) -> Array:
         """[n, columns]."""
@@ -84,13 +85,20 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     the first other axis stay where they lie; what else is spread is read in parts.
     """
     axes = token_axes or tuple(range(max((i for i, n in enumerate(piece.shape) if n != 1), default=0)))
-    if isinstance(piece, Leaf) and axes == tuple(range(len(axes))):  # the plain case, in fewer steps
+    if isinstance(piece, Leaf) and (matrix := _outermost(piece.shape, axes)):  # the plain case, in fewer steps
         array, rank = run.array(piece.record), piece.record.key.rank
         if array.flags.c_contiguous:
-            num_rows = math.prod(piece.shape[: len(axes)])
-            values = _real(array.reshape(num_rows, math.prod(piece.shape[len(axes) :])))
-            return [Block(0, num_rows, values.shape[1], rank, values, piece, run, axes)]
+            values = _real(array.reshape(matrix))
+            return [Block(0, matrix[0], values.shape[1], rank, values, piece, run, axes)]
     return list(_blocks(piece, run, axes, 0))
+
+
+@lru_cache(maxsize=1024)
+def _outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] | None:
+    """(rows, width) where the axes that are rows come first; else None."""
+    if axes != tuple(range(len(axes))):
+        return None
+    return math.prod(shape[: len(axes)]), math.prod(shape[len(axes) :])
 
 
 def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Iterator[Block]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tapscope import dtypes
-from tapscope.comparator.spread import QUANTILES, Spread
+from tapscope.comparator.spread import QUANTILES, Largest, Spread
 
 TAIL = (1.0, 2.0, 3.0, 5.0)
 """How much wider rounding is at each of :data:`~.spread.QUANTILES` than for the typical row: rows differ in size."""
@@ -51,8 +51,8 @@ that one's largest stands out, in a row of a million normal ones."""
 CHANNEL = 4.0
 """How much more of a channel's systematic error may come out of a module than went in."""
 
-_NAMES = ("typical", "tail", "tail", "row")
-"""What the test at each of the quantiles is called."""
+_NAMES = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak")
+"""What the tests are called: one at each of the quantiles, and the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +66,13 @@ class Floor:
     gain: float
     channel: float
 
-    def tests(self, spread: Spread) -> list[tuple[float, float, str]]:
-        """(error, floor, name) of every test, in the order in which a tie is decided."""
-        return [
-            *zip(spread.errors, self.errors, _NAMES, strict=True),
-            (abs(spread.gain), self.gain, "gain"),
-            (abs(spread.channel), self.channel, "channel"),
-            (spread.element, self.element, "element"),
-            (spread.peak, self.peak, "peak"),
-        ]
-
     def worst(self, spread: Spread) -> tuple[float, float, str]:
-        """The test whose error is largest beside its floor."""
-        worst, most = None, 0.0
-        for test in self.tests(spread):
-            here = score(test[0], test[1])
-            if worst is None or here > most:
-                worst, most = test, here
-        assert worst is not None
-        return worst
+        """(error, floor, name) of the test whose error is largest beside its floor; of several the first."""
+        errors = (*spread.errors, abs(spread.gain), abs(spread.channel), spread.element, spread.peak)
+        floors = (*self.errors, self.gain, self.channel, self.element, self.peak)
+        scores = list(map(score, errors, floors))
+        at = scores.index(max(scores))
+        return errors[at], floors[at], _NAMES[at]
 
     def smaller(self, other: "Floor") -> "Floor":
         """The stricter of both, test by test."""
@@ -120,7 +108,7 @@ def unit(baseline: str, target: str, reduction: int) -> float:
 
 
 def local_floor(
-    inputs: Sequence[Spread],
+    inputs: Largest,
     base: float,
     spread: Spread,
     condition: float,
@@ -132,31 +120,26 @@ def local_floor(
     tail_limit: float = 0.0,
     stretch: float = 1.0,
 ) -> Floor:
-    """The floor of a module given the spreads of what went into it; ``base`` is its own rounding.
+    """The floor of a module given the errors of what went into it; ``base`` is its own rounding.
 
     ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
     ``sums_rows``: it is a sum over the rows of the inputs, such as a parameter's gradient.
     ``limit``: the most that a row may be off, ``tail_limit`` where that is more the most that any but the typical may.
     ``stretch``: how much larger the condition may be of single rows.
     """
-    few = _few(spread)
-    widest = [max(column) for column in zip(*(s.errors for s in inputs), strict=True)] or [0.0] * len(QUANTILES)
+    few, worst = _few(spread), inputs.errors[-1]
     errors = [
         slack * condition * math.hypot(error, tail * base)
-        for slack, tail, error in zip(SLACK, TAIL, widest, strict=True)
+        for slack, tail, error in zip(SLACK, TAIL, inputs.errors, strict=True)
     ]
-    summed = condition * widest[-1] if sums_rows else 0.0  # one token may make a whole channel of the sum
+    summed = condition * worst if sums_rows else 0.0  # one token may make a whole channel of the sum
     tails = [stretch * error for error in errors[1:]]
-    element = max([abs(s.element) for s in inputs], default=0.0)
-    peak = max([abs(s.peak) for s in inputs], default=0.0)
-    gain = max([abs(s.gain) for s in inputs], default=0.0)
-    channel = max([abs(s.channel) for s in inputs if abs(s.channel) > s.channel_noise], default=0.0)
     return Floor(
         _rising([errors[0] * few, *tails], limit, tail_limit),
-        min(2.0 * few * condition * math.hypot(element, 2.0 * base), limit),
-        (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(peak, EXTREME * base, widest[-1]),
-        _gain_floor(spread, gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
-        math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, channel)),
+        min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), limit),
+        (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst),
+        _gain_floor(spread, inputs.gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
+        math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, inputs.channel)),
     )
 
 
@@ -193,16 +176,15 @@ def _gain_floor(spread: Spread, inherited: float, base: float, eps: float) -> fl
     return max(0.5 * eps, base) + 2.0 * inherited + sampling
 
 
-def summed_gain(inputs: Sequence[Spread]) -> float:
+def summed_gain(inputs: Largest) -> float:
     """What of the gain of a sum over rows the gains of the rows explain: it is their mean, weighted by what each row
     adds, and where one row adds nearly all, it is that row's."""
-    return 3.0 * max((s.gain_sd for s in inputs), default=0.0)
+    return 3.0 * inputs.gain_sd
 
 
-def observed_condition(spread: Spread, inputs: Sequence[Spread], base: float) -> float:
+def observed_condition(spread: Spread, inputs: Largest, base: float) -> float:
     """By how much the typical error of a module exceeds what went in."""
-    widest = max((s.errors[0] for s in inputs), default=0.0)
-    return spread.errors[0] / math.hypot(widest, base)
+    return spread.errors[0] / math.hypot(inputs.errors[0], base)
 
 
 def learned_conditions(likes: Sequence[float]) -> list[float]:

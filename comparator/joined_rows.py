@@ -18,10 +18,8 @@ _CHUNK = 1 << 20
 class JoinedRows:
     """Joins to be compared: those whose bytes lie in place on both sides together in one call, others in chunks."""
 
-    def __init__(self, tolerance: tuple[float, float] = (0.0, 0.0), *, masks: bool = False) -> None:
-        """``masks``: where both sides let through is compared, in place of values."""
+    def __init__(self, tolerance: tuple[float, float] = (0.0, 0.0)) -> None:
         self._atol, self._rtol = tolerance
-        self._masks = masks
         self._strips: list[Strip] = []
         self._waiting = 0
         """Rows of these."""
@@ -30,17 +28,21 @@ class JoinedRows:
         """The rank that alone holds the target's columns, strip by strip."""
         self.num_rows = 0
 
-    def add(self, left: list[Block], right: list[Block], join: Join) -> int:
-        """Add the rows of a join, and return how many there are."""
+    def add(self, left: list[Block], right: list[Block], join: Join, *, masks: bool = False) -> int:
+        """Add the rows of a join, and return how many there are.
+
+        ``masks``: where both sides let through is compared, in place of values.
+        """
         num = _length(join.baseline_rows, left[0])
         both = list(overlaps(left, right))
-        if self._masks or any(one.values is None or two.values is None for _, one, two in both):
+        if masks or any(one.values is None or two.values is None for _, one, two in both):
             self._compare()
             width = sum(max(one.block.width, two.block.width) for _, one, two in both)
             step = max(1, _CHUNK // max(1, width))
             for start in range(0, num, step):
                 stop = min(start + step, num)
-                self._copy(both, part_of(join.baseline_rows, start, stop), part_of(join.target_rows, start, stop))
+                rows = part_of(join.baseline_rows, start, stop), part_of(join.target_rows, start, stop)
+                self._copy(both, *rows, masks=masks)
                 self._waiting = stop - start
                 self._compare()
         else:
@@ -52,10 +54,10 @@ class JoinedRows:
         self.num_rows += num
         return num
 
-    def _copy(self, both: list[tuple[int, Columns, Columns]], baseline: Rows, target: Rows) -> None:
+    def _copy(self, both: list[tuple[int, Columns, Columns]], baseline: Rows, target: Rows, *, masks: bool) -> None:
         for offset, one, two in both:
             a, b = one.rows(baseline), two.rows(target)
-            a, b = (_visible(a), _visible(b)) if self._masks else (a, b)
+            a, b = (_visible(a), _visible(b)) if masks else (a, b)
             self._strips.append(Strip(a, b, column=offset))
             self.ranks.append(two.block.rank)
 

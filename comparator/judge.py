@@ -55,14 +55,15 @@ class Judge:
         within: set[str] = set()  # sites judged so far that rounding explains
         for i, one in enumerate(self._examined):
             found.append(self._judge_matched(one, nodes[i], i, found, within) if i in nodes else _unmatched(one, i))
-            if not found[-1].verdict.is_bad:
+            is_bad = found[-1].verdict.is_bad
+            if not is_bad:
                 within.add(one.site)
-            if i in nodes and (found[-1].verdict.is_bad or self._is_behind(nodes[i])):
+            if i in nodes and (is_bad or self._is_behind(nodes[i])):
                 self._behind.add(nodes[i])
         return found
 
     def _is_behind(self, node: int) -> bool:
-        return any(i in self._behind for i in self.inputs[node].nodes)
+        return not self._behind.isdisjoint(self.inputs[node].nodes)
 
     def _judge_matched(self, one: Examined, node: int, order: int, found: list[Finding], within: set[str]) -> Finding:
         how = self.inputs[node].how

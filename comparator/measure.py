@@ -1,9 +1,10 @@
-"""Measure: how far the joined rows of a site are apart, row by row, in one pass over the bytes of both sides."""
+"""Measure: how far the joined rows of sites are apart, row by row, in one pass over the bytes of both sides."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from tapscope.comparator.blocks import Block, blocks
 from tapscope.comparator.joined_rows import JoinedRows
 from tapscope.comparator.layout import Layout, is_mask
 from tapscope.comparator.prepare import Prepared
-from tapscope.kernels.native import Measure, RowMeasures
+from tapscope.errors import DataError
+from tapscope.kernels.native import Measure, Overview, RowMeasures, overviews
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +45,7 @@ class Measured:
     strip: Array
     """Index in :attr:`ranks` of the columns that hold the largest difference."""
     ranks: tuple[int | None, ...]
-    """Rank that alone holds the target's columns, strip by strip."""
+    """Rank that alone holds the target's columns, strip by strip, of all pairs that were measured together."""
     parts: tuple[Part, ...] = ()
     num_hashed: int = 0
     """Elements that were not read because equal hashes already say they are equal."""
@@ -106,21 +108,54 @@ def measure(opened: Opened, tolerance: tuple[float, float] = (0.0, 0.0)) -> Meas
 
     Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
     """
+    (found,), _ = measure_all([opened], tolerance)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def measure_all(
+    pairs: Sequence[Opened], tolerance: tuple[float, float] = (0.0, 0.0)
+) -> tuple[list[Measured | WidthError | DataError], list[Overview]]:
+    """The same of several pairs at once, in one native call where bytes lie in place, and what is raised of each; and
+    the overview of each one's rows."""
+    joined = JoinedRows(tolerance)
+    begun: list[tuple[tuple[Part, ...], int] | WidthError | DataError] = []
+    bounds = [0]
+    for opened in pairs:
+        try:
+            begun.append(_join(opened, joined))
+        except (WidthError, DataError) as error:
+            begun.append(error)
+        bounds.append(joined.num_rows)
+    rows, at_worst, strip = joined.compared()
+    ranks = tuple(joined.ranks)
+    found = [
+        one
+        if isinstance(one, Exception)
+        else Measured(rows[first:stop], at_worst[first:stop], strip[first:stop], ranks, *one)
+        for one, (first, stop) in zip(begun, pairwise(bounds), strict=True)
+    ]
+    return found, overviews(rows, at_worst, bounds)
+
+
+def _join(opened: Opened, joined: JoinedRows) -> tuple[tuple[Part, ...], int]:
+    """(the joins of a pair that have to be read, elements of those that hashes call equal)."""
     ready = opened.ready
     baseline, target, layouts = ready.left, ready.right, ready.layouts
     names = baseline[0].dtype, target[0].dtype
     # The most negative number that hides a place is the dtype's own.
     masks = are_masks(*names) or (names[0] != names[1] and is_mask(baseline[0].records[0].key.site))
-    joined, parts, hashed = JoinedRows(tolerance, masks=masks), list[Part](), 0
+    parts, hashed, first = list[Part](), 0, joined.num_rows
     for join in ready.plan.joins:
         if ready.equal_by_hash(join):
             hashed += _num_elements(baseline[join.baseline], layouts[0], join)
             continue
         _check_width(baseline[join.baseline], target[join.target], layouts)
-        num_rows = joined.add(opened.left[join.baseline], opened.right[join.target], join)
-        parts.append(Part(join, joined.num_rows - num_rows, num_rows))
-    rows, at_worst, strip = joined.compared()
-    return Measured(rows, at_worst, strip, tuple(joined.ranks), tuple(parts), hashed)
+        start = joined.num_rows - first
+        num_rows = joined.add(opened.left[join.baseline], opened.right[join.target], join, masks=masks)
+        parts.append(Part(join, start, num_rows))
+    return tuple(parts), hashed
 
 
 def _num_elements(whole: Whole, layout: Layout, join: Join) -> int:

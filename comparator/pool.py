@@ -1,8 +1,9 @@
-"""Pool: pairs of sites examined by several threads, which pays where measuring takes long without the GIL."""
+"""Pool: small pairs of sites examined many at a time, large ones by several threads, which measure without the GIL."""
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from tapscope import dtypes
 from tapscope.comparator.examine import Examiner, Look
@@ -13,6 +14,8 @@ MAX_THREADS = 4
 """More would only wait for each other: what is not measuring holds the GIL."""
 LARGE = 1 << 19
 """Bytes of a firing from which on its pair is given to a thread; for a smaller one that costs more than it gains."""
+MAX_BATCH = 256
+"""Pairs that are measured together."""
 
 
 def examine_all(examiner: Examiner, pairs: Sequence[Pair], advance: Callable[[], None]) -> list[Examined]:
@@ -29,23 +32,40 @@ def examine_all(examiner: Examiner, pairs: Sequence[Pair], advance: Callable[[],
 
 def _looks(examiner: Examiner, pairs: Sequence[Pair]) -> Iterator[Look]:
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    large = {i for i, pair in enumerate(pairs) if _is_large(pair)} if threads > 1 else set()
-    if len(large) < 2:
-        yield from map(examiner.look, pairs)
+    batches = list(_batches(pairs))
+    large = [i for i, batch in enumerate(batches) if len(batch) == 1 and _num_bytes(batch[0]) >= LARGE]
+    if threads < 2 or len(large) < 2:
+        yield from chain.from_iterable(map(examiner.look, batches))
         return
     from concurrent.futures import Future, ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(threads, "tapscope-measure")
     try:
-        waiting: dict[int, Future[Look]] = {i: pool.submit(examiner.look, pairs[i]) for i in sorted(large)}
-        for i, pair in enumerate(pairs):
-            yield waiting.pop(i).result() if i in waiting else examiner.look(pair)
+        waiting: dict[int, Future[list[Look]]] = {i: pool.submit(examiner.look, batches[i]) for i in large}
+        for i, batch in enumerate(batches):
+            yield from waiting.pop(i).result() if i in waiting else examiner.look(batch)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _is_large(pair: Pair) -> bool:
+def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """The pairs in order, small neighbours together: a call costs more than they do."""
+    batch: list[Pair] = []
+    nbytes = 0
+    for pair in pairs:
+        here = _num_bytes(pair) * len(pair.baseline.firings if pair.baseline else ())
+        if batch and (nbytes + here > LARGE or len(batch) == MAX_BATCH):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(pair)
+        nbytes += here
+    if batch:
+        yield batch
+
+
+def _num_bytes(pair: Pair) -> int:
+    """Of a firing on one rank."""
     if pair.baseline is None or pair.target is None:
-        return False
+        return 0
     first = pair.baseline.first
-    return first.dtype is not None and math.prod(first.shape) * dtypes.itemsize(first.dtype) >= LARGE
+    return 0 if first.dtype is None else math.prod(first.shape) * dtypes.itemsize(first.dtype)

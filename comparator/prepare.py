@@ -44,15 +44,18 @@ class Prepared:
     @property
     def used(self) -> list[Whole]:
         """The firings that take part, each once."""
+        if len(self.plan.joins) == 1:
+            (join,) = self.plan.joins
+            return [self.left[join.baseline], self.right[join.target]]
         left, right = {j.baseline for j in self.plan.joins}, {j.target for j in self.plan.joins}
         return [*(self.left[i] for i in sorted(left)), *(self.right[i] for i in sorted(right))]
 
     def equal_by_hash(self, join: Join) -> bool:
         """Whether equal hashes already say that the joined rows are equal."""
-        if not join.aligned or self.layouts[0] != self.layouts[1]:
-            return False
         one, two = self.left[join.baseline], self.right[join.target]
-        return one.dtype == two.dtype and (digest := one.digest) is not None and digest == two.digest
+        if one.dtype != two.dtype or not join.aligned or self.layouts[0] != self.layouts[1]:
+            return False
+        return (digest := one.digest) is not None and digest == two.digest
 
     def unequal_by_hash(self, join: Join) -> bool:
         """Whether both tensors are put together alike and their hashes are not the same."""

@@ -22,7 +22,7 @@ from tapscope.comparator.floor import (
 from tapscope.comparator.gradients import cancellation, losses, of_loss, spilled, stretch, underflow
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.names import is_partial, reduced
-from tapscope.comparator.spread import NOTHING, Spread
+from tapscope.comparator.spread import NOTHING, Largest, Spread, largest
 from tapscope.index import SiteInfo
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
@@ -42,6 +42,8 @@ class _Case:
 
     spread: Spread
     inputs: tuple[Spread, ...]
+    given: Largest
+    """The largest errors of the inputs."""
     base: float
     """What one pass through the module adds."""
     modelled: float
@@ -67,9 +69,19 @@ class Rounding:
             (r for p, n in zip(self._params, graph.nodes, strict=True) if (r := _reduction(n.cls, p))), default=_GUESS
         )
         self._losses = losses(graph)
+        self._spreads = [self._spread(node) if graph.nodes[node].numeric else None for node in range(len(matched))]
+        """Of numeric nodes."""
+        self._modelled = [0.0] * len(matched)
+        """Of nodes that have a case."""
+        self._behind_flips = [examined[i].handed_on is not None for i in matched]
+        """Whether token rows that took another way are in what a node holds."""
         self._cases: list[_Case | None] = []
         for node in range(len(matched)):
-            self._cases.append(self._case(node))
+            case = self._case(node)
+            self._cases.append(case)
+            if case is not None:
+                self._modelled[node] = case.modelled
+                self._behind_flips[node] |= case.is_behind_flips
         self._condition = self._conditions()
 
     def is_numeric(self, node: int) -> bool:
@@ -97,11 +109,10 @@ class Rounding:
             condition = _STATE
         elif case.is_twin and all(s.is_zero for s in case.inputs):
             condition = min(condition, CONDITION_TWIN)
-        inputs = case.inputs
         mixes = self._graph.inputs(node).how in ("around", "inside", "before")
-        local = local_floor(inputs, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
+        local = local_floor(case.given, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
         if is_sum:
-            whole = replace(whole, gain=whole.gain + summed_gain(inputs), channel=math.inf)
+            whole = replace(whole, gain=whole.gain + summed_gain(case.given), channel=math.inf)
         if not (case.is_behind_flips or is_behind_culprit or is_back):
             return local, local.smaller(whole)
         wide, is_bounded = self._wide(node, case, condition, mixes=mixes)
@@ -121,7 +132,7 @@ class Rounding:
         )
         cancels = cancellation(case.spread, inputs) if is_vector else 1.0
         found = local_floor(
-            inputs,
+            largest(inputs),
             case.base,
             case.spread,
             cancels * condition,
@@ -166,19 +177,14 @@ class Rounding:
         summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self._params[node] else 1
         once = math.hypot(unit(*names, reduction), underflow(names, one.spread))
         base = once * math.sqrt(inputs.ops * summed)
-        before = [case.modelled for i in inputs.nodes if (case := self._cases[i])]
-        modelled = math.hypot(max(before, default=0.0), base)
-        spreads = tuple(self._spread(i) for i in inputs.nodes if self._graph.nodes[i].numeric)
+        modelled = math.hypot(max(map(self._modelled.__getitem__, inputs.nodes), default=0.0), base)
+        spreads = tuple(s for s in map(self._spreads.__getitem__, inputs.nodes) if s is not None)
         if node in self._losses:
             loss = of_loss(self._examined[self._matched[self._losses[node]]].numbers)
             spreads, modelled = (*spreads, loss), math.hypot(modelled, loss.errors[-1])
-        behind = any(self._is_behind_flips(i) for i in inputs.nodes)
+        behind = any(map(self._behind_flips.__getitem__, inputs.nodes))
         eps = max(map(dtypes.epsilon, names))
-        return _Case(one.spread, spreads, base, modelled, eps, names[0] == names[1], behind)
-
-    def _is_behind_flips(self, node: int) -> bool:
-        case = self._cases[node]
-        return self._examined[self._matched[node]].handed_on is not None or (case is not None and case.is_behind_flips)
+        return _Case(one.spread, spreads, largest(spreads), base, modelled, eps, names[0] == names[1], behind)
 
     def _coarsest(self, node: int) -> tuple[str, str]:
         """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""
@@ -202,7 +208,7 @@ class Rounding:
         for node, case in enumerate(self._cases):
             if case is not None and case.base and self._graph.inputs(node).nodes and not case.spread.is_zero:
                 kind = _LAYER.sub("*", self._examined[self._matched[node]].site, count=1)
-                kinds.setdefault(kind, []).append((node, observed_condition(case.spread, case.inputs, case.base)))
+                kinds.setdefault(kind, []).append((node, observed_condition(case.spread, case.given, case.base)))
         found = [CONDITION] * len(self._cases)
         for likes in kinds.values():
             learned = learned_conditions([value for _, value in likes])

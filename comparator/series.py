@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tapscope.comparator.finding import Side
 from tapscope.comparator.recipe import Recipe
 from tapscope.record import Record
 from tapscope.run import Run
@@ -86,6 +87,14 @@ def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
         raise ValueError(f"{' and '.join(s.site for s in sources)} never fired together")
     last = max(kept, key=lambda s: s.order)
     return Series(site, last.group, last.order, kept[0].firings, recipe, tuple(kept))
+
+
+def side_of(one: Series, shape: tuple[int, ...]) -> Side:
+    """What a finding says of a series whose first firing has, put together, this shape."""
+    first, sources = one.first, list(recorded(one)) if one.sources else [one]
+    ranks = [record.key.rank for firing in one.firings for record in firing.records]
+    count = sum(source.num_records for source in sources) if one.sources else len(ranks)
+    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(set(ranks))))
 
 
 def fire_together(sources: Sequence[Series]) -> bool:

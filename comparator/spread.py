@@ -5,8 +5,9 @@ rows and the worst element of each row do not.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +67,32 @@ class Spread:
 
 NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
 """The spread of equal tensors."""
+
+
+class Largest(NamedTuple):
+    """The largest errors of several spreads, each of its kind; all 0 of none."""
+
+    errors: tuple[float, ...] = (0.0,) * len(QUANTILES)
+    element: float = 0.0
+    peak: float = 0.0
+    gain: float = 0.0
+    channel: float = 0.0
+    """Of those beyond their noise."""
+    gain_sd: float = 0.0
+
+
+def largest(spreads: Sequence[Spread]) -> Largest:
+    """See :class:`Largest`."""
+    if not spreads:
+        return Largest()
+    *errors, element, peak, gain, channel, gain_sd = map(max, zip(*map(_sizes_of_errors, spreads), strict=True))
+    return Largest(tuple(errors), element, peak, gain, channel, gain_sd)
+
+
+def _sizes_of_errors(one: Spread) -> tuple[float, ...]:
+    channel = abs(one.channel)
+    channel = channel if channel > one.channel_noise else 0.0
+    return *one.errors, abs(one.element), abs(one.peak), abs(one.gain), channel, one.gain_sd
 
 
 def spread_of(seen: Overview, channel: Channel = QUIET, sizes: Sizes | None = None) -> Spread:

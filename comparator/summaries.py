@@ -5,12 +5,32 @@ import math
 from functools import reduce
 
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.layout import Layout
+from tapscope.comparator.match import Pair
 from tapscope.comparator.pieces import is_joined, leaves
 from tapscope.comparator.prepare import Prepared
-from tapscope.comparator.series import Series
+from tapscope.comparator.series import Series, side_of
 from tapscope.comparator.spread import NOTHING, QUANTILES, Spread
 from tapscope.record import Stats
+
+
+def examine_values(pair: Pair, shift: int) -> Examined:
+    """A pair of which at least one side is no tensor; ``shift`` as of :func:`compare_values`."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    problem, compared, unequal = compare_values(pair.baseline, pair.target, shift)
+    nowhere = not problem and not compared
+    return Examined(
+        pair=pair,
+        site=pair.site or pair.baseline.site,
+        baseline=side_of(pair.baseline, pair.baseline.first.shape),
+        target=side_of(pair.target, pair.target.first.shape),
+        problem=problem,
+        apart="a plain value that changes, and no step number is in both runs" if nowhere else "",
+        basis="value" if compared else "none",
+        num_unequal=unequal,
+    )
 
 
 def compare_values(baseline: Series, target: Series, shift: int = 0) -> tuple[str, int, int]:

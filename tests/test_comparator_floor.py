@@ -20,7 +20,7 @@ from tapscope.comparator.floor import (
     unit,
 )
 from tapscope.comparator.rules import MEASURES, compile_rules, parse_rule
-from tapscope.comparator.spread import NOTHING, Spread
+from tapscope.comparator.spread import NOTHING, Spread, largest
 from tapscope.errors import ConfigError, RuleError
 from tapscope.kernels.native import channel_sums
 from tapscope.kernels.native.channels import MIN_ROWS, find_channel
@@ -141,7 +141,7 @@ def spread(error: float) -> Spread:
 @given(st.floats(0, 0.1), st.floats(0, 0.1), st.floats(1e-8, 1e-2))
 def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: float, b: float, base: float) -> None:
     low, high = sorted((a, b))
-    floors = [local_floor([spread(e)], base, spread(base), 2.5, 1e-7) for e in (low, high)]
+    floors = [local_floor(largest([spread(e)]), base, spread(base), 2.5, 1e-7) for e in (low, high)]
     assert all(x <= y for x, y in zip(floors[0].errors, floors[1].errors, strict=True))
     for floor in (*floors, path_floor(base, spread(base), base, 1e-7)):
         assert list(floor.errors) == sorted(floor.errors)
@@ -158,7 +158,7 @@ def test_each_condition_is_learned_from_the_median_of_the_others(likes: list[flo
         assert condition == (min(max(LIKES * others[len(others) // 2], low), high) if len(others) > 1 else CONDITION)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(16, 64), st.integers(8, 96), st.floats(0.001, 0.005))
+@given(st.integers(0, 2**32 - 1), st.integers(32, 64), st.integers(8, 96), st.floats(0.001, 0.005))
 @settings(max_examples=30, deadline=None)
 def test_one_scaled_channel_stands_out_of_noise_and_noise_does_not(
     seed: int, rows: int, channels: int, noise: float

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.kernels.native import RowMeasures, compare_rows, overview
+from tapscope.kernels.native import RowMeasures, compare_rows, overview, overviews
 from tapscope.kernels.native.overview import median, overview_reference, quantiles
 
 ODD = (0.0, 1.0, np.nan, np.inf, -np.inf, 1e300, 1e-300)
@@ -71,3 +71,16 @@ def test_equal_rows_have_no_spread() -> None:
     assert seen.num_unequal == 0
     assert seen.quantiles == (0.0, 0.0, 0.0, 0.0)
     assert seen.total.equal == seen.total.count == 12
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 20), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_sections_are_seen_as_if_each_were_alone(seed: int, lengths: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    bounds = [0, *np.cumsum(lengths).tolist()]
+    a = rng.standard_normal((bounds[-1], 5))
+    found = compare_rows(a, a + 0.1 * rng.integers(0, 2, a.shape))
+    at_worst = rng.standard_normal(len(a))
+    seen = overviews(found, at_worst, bounds)
+    for one, first, stop in zip(seen, bounds, bounds[1:], strict=False):
+        same(one, overview_reference(found[first:stop], at_worst[first:stop]))

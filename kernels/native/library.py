@@ -14,7 +14,7 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.errors import ConfigError
 
-ABI = 7
+ABI = 8
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n not in dtypes.COMPLEX)}
@@ -42,8 +42,8 @@ class Functions(NamedTuple):
     """(baseline, target, dtype codes x2, row indices x2 or None, first row, first column, sums to add to)"""
     find_channel: Callable[[Any], bytes | None]
     """(sums) -> index, gain, noise; None where sums are not finite"""
-    overview: Callable[[Any, Any, Any, Any], bytes]
-    """(floats, integers, at worst, errors out) -> struct Overview"""
+    overviews: Callable[[Any, Any, Any, Any, Any], bytes]
+    """(floats, integers, at worst, bounds of sections, errors out) -> a struct Overview for each section"""
     stencil: Callable[..., Any]
     """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see pen.cpp"""
     pen: Callable[..., Any]
@@ -136,7 +136,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         compare=module.compare,
         channel_sums=module.channel_sums,
         find_channel=module.find_channel,
-        overview=module.overview,
+        overviews=module.overviews,
         stencil=module.Stencil,
         pen=module.Pen,
         linear=getattr(module, "linear", None),

@@ -117,6 +117,10 @@ class RowMeasures:
     def __len__(self) -> int:
         return int(self.floats.shape[1])
 
+    def __getitem__(self, rows: slice) -> "RowMeasures":
+        """Some of the rows."""
+        return RowMeasures(self.floats[:, rows], self.integers[:, rows])
+
     def __add__(self, other: "RowMeasures") -> "RowMeasures":
         """The columns of ``other`` to the right of ours, for the same rows."""
         if not isinstance(other, RowMeasures):

@@ -51,20 +51,26 @@ PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digest), sizeof digest);
 }
 
-// (floats [6, rows], integers [8, rows], at worst [rows], room for the errors [rows]) -> struct Overview as bytes
-PyObject* overview(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 4) return PyErr_Format(PyExc_TypeError, "4 arguments are needed, not %zd", count);
-    const ts::Memory floats(args[0], 0), integers(args[1], 0), at_worst(args[2], 0), errors(args[3], PyBUF_WRITABLE);
-    if (!floats || !integers || !at_worst || !errors) return nullptr;
-    const int64_t rows = errors.nbytes() / 8;
-    if (floats.nbytes() != 48 * rows || integers.nbytes() != 64 * rows || at_worst.nbytes() != 8 * rows || rows < 1) {
-        return PyErr_Format(PyExc_ValueError, "the arrays do not have %lld rows each", static_cast<long long>(rows));
-    }
-    uint8_t found[ts::kOverviewBytes];
+// (floats [6, rows], integers [8, rows], at worst [rows], bounds of sections of rows, room for the errors [rows]) -> a
+// struct Overview for each section, as bytes
+PyObject* overviews(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "5 arguments are needed, not %zd", count);
+    const ts::Memory floats(args[0], 0), integers(args[1], 0), at_worst(args[2], 0), bounds(args[3], 0);
+    const ts::Memory errors(args[4], PyBUF_WRITABLE);
+    if (!floats || !integers || !at_worst || !bounds || !errors) return nullptr;
+    const int64_t rows = errors.nbytes() / 8, sections = bounds.nbytes() / 8 - 1, *bound = bounds.as<int64_t>();
+    bool fits = floats.nbytes() == 48 * rows && integers.nbytes() == 64 * rows && at_worst.nbytes() == 8 * rows;
+    fits = fits && sections >= 0 && bound[0] >= 0 && bound[sections] <= rows;
+    for (int64_t i = 0; fits && i < sections; ++i) fits = bound[i] <= bound[i + 1];
+    if (!fits) return PyErr_Format(PyExc_ValueError, "the arrays do not have %lld rows each", static_cast<long long>(rows));
+    PyObject* found = PyBytes_FromStringAndSize(nullptr, sections * ts::kOverviewBytes);
+    if (!found) return nullptr;
+    char* out = PyBytes_AS_STRING(found);
     run(floats.nbytes() * 4, [&] {
-        ts_overview(floats.as<double>(), integers.as<int64_t>(), at_worst.as<double>(), rows, errors.as<double>(), found);
+        ts_overviews(floats.as<double>(), integers.as<int64_t>(), at_worst.as<double>(), rows, bound, sections,
+                     errors.as<double>(), out);
     });
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found), sizeof found);
+    return found;
 }
 
 // (x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed
@@ -166,7 +172,7 @@ PyObject* find_channel(PyObject*, PyObject* given) {
 PyMethodDef kMethods[] = {
     {"take", fast<take>(), METH_FASTCALL, nullptr},
     {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
-    {"overview", fast<overview>(), METH_FASTCALL, nullptr},
+    {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},
     {"paged", fast<paged>(), METH_FASTCALL, nullptr},
     {"compare", fast<compare>(), METH_FASTCALL, nullptr},

@@ -1,4 +1,4 @@
-// The rows of a comparison as one: their sums, and how the errors of the rows are distributed. The plain reference is in
+// The rows of a pair as one: their sums, and how the errors of the rows are distributed. The plain reference is in
 // overview.py.
 
 #include <algorithm>
@@ -17,6 +17,17 @@ constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};     // QUANTILES
 // As RowMeasures has them: [field][row].
 enum Float { kMaxAbs, kSumAbs, kDiff, kBaseline, kTarget, kDot, kFloats };
 enum Integer { kArgmax, kEqual, kOver, kFinite, kNonfiniteBaseline, kNonfiniteTarget, kMismatch, kWidth, kIntegers };
+
+// Some neighbouring rows of all that were compared, from the first of them on: the fields of a row are `stride` apart.
+struct Section {
+    const double* floats;
+    const int64_t* integers;
+    const double* at_worst;
+    int64_t rows, stride;
+
+    const double* operator[](Float field) const { return floats + field * stride; }
+    const int64_t* operator[](Integer field) const { return integers + field * stride; }
+};
 
 struct Overview {  // in the order of _LAYOUT
     double sums[kFloats] = {};  // the largest in place of a sum of kMaxAbs
@@ -51,40 +62,39 @@ void quantiles_of(std::vector<double> values, double* out) {
     for (int i = 0; i < 4; ++i) out[i] = unknown ? kNan : values[static_cast<size_t>(std::ceil(kQuantiles[i] * last))];
 }
 
-void add_up(const double* floats, const int64_t* integers, int64_t rows, Overview* all) {
-    for (int64_t i = 0; i < rows; ++i) {
-        const int64_t column = integers[kArgmax * rows + i];
-        if (column >= 0 && (all->row < 0 || floats[kMaxAbs * rows + i] > all->sums[kMaxAbs])) {
-            all->row = i, all->sums[kMaxAbs] = floats[kMaxAbs * rows + i], all->counts[kArgmax] = column;
+void add_up(const Section& some, Overview* all) {
+    for (int64_t i = 0; i < some.rows; ++i) {
+        const int64_t column = some[kArgmax][i];
+        if (column >= 0 && (all->row < 0 || some[kMaxAbs][i] > all->sums[kMaxAbs])) {
+            all->row = i, all->sums[kMaxAbs] = some[kMaxAbs][i], all->counts[kArgmax] = column;
         }
-        all->unequal += integers[kEqual * rows + i] < integers[kWidth * rows + i];
+        all->unequal += some[kEqual][i] < some[kWidth][i];
     }
     for (int field = kSumAbs; field < kFloats; ++field) {
-        for (int64_t i = 0; i < rows; ++i) all->sums[field] += floats[field * rows + i];
+        for (int64_t i = 0; i < some.rows; ++i) all->sums[field] += some[Float(field)][i];
     }
     for (int field = kEqual; field < kIntegers; ++field) {
-        for (int64_t i = 0; i < rows; ++i) all->counts[field] += integers[field * rows + i];
+        for (int64_t i = 0; i < some.rows; ++i) all->counts[field] += some[Integer(field)][i];
     }
 }
 
 // Each row's error, and of which row it is the largest; a mismatch of non-finite values is larger than any.
-void add_errors(const double* floats, const int64_t* mismatch, int64_t rows, double* errors, Overview* all) {
-    const double *diff = floats + kDiff * rows, *base = floats + kBaseline * rows;
-    std::vector<double> sizes(static_cast<size_t>(rows));
-    for (int64_t i = 0; i < rows; ++i) sizes[static_cast<size_t>(i)] = std::sqrt(base[i]);
+void add_errors(const Section& some, double* errors, Overview* all) {
+    std::vector<double> sizes(static_cast<size_t>(some.rows));
+    for (int64_t i = 0; i < some.rows; ++i) sizes[static_cast<size_t>(i)] = std::sqrt(some[kBaseline][i]);
     const double least = kSmallRow * median(sizes);
     double most = -1;
-    for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t i = 0; i < some.rows; ++i) {
         const double size = sizes[static_cast<size_t>(i)];
-        errors[i] = ratio(std::sqrt(diff[i]), size < least || least != least ? least : size);
-        const double rank = mismatch[i] > 0 ? kInfinity : errors[i];
+        errors[i] = ratio(std::sqrt(some[kDiff][i]), size < least || least != least ? least : size);
+        const double rank = some[kMismatch][i] > 0 ? kInfinity : errors[i];
         if (most == most && (rank > most || rank != rank)) most = rank, all->worst = i;
     }
 }
 
-void add_spread(const double* floats, const int64_t* widths, const double* at_worst, int64_t rows, const double* errors,
-                Overview* all) {
-    const double *base = floats + kBaseline * rows, *most = floats + kMaxAbs * rows, *dot = floats + kDot * rows;
+void add_spread(const Section& some, const double* errors, Overview* all) {
+    const double *base = some[kBaseline], *most = some[kMaxAbs], *dot = some[kDot];
+    const int64_t *widths = some[kWidth], rows = some.rows;
     std::vector<double> rms(static_cast<size_t>(rows)), elements(rms), gains(rms);
     double mean = 0;
     for (int64_t i = 0; i < rows; ++i) {
@@ -96,7 +106,7 @@ void add_spread(const double* floats, const int64_t* widths, const double* at_wo
     for (int64_t i = 0; i < rows; ++i) {
         const size_t at = static_cast<size_t>(i);
         double size = rms[at] < small || small != small ? small : rms[at];
-        const double element = std::fabs(at_worst[i]);
+        const double element = std::fabs(some.at_worst[i]);
         size = element > size || element != element ? element : size;
         elements[at] = ratio(most[i], size);
         gains[at] = base[i] > 0 ? dot[i] / base[i] - 1 : 0;
@@ -113,12 +123,18 @@ void add_spread(const double* floats, const int64_t* widths, const double* at_wo
 }  // namespace ts
 
 // The spread stays 0 where no row differs.
-void ts_overview(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows, double* errors,
-                 void* result) {
+void ts_overviews(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows, const int64_t* bounds,
+                  int64_t sections, double* errors, void* results) {
     using namespace ts;
-    Overview all;
-    add_up(floats, integers, rows, &all);
-    add_errors(floats, integers + kMismatch * rows, rows, errors, &all);
-    if (all.sums[kDiff] != 0) add_spread(floats, integers + kWidth * rows, at_worst, rows, errors, &all);
-    std::memcpy(result, &all, sizeof all);
+    for (int64_t i = 0; i < sections; ++i) {
+        const int64_t first = bounds[i];
+        const Section some{floats + first, integers + first, at_worst + first, bounds[i + 1] - first, rows};
+        Overview all;
+        if (some.rows > 0) {
+            add_up(some, &all);
+            add_errors(some, errors + first, &all);
+            if (all.sums[kDiff] != 0) add_spread(some, errors + first, &all);
+        }
+        std::memcpy(static_cast<uint8_t*>(results) + i * kOverviewBytes, &all, sizeof all);
+    }
 }

@@ -1,9 +1,10 @@
-"""The rows of a comparison as one: their global numbers, and how the errors of the rows are distributed."""
+"""The rows of a pair as one: their global numbers, and how the errors of the rows are distributed."""
 
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ _LAYOUT = struct.Struct(f"={len(FLOATS) + len(QUANTILES) + 4}d{len(INTEGERS) + 3
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What :func:`overview` finds."""
+    """What :func:`overviews` find."""
 
     total: Measure
     errors: Array
@@ -50,12 +51,26 @@ def overview(rows: RowMeasures, at_worst: Array) -> Overview:
 
     ``at_worst`` is the baseline's value where each row's largest difference is, [rows] float64.
     """
+    (found,) = overviews(rows, at_worst, [0, len(rows)])
+    return found
+
+
+def overviews(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> list[Overview]:
+    """The same of several sections of rows, each from one of the ``bounds`` to the next; of an empty one all is 0."""
     functions = library.functions()
     if functions is None:
-        return overview_reference(rows, at_worst)
+        return [overview_reference(rows[first:stop], at_worst[first:stop]) for first, stop in pairwise(bounds)]
     errors = np.empty(len(rows))
     floats, integers = np.ascontiguousarray(rows.floats), np.ascontiguousarray(rows.integers)
-    found = _LAYOUT.unpack(functions.overview(floats, integers, np.ascontiguousarray(at_worst, np.float64), errors))
+    at_worst = np.ascontiguousarray(at_worst, np.float64)
+    found = functions.overviews(floats, integers, at_worst, np.array(bounds, np.int64), errors)
+    return [
+        _unpacked(members, errors[first:stop])
+        for members, (first, stop) in zip(_LAYOUT.iter_unpack(found), pairwise(bounds), strict=True)
+    ]
+
+
+def _unpacked(found: tuple[Any, ...], errors: Array) -> Overview:
     sums, spread, counts = found[: len(FLOATS)], found[len(FLOATS) : -len(INTEGERS) - 3], found[-len(INTEGERS) - 3 :]
     column, *others, row, worst, unequal = counts
     total = Measure.of(sums, others, row, column if row >= 0 else -1)
@@ -70,6 +85,8 @@ def overview(rows: RowMeasures, at_worst: Array) -> Overview:
 def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
     """The same in numpy."""
     errors = row_errors(rows)
+    if not len(rows):
+        return Overview(rows.total(), errors, 0, 0, True, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0, 0.0)
     worst = int(np.argmax(np.where(rows.nonfinite_mismatch > 0, np.inf, errors)))
     unequal = int((rows.equal < rows.width).sum())
     if not rows.sum_sq_diff.any():

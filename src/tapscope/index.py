@@ -81,9 +81,15 @@ _decode = json.JSONDecoder().decode
 
 def read_index(folder: Path, rank: int) -> RankIndex:
     """Parse the lines in a rank's directory; what cannot be read is left out and named in ``problems``."""
+    from tapscope.recordline import RecordLines  # only now: not every process reads a run
+
     index = RankIndex()
     path = folder / INDEX
+    parse = RecordLines(rank).parse
     for number, line in _lines(path, index):
+        if (usual := parse(line)) is not None:
+            index.records.append(usual)
+            continue
         try:
             _add(index, _decode(str(line, "utf-8")), rank)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:

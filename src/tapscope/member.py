@@ -11,7 +11,7 @@ MAX_COUNT = 1 << 63
 """Counts are below this."""
 MAX_ROWS = 1 << 26
 """Token rows of one step, more than any scheduler batches."""
-_MAX_AXES = 32
+MAX_AXES = 32
 _INT = {int}
 _DTYPES = frozenset(NAMES)
 
@@ -41,7 +41,7 @@ def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
 
 def counts(value: Any, name: str) -> tuple[int, ...]:
     """A list of counts, of a tensor's axes at most."""
-    if type(value) is not list or len(value) > _MAX_AXES or ({*map(type, value)} | _INT) != _INT or _are_bad(value):
+    if type(value) is not list or len(value) > MAX_AXES or ({*map(type, value)} | _INT) != _INT or _are_bad(value):
         raise ValueError(f"{name} is {short(value)}, no list of counts")
     return tuple(value)
 
