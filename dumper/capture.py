@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tapscope.dumper.port import Layout
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 keys_of = torch._C._dispatch_keys
 
 

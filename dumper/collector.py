@@ -123,7 +123,7 @@ class Collector:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the recorder has acknowledged everything that was put; whether it has."""
-        self.taker.pass_on()
+        self.taker.pen.pass_on()
         return self._backlog.drained(timeout_s)
 
     def close(self) -> None:

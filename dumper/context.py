@@ -14,10 +14,10 @@ from tapscope.errors import ConfigError
 Tags = Mapping[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 NO_TAGS: Tags = MappingProxyType({})
-_tags: ContextVar[Tags] = ContextVar("tapscope_tags", default=NO_TAGS)
+TAGS: ContextVar[Tags] = ContextVar("tapscope_tags", default=NO_TAGS)
 _outer: ContextVar[tuple[Tags, ...]] = ContextVar("tapscope_outer_tags", default=())
 
-current = _tags.get
+current = TAGS.get
 """The tags in force here; never changed in place."""
 
 
@@ -25,7 +25,7 @@ def set_ctx(**tags: Any) -> None:
     """Set tags from now on, in this thread or task; None takes one away."""
     if is_compiling():
         return
-    _tags.set(merged(_tags.get(), tags))
+    TAGS.set(merged(TAGS.get(), tags))
 
 
 def merged(tags: Tags, more: Tags) -> Tags:
@@ -100,10 +100,10 @@ class ctx:
 def _enter(tags: Tags) -> Tags:
     if is_compiling():
         return NO_TAGS
-    before = _tags.get()
+    before = TAGS.get()
     _outer.set((*_outer.get(), before))
     inside = merged(before, tags)
-    _tags.set(inside)
+    TAGS.set(inside)
     return inside
 
 
@@ -111,5 +111,5 @@ def _leave() -> None:
     if is_compiling():
         return
     outer = _outer.get()
-    _tags.set(outer[-1] if outer else NO_TAGS)
+    TAGS.set(outer[-1] if outer else NO_TAGS)
     _outer.set(outer[:-1])

@@ -60,6 +60,8 @@ class Hooks:
             if module is None:
                 continue
             wants: list[str] = [kind for kind in ("in", "out") if kind in tap.kinds and _wants(tap, kind, selection)]
+            if collector is not None and not tap.fast:
+                tap.fast = _fast_paths(tap, collector)
             tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
             if self._parameters.add(tap, module, selection) or wants:
                 self.armed.append(tap)
@@ -93,10 +95,10 @@ class Hooks:
         """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired."""
         try:
             if "in" in wants:
-                before = module.register_forward_pre_hook(_Before(tap, self._fire), with_kwargs=True)
+                before = module.register_forward_pre_hook(_Before(tap, "in", self._fire), with_kwargs=True)
                 self._places.append(_Place(tap, "in", weakref.ref(module), before))
             if "out" in wants:
-                after = module.register_forward_hook(_After(tap, self._fire))
+                after = module.register_forward_hook(_After(tap, "out", self._fire))
                 self._places.append(_Place(tap, "out", weakref.ref(module), after))
         except RuntimeError as error:
             if collector is not None:
@@ -117,7 +119,7 @@ class Hooks:
         self._modules = {path: weakref.ref(module) for path, module in now.items()}
 
     def _look_after(self, collector: "Collector", serial: int) -> None:
-        if serial % _LOOK_EVERY and all(tap.serial == serial for tap in self.armed):
+        if serial % _LOOK_EVERY and all(tap.has_fired_in(serial) for tap in self.armed):
             return
         self._look(collector, serial)
 
@@ -159,7 +161,7 @@ def _problem(place: _Place, model: nn.Module | None, serial: int) -> str | None:
         return "its model is gone"
     if module is not None and hooks is not None and place.handle.id not in hooks:
         return "its hook was removed by other code"
-    if module is not None and place.tap.serial == serial:
+    if module is not None and place.tap.has_fired_in(serial):
         return None
     try:
         present = model.get_submodule(place.tap.path)
@@ -171,11 +173,12 @@ def _problem(place: _Place, model: nn.Module | None, serial: int) -> str | None:
 class _Hook:
     """A hook that stays behind: in a deep copy or a pickle of the module, and in a compiled graph, it does nothing."""
 
-    __slots__ = ("_fire", "_tap")
+    __slots__ = ("_fast", "_fire", "_tap")
 
-    def __init__(self, tap: Tap, fire: Fire) -> None:
+    def __init__(self, tap: Tap, kind: str, fire: Fire) -> None:
         self._tap = tap
         self._fire = fire
+        self._fast = tap.fast.get(kind, _never)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
@@ -186,14 +189,24 @@ class _Hook:
 
 class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _is_compiling():
+        if not (_is_compiling() or self._fast(args, kwargs)):
             self._fire(self._tap, "in", (args, kwargs))
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not _is_compiling():
+        if not (_is_compiling() or self._fast(output)):
             self._fire(self._tap, "out", output)
+
+
+def _never(*value: Any) -> bool:
+    """The fast path where there is none."""
+    return False
+
+
+def _fast_paths(tap: Tap, collector: "Collector") -> dict[str, Any]:
+    made = {kind: collector.taker.pen.fast_path() for kind in tap.kinds}
+    return {kind: path for kind, path in made.items() if path is not None}
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

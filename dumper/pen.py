@@ -1,14 +1,17 @@
 """Pen: writes the lines of records of which only statistics are kept, without a word of Python in between.
 
 What a pen declines (a tensor that lies otherwise than the last one, that is not plain memory, a firing that is not the
-first of its step) the taker takes, and so it does where there is no C++ library; the lines are the same.
+first of its step) the taker takes, and so it does where there is no C++ library; the lines are the same. A hook asks
+its fast path (:meth:`Pen.fast_path`) before anything else: what a pen can write then never comes as far as here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tapscope import dtypes
 from tapscope.dumper import capture
+from tapscope.dumper.context import NO_TAGS, TAGS
+from tapscope.dumper.passes import graph_task
 from tapscope.kernels.native import library, summary
 
 if TYPE_CHECKING:
@@ -33,35 +36,43 @@ class Lines(NamedTuple):
 class Pen:
     """Between :meth:`begin` and :meth:`end` it writes, and queues its lines by the dozen."""
 
-    def __init__(self, backlog: "Backlog", account: "Account", numbers: Iterator[int]) -> None:
-        """Its records are numbered by ``numbers``."""
+    def __init__(self, backlog: "Backlog", account: "Account", send: Callable[["Port", int], None]) -> None:
+        """``send`` records the tensor that lies at an address as the last one at the port did; it does not raise."""
         self._backlog = backlog
         self._account = account
-        self._numbers = numbers
-        self._native: Any = None
+        self._send = send
+        functions = library.functions()
+        plain = (capture.PLAIN_TYPES, capture.EXCHANGE, capture.keys_of, capture.HOST_KEYS)
+        self._native: Any = None if functions is None else functions.pen(*plain, graph_task, TAGS, NO_TAGS)
         self.stamp: Stamp | None = None
         """Of the firings whose values it takes; None while it takes none."""
-        self.waiting = 0
-        """Lines that are not queued yet."""
 
-    def begin(self, stamp: "Stamp") -> None:
-        """A step begins, and ``stamp`` is that of the firings which come first at their sites, without tags."""
-        if (functions := library.functions()) is None:
-            return
-        if self._native is None:
-            self._native = functions.pen(self._numbers, capture.PLAIN_TYPES, capture.keys_of, capture.HOST_KEYS)
-        self._native.begin(stamp.step.info.step)
-        self.stamp = stamp
+    @property
+    def waiting(self) -> int:
+        """Lines that are not queued yet."""
+        return self._native.waiting if self.stamp is not None else 0
+
+    def fast_path(self) -> Any:
+        """What one hook asks first, see kernels/native/fastpath.cpp; None where there is no C++ library."""
+        functions = library.functions()
+        return None if functions is None or self._native is None else functions.fast_path(self._native)
+
+    def begin(self, stamp: "Stamp", numbers: Iterator[int]) -> None:
+        """A step begins, and ``stamp`` is that of the firings which come first at their sites, without tags.
+
+        Its records are numbered by ``numbers``.
+        """
+        if self._native is not None:
+            step = stamp.step
+            self._native.begin(step, str(step.info.step), step.serial, numbers, self.pass_on, self._send)
+            self.stamp = stamp
 
     def write(self, stencil: Any, tensor: Any) -> bool:
         """Write the record of a plain tensor that lies as :func:`stencil_of` was told; False for any other."""
         waiting: int = self._native.write(stencil, tensor)
-        if not waiting:
-            return False
-        self.waiting = waiting
         if waiting >= _MANY:
             self.pass_on()
-        return True
+        return waiting > 0
 
     def find(self, stencil: Any, tensor: Any) -> int:
         """Address of the elements of such a tensor, one after the other; 0 for any other."""
@@ -69,18 +80,22 @@ class Pen:
         return address
 
     def pass_on(self) -> None:
-        """Queue what waits."""
+        """Queue what waits; never raises."""
         if (stamp := self.stamp) is None:
             return
-        self.waiting = 0
-        text, number = self._native.drain()
-        if number and not self._backlog.put_lines(Lines(text, number, stamp.step)):
-            self._account.count(stamp.step, dropped=number)
+        try:
+            text, number = self._native.drain()
+            if number and not self._backlog.put_lines(Lines(text, number, stamp.step)):
+                self._account.count(stamp.step, dropped=number)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self._account.fail(stamp.step, "statistics", error)
 
     def end(self) -> None:
         """The step ends."""
-        self.pass_on()
-        self.stamp = None
+        if self.stamp is not None:
+            self._native.end()
+            self.pass_on()
+            self.stamp = None
 
 
 def stencil_of(port: "Port", layout: "Layout") -> Any:

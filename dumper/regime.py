@@ -161,12 +161,12 @@ class Regime:
         """Divert what is recorded into ``captures``, with ``settings`` in force and the dumper enabled."""
         collector = self._collector
         config = self.config.updated({"enabled": True} | dict(settings))
-        collector.taker.captures = [*collector.taker.captures, captures]
+        collector.taker.divert([*collector.taker.captures, captures])
         self.select(config)
         try:
             yield
         finally:
-            collector.taker.captures = [each for each in collector.taker.captures if each is not captures]
+            collector.taker.divert([each for each in collector.taker.captures if each is not captures])
             self.select()
 
     def unmatched(self, config: DumperConfig) -> dict[str, str]:

@@ -43,27 +43,29 @@ class Taker:
         """Who takes what is recorded now, in memory; nothing then goes to the run."""
         self._announced_sites: set[str] = set()
         self._seq = itertools.count()
-        self._pen = Pen(backlog, account, self._seq)
+        self.pen = Pen(backlog, account, self._send_at)
 
     def restart(self) -> None:
         """A new run begins: records are numbered from 0 and sites announced again."""
+        self.pen.end()
         self._seq = itertools.count()
-        self._pen = Pen(self._backlog, self._account, self._seq)
         self._announced_sites.clear()
 
     def begin(self, first: Stamp) -> None:
         """A step begins; ``first`` is the stamp of all that fire for the first time in it, without tags."""
         self.memo.forget()
-        if self._account.sink is self._backlog and not self._keeper.is_limited:
-            self._pen.begin(first)
+        is_plain_step = not (self.captures or first.step.skipped or self._keeper.is_limited)
+        if is_plain_step and self._account.sink is self._backlog:
+            self.pen.begin(first, self._seq)
 
-    def pass_on(self) -> None:
-        """Queue what waits in the pen."""
-        self._pen.pass_on()
+    def divert(self, captures: list[Captures]) -> None:
+        """Hand what is recorded from now on to ``captures``, and to the run again where there are none."""
+        self.captures = captures
+        self.pen.end()
 
     def end(self) -> None:
         """The step ends."""
-        self._pen.end()
+        self.pen.end()
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """Record one value at ``port``, if the rules keep it; never raises.
@@ -75,7 +77,7 @@ class Taker:
                 self._divert(port, leaf, stamp)
                 return
             step = stamp.step
-            may_pen = stamp is self._pen.stamp and port.announced and not (step.in_full or step.halted)
+            may_pen = stamp is self.pen.stamp and port.announced and not (step.in_full or step.halted)
             if may_pen and self._take_by_pen(port, leaf, stamp):
                 return
             if step.ended:
@@ -98,11 +100,22 @@ class Taker:
         if layout.stencil is None:
             return False
         if port.keep == "stats":
-            return self._pen.write(layout.stencil, leaf)
-        address = self._pen.find(layout.stencil, leaf)
+            return self.pen.write(layout.stencil, leaf)
+        address = self.pen.find(layout.stencil, leaf)
         if address:
-            self._send(port, stamp, layout, capture.take_at(address, layout, self.memo, self._backlog))
+            self._send_at(port, address)
         return address > 0
+
+    def _send_at(self, port: Port, address: int) -> None:
+        """The whole tensor at ``address``, which lies as the last one at ``port`` did; never raises."""
+        stamp = self.pen.stamp
+        if stamp is None:
+            return
+        try:
+            layout = port.latest
+            self._send(port, stamp, layout, capture.take_at(address, layout, self.memo, self._backlog))
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self._account.fail(stamp.step, port.site, error)
 
     def _divert(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """A value for those who capture in memory."""
@@ -251,8 +264,8 @@ class Taker:
             memo.sent(digest, slot.nbytes, payload)
 
     def _put(self, pending: Pending) -> bool:
-        if self._pen.waiting:
-            self._pen.pass_on()
+        if self.pen.waiting:
+            self.pen.pass_on()
         accepted = self._account.sink.put(pending)
         if not accepted:
             self._account.count(pending.stamp.step, dropped=1)

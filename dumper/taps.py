@@ -49,7 +49,10 @@ class Tap:
     serial: int = -1
     """Step the counters below belong to."""
     firings: dict[str | tuple[str, int], int] = field(default_factory=dict)
-    """Kind, or (kind, micro) of a later micro-batch -> how often it has fired in the forward pass."""
+    """Kind, or (kind, micro) of a later micro-batch -> how often it has fired in the forward pass; where a fast path
+    has taken the first of them, the count begins with the next."""
+    fast: dict[str, Any] = field(default_factory=dict)
+    """Kind -> its fast path, see dumper/pen.py."""
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
@@ -67,9 +70,16 @@ class Tap:
             self.serial = serial
             self.firings.clear()
         what = kind if micro == 0 else (kind, micro)
-        number = self.firings.get(what, 0)
-        self.firings[what] = number + 1
-        return number
+        number = self.firings.get(what)
+        if micro == 0 and (fast := self.fast.get(kind)) is not None:
+            number = int(fast.serial == serial) if number is None else number
+            fast.serial = serial
+        self.firings[what] = (number or 0) + 1
+        return number or 0
+
+    def has_fired_in(self, serial: int) -> bool:
+        """Whether anything came through in this step."""
+        return self.serial == serial or any(fast.serial == serial for fast in self.fast.values())
 
     def port(self, kind: str, path: str, selection: Selection) -> Port:
         """The port for a leaf; what is kept there, and of its gradient, is decided once."""
@@ -80,6 +90,8 @@ class Tap:
             choice = self._choice(kind, path, f"{self.path}:{name}.grad", selection)
             if choice.may_keep:
                 found.grad = self._make(f"{name}.grad", choice)
+            elif path == (self.names[0] if kind == "in" and self.names else ""):
+                self._hasten(found, kind)
             self.ports[kind, path] = found
         return found
 
@@ -89,9 +101,22 @@ class Tap:
         inputs = {names[i] if i < len(names) else f"args.{i}": value for i, value in enumerate(args)}
         return inputs | kwargs
 
+    def begin(self) -> None:
+        """A new recording, which counts its steps from 0."""
+        self.forget()
+        self.fired, self.serial, self.fast = False, -1, {}
+
     def forget(self) -> None:
         """A new configuration or run: decide and announce again."""
         self.ports.clear()
+        for fast in self.fast.values():
+            fast.stencil = fast.port = None
+
+    def _hasten(self, port: Port, kind: str) -> None:
+        """The port may be reached by the fast path, which knows one: of the only output, or the only argument."""
+        if port.keep is not None and not self.has_grads and (fast := self.fast.get(kind)) is not None:
+            port.fast = fast
+            fast.port = port if port.keep == "full" else None
 
     def _choice(self, kind: str, path: str, site: str, selection: Selection) -> Choice:
         if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:

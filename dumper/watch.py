@@ -51,8 +51,7 @@ class Watch:
         """Hand what fires to ``recording`` from now on; :meth:`select` places the taps."""
         self._recording = recording
         for tap in self.taps:
-            tap.forget()
-            tap.fired = False
+            tap.begin()
         if (model := self._model()) is not None:
             self._wrapper = weakref.ref(wrap_root(model, self._around))
 

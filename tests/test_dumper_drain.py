@@ -74,8 +74,9 @@ class SlowDevice:
 class Far(Taker):
     """A taker to which every tensor is one of the device."""
 
-    def _take_by_pen(self, port: Port, leaf: Any, stamp: Stamp) -> bool:
-        return False
+    def begin(self, first: Stamp) -> None:
+        super().begin(first)
+        self.pen.end()  # it reads the host's memory
 
     def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Any, full: bool) -> None:
         if layout.count:

@@ -1,4 +1,7 @@
-"""A pen writes what the taker writes: the same lines in the same order, and nothing that is not plain memory."""
+"""A pen writes what the taker writes: the same lines in the same order, and nothing that is not plain memory.
+
+A hook that asks its fast path first records what the collector would.
+"""
 
 import threading
 from collections.abc import Callable
@@ -11,8 +14,10 @@ import torch
 from torch import nn
 
 from tapscope.dumper import Dumper, pen, taker
+from tapscope.dumper.collector import Collector
 from tapscope.dumper.context import ctx
 from tapscope.dumper.port import Port
+from tapscope.dumper.taps import Tap
 from tapscope.kernels.native import library
 from tapscope.run import open_run
 
@@ -32,9 +37,11 @@ class Odd(nn.Module):
         lambda x: x.sum(),
         lambda x: torch.complex(x, x).conj(),
         lambda x: torch.complex(x, x).conj().imag,
-        lambda x: torch._neg_view(x),
+        lambda x: torch.complex(x, x)[:1, :1].conj().imag,
+        lambda x: x[:1, :1].contiguous(),
         lambda x: x.to_sparse(),
         lambda x: torch.func.vmap(lambda row: row)(x),
+        lambda x: x.expand(2, *x.shape),
         lambda x: nn.Parameter(x),
         lambda x: x.repeat(4096, 1),
         lambda x: torch.full_like(x, torch.nan),
@@ -68,11 +75,18 @@ class Net(nn.Module):
 def run_of(out: Path, **settings: Any) -> list[bytes]:
     torch.manual_seed(0)
     model = Net().eval()
-    with torch.no_grad(), Dumper(model, out, force=True, **settings):
+    with torch.no_grad(), Dumper(model, out, force=True, **settings) as dumper:
         for step in range(3 * len(Odd.outputs)):
             model.odd.turn = step // 3
             with ctx(stage="late") if step % 7 == 5 else nullcontext():
                 model(torch.randn(4 if step % 5 else 6, 8), **({"bias": torch.ones(1)} if step % 4 == 3 else {}))
+        unusuals = (lambda: ctx(stage="early"), lambda: dumper.micro(1), dumper.capture_output, nullcontext)
+        for unusual in unusuals:
+            for turn in range(3):  # what comes first in a step is the unusual, or the other, or both are
+                with dumper.step():
+                    for is_unusual in (turn != 1, turn > 0, False):
+                        with unusual() if is_unusual else nullcontext():
+                            model(torch.randn(4, 8))
     lines = [line for file in sorted(out.glob("**/*.jsonl")) for line in file.read_bytes().splitlines()]
     return [line for line in lines if line.startswith((b'{"type":"record"', b'{"type":"step","at":"end"'))]
 
@@ -93,9 +107,29 @@ def test_the_lines_are_those_of_the_taker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     penned = run_of(tmp_path / "penned", **settings)
-    monkeypatch.setattr(pen.Pen, "begin", lambda self, stamp: None)
+    monkeypatch.setattr(pen.Pen, "begin", lambda *about: None)
     assert penned == run_of(tmp_path / "plain", **settings)
     assert len(penned) > 90
+
+
+@pytest.mark.parametrize("keep", ["stats", "full"])
+def test_only_the_first_firing_of_a_hook_reaches_the_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    fired: list[str] = []
+    original = Collector.fire
+
+    def fire(self: Collector, tap: Tap, kind: str, value: Any) -> None:
+        fired.append(f"{tap.path}:{kind}")
+        original(self, tap, kind, value)
+
+    monkeypatch.setattr(Collector, "fire", fire)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep=keep):
+        for _ in range(5):
+            model(torch.randn(2, 8))
+    assert sorted(fired) == sorted(["0:in", "0:out", "1:in", "1:out"] + [":in", ":out"] * 5)  # the root is wrapped
+    assert len(open_run(tmp_path / "run").records) == 30
 
 
 def test_a_pen_writes_all_but_the_first_value_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

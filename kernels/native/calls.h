@@ -1,4 +1,4 @@
-// What functions for Python need: letting go of the GIL, and the form that they are called in.
+// What functions for Python need: references, letting go of the GIL, and the form that they are called in.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -7,6 +7,20 @@
 #include <cstdint>
 
 namespace ts {
+
+// A reference that is given up at the end of its scope.
+class Owned {
+  public:
+    explicit Owned(PyObject* object) : object_(object) {}
+    ~Owned() { Py_XDECREF(object_); }
+    Owned(const Owned&) = delete;
+    Owned& operator=(const Owned&) = delete;
+    PyObject* get() const { return object_; }
+    explicit operator bool() const { return object_ != nullptr; }
+
+  private:
+    PyObject* object_;
+};
 
 // Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2.
 constexpr int64_t kBrief = 1 << 20;

@@ -47,7 +47,10 @@ class Functions(NamedTuple):
     stencil: Callable[..., Any]
     """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see pen.cpp"""
     pen: Callable[..., Any]
-    """(iterator of numbers, exact types of plain tensors, tensor -> dispatch keys, set of plain ones) -> Pen"""
+    """(exact types of plain tensors, their DLPack interface or None, tensor -> dispatch keys, set of plain ones, () ->
+    number of the autograd engine's task, ContextVar of tags, its value where there are none) -> Pen"""
+    fast_path: Callable[[Any], Any]
+    """Pen -> FastPath, see fastpath.cpp"""
     linear: Callable[..., bool] | None
     """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
     processors cannot; None as above, and torch serves."""
@@ -139,6 +142,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         overviews=module.overviews,
         stencil=module.Stencil,
         pen=module.Pen,
+        fast_path=module.FastPath,
         linear=getattr(module, "linear", None),
         paged=getattr(module, "paged", None),
     )

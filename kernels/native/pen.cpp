@@ -5,9 +5,15 @@
 
 #include "pen.h"
 
+#include <pthread.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <array>
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "calls.h"
 #include "taken.h"
@@ -17,32 +23,7 @@ namespace {
 
 constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
 
-// A reference that is given up at the end of its scope.
-class Owned {
-  public:
-    explicit Owned(PyObject* object) : object_(object) {}
-    ~Owned() { Py_XDECREF(object_); }
-    Owned(const Owned&) = delete;
-    Owned& operator=(const Owned&) = delete;
-    PyObject* get() const { return object_; }
-    explicit operator bool() const { return object_ != nullptr; }
-
-  private:
-    PyObject* object_;
-};
-
 // ---- Stencil
-
-struct Stencil {
-    PyObject_HEAD
-    PyObject* kind;  // torch.dtype
-    PyObject* size;  // torch.Size
-    std::string* head;
-    std::string* tail;
-    long long count;  // elements as `code` has them
-    long long width;  // bytes of one
-    int code;
-};
 
 // Stencil(head, tail, kind, size, count, width, code)
 PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -51,11 +32,16 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
     Py_ssize_t head_size, tail_size;
     long long count, width;
     int code;
-    if (!PyArg_ParseTuple(args, "y#y#OOLLi", &head, &head_size, &tail, &tail_size, &kind, &size, &count, &width, &code)) {
+    if (!PyArg_ParseTuple(args, "y#y#OO!LLi", &head, &head_size, &tail, &tail_size, &kind, &PyTuple_Type, &size, &count,
+                          &width, &code)) {
         return nullptr;
     }
     auto* self = reinterpret_cast<Stencil*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
+    self->shape = new std::vector<int64_t>;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); ++i) {
+        self->shape->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
+    }
     self->kind = Py_NewRef(kind), self->size = Py_NewRef(size);
     self->head = new std::string(head, size_t(head_size)), self->tail = new std::string(tail, size_t(tail_size));
     self->count = count, self->width = width, self->code = code;
@@ -66,6 +52,7 @@ void free_stencil(PyObject* object) {
     auto* self = reinterpret_cast<Stencil*>(object);
     PyTypeObject* type = Py_TYPE(object);
     Py_XDECREF(self->kind), Py_XDECREF(self->size);
+    delete self->shape;
     delete self->head;
     delete self->tail;
     type->tp_free(object);
@@ -79,7 +66,6 @@ PyType_Slot kStencilSlots[] = {
 };
 PyType_Spec kStencilSpec = {"tapscope.kernels.native._tapscope.Stencil", sizeof(Stencil), 0, Py_TPFLAGS_DEFAULT,
                             kStencilSlots};
-PyTypeObject* stencil_type = nullptr;
 
 // ---- Pen
 
@@ -90,62 +76,78 @@ struct Seen {
     std::string text;
 };
 
-struct State {
+}  // namespace
+
+struct PenState {
     std::string lines;
     std::string step;
-    int64_t waiting = 0;     // lines
-    uint64_t generation = 0;  // counts the steps
+    uint64_t generation = 0;  // counts the steps that began or ended
+    uint64_t forks = 0;       // of this process when the step began
     std::map<Place, Seen> places;
 };
 
-struct Pen {
-    PyObject_HEAD
-    PyObject* numbers;  // iterator: the number of the next record
-    PyObject* types;    // tuple: exact types of plain tensors
-    PyObject* keys_of;  // of a tensor: its dispatch keys
-    PyObject* plain;    // set: raw_repr() of those of plain tensors
-    State* state;
-};
+PyTypeObject *stencil_type = nullptr, *pen_type = nullptr;
+
+namespace {
+
+uint64_t num_forks = 0;  // a child has no pipeline, and the rank is its parent's
 
 PyObject *name_dtype, *name_size, *name_raw, *name_contiguous, *name_pointer;
+PyObject *name_announced, *name_micro, *name_in_full, *name_halted;
 
+std::array<PyObject*, 7> all_of(const Surroundings& around) {
+    const auto& [types, exchange, keys_of, plain, graph_task, tags, no_tags] = around;
+    return {types, exchange, keys_of, plain, graph_task, tags, no_tags};
+}
+
+// Pen(types, exchange, keys_of, plain, graph_task, tags, no_tags)
 PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject *numbers, *types, *keys_of, *plain;
-    if (!PyArg_ParseTuple(args, "OO!OO", &numbers, &PyTuple_Type, &types, &keys_of, &plain)) return nullptr;
+    Surroundings around;
+    if (!PyArg_ParseTuple(args, "O!OOOOOO", &PyTuple_Type, &around.types, &around.exchange, &around.keys_of,
+                          &around.plain, &around.graph_task, &around.tags, &around.no_tags)) {
+        return nullptr;
+    }
     auto* self = reinterpret_cast<Pen*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
-    self->numbers = Py_NewRef(numbers), self->types = Py_NewRef(types);
-    self->keys_of = Py_NewRef(keys_of), self->plain = Py_NewRef(plain);
-    self->state = new State;
+    for (PyObject* each : all_of(around)) Py_INCREF(each);
+    self->around = around;
+    self->view = dlpack::view_of(around.exchange);
+    self->state = new PenState;
     return reinterpret_cast<PyObject*>(self);
+}
+
+void close(Pen* pen) {
+    ++pen->state->generation;
+    for (PyObject** each : {&pen->open.step, &pen->open.numbers, &pen->open.pass_on, &pen->open.send}) Py_CLEAR(*each);
 }
 
 void free_pen(PyObject* object) {
     auto* self = reinterpret_cast<Pen*>(object);
     PyTypeObject* type = Py_TYPE(object);
-    Py_XDECREF(self->numbers), Py_XDECREF(self->types), Py_XDECREF(self->keys_of), Py_XDECREF(self->plain);
+    close(self);
+    for (PyObject* each : all_of(self->around)) Py_XDECREF(each);
     delete self->state;
     type->tp_free(object);
     Py_DECREF(type);
 }
 
 bool has_type(const Pen* pen, PyObject* tensor) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pen->types); ++i) {
-        if (PyTuple_GET_ITEM(pen->types, i) == reinterpret_cast<PyObject*>(Py_TYPE(tensor))) return true;
+    PyObject* types = pen->around.types;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
+        if (PyTuple_GET_ITEM(types, i) == reinterpret_cast<PyObject*>(Py_TYPE(tensor))) return true;
     }
     return false;
 }
 
 bool is_plain(const Pen* pen, PyObject* tensor) {
-    const Owned keys(PyObject_CallOneArg(pen->keys_of, tensor));
+    const Owned keys(PyObject_CallOneArg(pen->around.keys_of, tensor));
     if (!keys) return false;
     const Owned raw(PyObject_CallMethodNoArgs(keys.get(), name_raw));
-    return raw && PySet_Contains(pen->plain, raw.get()) == 1;
+    return raw && PySet_Contains(pen->around.plain, raw.get()) == 1;
 }
 
-// Whether the tensor is plain memory that lies as the stencil's did, and where; an exception may be set if not.
-bool find(const Pen* pen, const Stencil* stencil, PyObject* tensor, uint64_t* address) {
-    if (!has_type(pen, tensor)) return false;
+// By questions to the tensor, of which torch makes Python objects.
+bool find_by_asking(const Pen* pen, const Stencil* stencil, PyObject* tensor, uint64_t* address) {
     if (Owned(PyObject_GetAttr(tensor, name_dtype)).get() != stencil->kind) return false;
     const Owned size(PyObject_CallMethodNoArgs(tensor, name_size));
     if (!size || PyObject_RichCompareBool(size.get(), stencil->size, Py_EQ) != 1 || !is_plain(pen, tensor)) return false;
@@ -156,8 +158,47 @@ bool find(const Pen* pen, const Stencil* stencil, PyObject* tensor, uint64_t* ad
     return (*address || !stencil->count) && !PyErr_Occurred();
 }
 
+// By DLPack, in which everything is refused that has no memory of its own, such as a tensor inside torch.func.
+//
+// It does not tell a lazy negation. What `imag` makes of a conjugate has one, and lies in every second place: so those
+// of one element, which lie like any other, are found by asking.
+bool find_by_view(const Pen* pen, const Stencil* stencil, PyObject* tensor, uint64_t* address) {
+    dlpack::Tensor found;
+    if (pen->view(tensor, &found)) return false;
+    const auto& shape = *stencil->shape;
+    if (found.device_type != dlpack::kHost || found.element != stencil->element ||
+        !std::equal(shape.begin(), shape.end(), found.shape, found.shape + found.ndim) || !dlpack::is_dense(found)) {
+        return false;
+    }
+    *address = reinterpret_cast<uintptr_t>(found.data) + found.byte_offset;
+    return found.data || !stencil->count;
+}
+
+// From now on a view of the next tensor is enough.
+void learn(const Pen* pen, Stencil* stencil, PyObject* tensor) {
+    dlpack::Tensor found;
+    if (pen->view && stencil->count > 1 && !pen->view(tensor, &found)) stencil->element = found.element;
+    PyErr_Clear();
+}
+
+bool is_true(PyObject* object, PyObject* name) {
+    const Owned value(PyObject_GetAttr(object, name));
+    return value && PyObject_IsTrue(value.get()) == 1;
+}
+
+bool is_without_tags(const Pen* pen) {
+    PyObject* tags = nullptr;
+    if (PyContextVar_Get(pen->around.tags, nullptr, &tags) < 0) return false;
+    return Owned(tags).get() == pen->around.no_tags;
+}
+
+bool is_in_backward(const Pen* pen) {
+    const Owned task(PyObject_CallNoArgs(pen->around.graph_task));
+    return !task || PyLong_AsLong(task.get()) != -1;
+}
+
 // The members `hash` to `stats` of what lies at the place, worked out once a step while the bytes stay the same.
-std::string content_of(State* state, const Stencil* stencil, uint64_t address) {
+std::string content_of(PenState* state, const Stencil* stencil, uint64_t address) {
     const int64_t nbytes = stencil->count * stencil->width;
     const auto* bytes = reinterpret_cast<const void*>(static_cast<uintptr_t>(address));
     const Place place{address, stencil->count, stencil->code};
@@ -182,13 +223,13 @@ std::string content_of(State* state, const Stencil* stencil, uint64_t address) {
     return text;
 }
 
-void add_line(State* state, const Stencil* stencil, const std::string& number, const std::string& content) {
-    std::string& to = state->lines;
-    if (state->waiting) to += '\n';
+void add_line(Pen* pen, const Stencil* stencil, const std::string& number, const std::string& content) {
+    std::string& to = pen->state->lines;
+    if (pen->waiting) to += '\n';
     to += "{\"type\":\"record\",\"seq\":";
-    to.append(number).append(*stencil->head).append(state->step).append(*stencil->tail) += ',';
+    to.append(number).append(*stencil->head).append(pen->state->step).append(*stencil->tail) += ',';
     to.append(content) += '}';
-    ++state->waiting;
+    ++pen->waiting;
 }
 
 // (stencil, tensor) -> address of its memory; 0 when the tensor is not plain, or lies otherwise than the stencil's
@@ -203,73 +244,117 @@ PyObject* pen_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
 // (stencil, tensor) -> lines that wait, this one too; 0 when the tensor is not for this pen, and nothing was written
 PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "write(stencil, tensor)");
-    const auto* self = reinterpret_cast<Pen*>(object);
-    const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
-    State* state = self->state;
-    const uint64_t generation = state->generation;
+    auto* self = reinterpret_cast<Pen*>(object);
+    auto* stencil = reinterpret_cast<Stencil*>(args[0]);
     uint64_t address = 0;
-    if (!find(self, stencil, args[1], &address)) {
+    if (!self->open.step || !find(self, stencil, args[1], &address)) {
         PyErr_Clear();  // whoever looks closer says what is the matter
         return PyLong_FromLong(0);
     }
-    const std::string content = content_of(state, stencil, address);
-    if (generation != state->generation) return PyLong_FromLong(0);  // another thread has ended the step meanwhile
-    const Owned number(PyIter_Next(self->numbers));
-    const Owned text(number ? PyObject_Str(number.get()) : nullptr);
-    const char* digits = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
-    if (!digits) return nullptr;
-    add_line(state, stencil, digits, content);
-    return PyLong_FromLongLong(state->waiting);
+    const long long waiting = write_at(self, stencil, address);
+    return waiting < 0 ? nullptr : PyLong_FromLongLong(waiting);
 }
 
-// (step) -> None; a new step: memory is used again for other values
-PyObject* pen_begin(PyObject* object, PyObject* step) {
-    State* state = reinterpret_cast<Pen*>(object)->state;
-    const Owned text(PyObject_Str(step));
-    const char* digits = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
-    if (!digits) return nullptr;
-    state->step = digits;
-    state->places.clear();
-    ++state->generation;
+// (step, its number, its serial, numbers, pass_on, send) -> None; memory is used again for other values
+PyObject* pen_begin(PyObject* object, PyObject* args) {
+    auto* self = reinterpret_cast<Pen*>(object);
+    OpenStep open;
+    const char* number;
+    long long serial;
+    if (!PyArg_ParseTuple(args, "OsLOOO", &open.step, &number, &serial, &open.numbers, &open.pass_on, &open.send)) {
+        return nullptr;
+    }
+    for (PyObject* each : {open.step, open.numbers, open.pass_on, open.send}) Py_INCREF(each);
+    close(self);
+    self->open = open, self->serial = serial;
+    self->state->step = number, self->state->forks = num_forks;
+    self->state->places.clear();
+    Py_RETURN_NONE;
+}
+
+// () -> None; nothing is written until another step begins
+PyObject* pen_end(PyObject* object, PyObject*) {
+    close(reinterpret_cast<Pen*>(object));
     Py_RETURN_NONE;
 }
 
 // () -> (lines, how many); they wait no more
 PyObject* pen_drain(PyObject* object, PyObject*) {
-    State* state = reinterpret_cast<Pen*>(object)->state;
-    PyObject* found = Py_BuildValue("y#L", state->lines.data(), Py_ssize_t(state->lines.size()), state->waiting);
-    if (found) state->lines.clear(), state->waiting = 0;
+    auto* self = reinterpret_cast<Pen*>(object);
+    std::string& lines = self->state->lines;
+    PyObject* found = Py_BuildValue("y#L", lines.data(), Py_ssize_t(lines.size()), self->waiting);
+    if (found) lines.clear(), self->waiting = 0;
     return found;
 }
 
 PyMethodDef kPenMethods[] = {
-    {"begin", pen_begin, METH_O, nullptr},
+    {"begin", pen_begin, METH_VARARGS, nullptr},
     {"find", fast<pen_find>(), METH_FASTCALL, nullptr},
     {"write", fast<pen_write>(), METH_FASTCALL, nullptr},
     {"drain", pen_drain, METH_NOARGS, nullptr},
+    {"end", pen_end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
+};
+PyMemberDef kPenMembers[] = {
+    {"waiting", T_LONGLONG, offsetof(Pen, waiting), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
 };
 PyType_Slot kPenSlots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make_pen)},
     {Py_tp_dealloc, reinterpret_cast<void*>(free_pen)},
     {Py_tp_methods, kPenMethods},
+    {Py_tp_members, kPenMembers},
     {0, nullptr},
 };
 PyType_Spec kPenSpec = {"tapscope.kernels.native._tapscope.Pen", sizeof(Pen), 0, Py_TPFLAGS_DEFAULT, kPenSlots};
 
+bool add_names() {
+    const std::pair<PyObject**, const char*> names[] = {
+        {&name_dtype, "dtype"},         {&name_size, "size"},       {&name_raw, "raw_repr"},
+        {&name_contiguous, "is_contiguous"}, {&name_pointer, "data_ptr"}, {&name_announced, "announced"},
+        {&name_micro, "micro"},         {&name_in_full, "in_full"}, {&name_halted, "halted"},
+    };
+    for (const auto& [name, text] : names) {
+        if (!(*name = PyUnicode_InternFromString(text))) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
+bool is_ordinary(const Pen* pen) {
+    PyObject* step = pen->open.step;
+    return step && pen->state->forks == num_forks && is_true(step, name_announced) && !is_true(step, name_micro) &&
+           !is_true(step, name_in_full) && !is_true(step, name_halted) && is_without_tags(pen) && !is_in_backward(pen);
+}
+
+bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address) {
+    if (!has_type(pen, tensor)) return false;
+    if (stencil->element.lanes) return find_by_view(pen, stencil, tensor, address);
+    if (!find_by_asking(pen, stencil, tensor, address)) return false;
+    learn(pen, stencil, tensor);
+    return true;
+}
+
+long long write_at(Pen* pen, const Stencil* stencil, uint64_t address) {
+    const uint64_t generation = pen->state->generation;
+    const std::string content = content_of(pen->state, stencil, address);
+    if (generation != pen->state->generation) return 0;  // another thread has ended the step meanwhile
+    const Owned number(PyIter_Next(pen->open.numbers));
+    const Owned text(number ? PyObject_Str(number.get()) : nullptr);
+    const char* digits = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
+    if (!digits) return -1;
+    add_line(pen, stencil, digits, content);
+    return pen->waiting;
+}
+
 bool add_pen(PyObject* module) {
-    name_dtype = PyUnicode_InternFromString("dtype");
-    name_size = PyUnicode_InternFromString("size");
-    name_raw = PyUnicode_InternFromString("raw_repr");
-    name_contiguous = PyUnicode_InternFromString("is_contiguous");
-    name_pointer = PyUnicode_InternFromString("data_ptr");
     stencil_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kStencilSpec));
-    const Owned pen(PyType_FromSpec(&kPenSpec));
-    return name_dtype && name_size && name_raw && name_contiguous && name_pointer && stencil_type && pen &&
+    pen_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kPenSpec));
+    pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
+    return add_names() && stencil_type && pen_type &&
            PyModule_AddObjectRef(module, "Stencil", reinterpret_cast<PyObject*>(stencil_type)) == 0 &&
-           PyModule_AddObjectRef(module, "Pen", pen.get()) == 0;
+           PyModule_AddObjectRef(module, "Pen", reinterpret_cast<PyObject*>(pen_type)) == 0;
 }
 
 }  // namespace ts

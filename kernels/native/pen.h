@@ -1,12 +1,75 @@
-// The types Stencil and Pen of Python, see pen.cpp.
+// The types Stencil, Pen and FastPath of Python, see pen.cpp and fastpath.cpp.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "dlpack.h"
+
 namespace ts {
 
-// Adds them to the module; false with an exception set.
+// What the lines of one port have in common, and how its last tensor lay.
+struct Stencil {
+    PyObject_HEAD
+    PyObject* kind;  // torch.dtype
+    PyObject* size;  // torch.Size
+    std::vector<int64_t>* shape;
+    dlpack::Element element;  // as DLPack names it, once a tensor has shown it; lanes is 0 until then
+    std::string* head;
+    std::string* tail;
+    long long count;  // elements as `code` has them
+    long long width;  // bytes of one
+    int code;
+};
+
+// What a pen needs of torch and of the context; they live as long as the process.
+struct Surroundings {
+    PyObject* types;       // tuple: exact types of plain tensors
+    PyObject* exchange;    // their DLPack interface, or None
+    PyObject* keys_of;     // of a tensor: its dispatch keys
+    PyObject* plain;       // set: raw_repr() of those of plain tensors
+    PyObject* graph_task;  // () -> number of what the autograd engine does in this thread, -1 for nothing
+    PyObject* tags;        // ContextVar
+    PyObject* no_tags;     // what it holds where no tags are set
+};
+
+// What it does between begin and end.
+struct OpenStep {
+    PyObject* step = nullptr;     // see dumper/steps.py
+    PyObject* numbers = nullptr;  // iterator: the number of the next record
+    PyObject* pass_on = nullptr;  // (): queues the lines that wait
+    PyObject* send = nullptr;     // (port, address): queues a record with its bytes
+};
+
+struct PenState;
+
+struct Pen {
+    PyObject_HEAD
+    Surroundings around;
+    OpenStep open;
+    dlpack::View view;  // null where torch has none
+    long long serial;   // of the open step
+    long long waiting;  // lines
+    PenState* state;
+};
+
+// Whether a firing now is an ordinary one of the open step: in a forward, without tags, nothing special going on.
+bool is_ordinary(const Pen* pen);
+
+// Whether the tensor is plain memory that lies as the stencil's did, and where; an exception may be set if not.
+bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address);
+
+// Writes the line of such a tensor: lines that wait now; 0 when its step has ended meanwhile; -1 with an exception set.
+long long write_at(Pen* pen, const Stencil* stencil, uint64_t address);
+
+extern PyTypeObject *stencil_type, *pen_type;
+
+// Add the types to the module; false with an exception set.
 bool add_pen(PyObject* module);
+bool add_fast_path(PyObject* module);
 
 }  // namespace ts

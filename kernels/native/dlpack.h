@@ -1,0 +1,60 @@
+// How another library lays a tensor out in memory, told without a word of Python: the part of DLPack's exchange interface
+// (version 1, https://dmlc.github.io/dlpack/latest/c_api.html) that a pen asks of torch.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+
+namespace ts::dlpack {
+
+constexpr int32_t kHost = 1;
+
+struct Element {
+    uint8_t code, bits;
+    uint16_t lanes;
+    bool operator!=(const Element& other) const {
+        return code != other.code || bits != other.bits || lanes != other.lanes;
+    }
+};
+
+struct Tensor {
+    void* data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    Element element;
+    int64_t* shape;
+    int64_t* strides;  // in elements
+    uint64_t byte_offset;
+};
+
+using View = int (*)(void* object, Tensor* out);  // borrows; -1 with an exception set
+
+struct ExchangeApi {
+    uint32_t major, minor;
+    ExchangeApi* previous;
+    void *allocator, *from_object, *to_object;
+    View view;
+    void* current_stream;
+};
+
+// The function of a type's `__dlpack_c_exchange_api__`; null where it has none, or another version.
+inline View view_of(PyObject* capsule) {
+    if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) return nullptr;
+    const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+    return api->major == 1 ? api->view : nullptr;
+}
+
+// Whether the elements lie one after the other.
+inline bool is_dense(const Tensor& tensor) {
+    int64_t expected = 1;
+    for (int32_t i = tensor.ndim; i-- > 0;) {
+        if (tensor.shape[i] == 0) return true;
+        if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
+        expected *= tensor.shape[i];
+    }
+    return true;
+}
+
+}  // namespace ts::dlpack
