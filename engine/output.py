@@ -26,6 +26,8 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One for each prompt token, with the request's first output; None where not asked for. The first token's is None:
     nothing predicts it."""
+    prompt_head: int | None = None
+    """The prompt's first token, with :attr:`prompt_logprobs`."""
     finish_reason: str | None = None
     """``stop``, ``length`` or ``abort``; None while the request goes on."""
     matched: int | str | None = None
@@ -72,6 +74,7 @@ class Output:
             text=self.text + later.text,
             logprobs=None if later.logprobs is None else (self.logprobs or ()) + later.logprobs,
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+            prompt_head=later.prompt_head if self.prompt_head is None else self.prompt_head,
             routed_experts=joined(self.routed_experts, later.routed_experts),
             embedding=self.embedding or later.embedding,
         )
@@ -83,6 +86,7 @@ _DEFAULTS: dict[str, Any] = {
     "text": "",
     "logprobs": None,
     "prompt_logprobs": None,
+    "prompt_head": None,
     "finish_reason": None,
     "matched": None,
     "reason": "",
@@ -123,6 +127,8 @@ class Assembly:
     def add(self, output: Output) -> Output:
         """``output`` with its new text. A stop string in it makes this the last: the engine is still to be told."""
         output = self._with_text(output)
+        if output.prompt_logprobs is not None:
+            output = replace(output, prompt_head=self.prompt_ids[0])
         self._token_ids += output.token_ids
         self._texts.append(output.text)
         self._logprobs += output.logprobs or ()

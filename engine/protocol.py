@@ -98,7 +98,8 @@ def _logprobs(output: Output, style: Style) -> dict[str, Any]:
     given = output.logprobs or ()
     meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
     prompt = (output.prompt_logprobs or ())[max(0, style.logprob_start) :]
-    meta["input_token_logprobs"] = [None if item is None else _triple(item, style) for item in prompt]
+    head = [None, output.prompt_head, _text(output.prompt_head, style)]  # which nothing predicts
+    meta["input_token_logprobs"] = [head if item is None else _triple(item, style) for item in prompt]
     if style.top or any(item.top for item in (*given, *filter(None, prompt))):
         meta["output_top_logprobs"] = [_top(item, style) for item in given]
         meta["input_top_logprobs"] = [None if item is None else _top(item, style) for item in prompt]
@@ -117,8 +118,11 @@ def _top(item: TokenLogprob, style: Style) -> list[list[Any]]:
 
 def _entry(token: int, logprob: float, style: Style) -> list[Any]:
     """JSON knows no infinity: what cannot be drawn has null."""
-    text = None if style.decode is None else style.decode(token)
-    return [logprob if isfinite(logprob) else None, token, text]
+    return [logprob if isfinite(logprob) else None, token, _text(token, style)]
+
+
+def _text(token: int | None, style: Style) -> str | None:
+    return None if style.decode is None or token is None else style.decode(token)
 
 
 def _sampling(values: Mapping[str, Any], body: GenerateBody) -> SamplingParams:

@@ -102,7 +102,7 @@ def test_no_new_tokens_is_the_prompt_alone(served: Served, path: Path) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 0}
     assert meta["output_token_logprobs"] == []
     expected = reference_logits(path, [5, 6, 7]).log_softmax(-1)
-    assert meta["input_token_logprobs"][0] is None
+    assert meta["input_token_logprobs"][0] == [None, 5, None]
     for position, (value, token, _) in enumerate(meta["input_token_logprobs"][1:]):
         assert (token, value) == (position + 6, pytest.approx(float(expected[position, token]), abs=1e-4))
     assert [event["meta_info"]["completion_tokens"] for event in list(served.stream(**body))[:1]] == [0]
@@ -114,7 +114,8 @@ def test_every_sampling_parameter_reaches_the_engine(served: Served, path: Path)
     row = reference_logits(path, [5, 6, 7]).log_softmax(-1)[-1]
     assert meta["output_full_logprobs"][0] == pytest.approx(row.tolist(), abs=1e-4)
     assert meta["output_top_logprobs"][0][0][1] == row.argmax()
-    assert [None if item is None else item[1] for item in meta["input_token_logprobs"]] == [None, 6, 7]
+    assert meta["input_token_logprobs"][0] == [None, 5, None]  # nothing predicts it
+    assert [item[1] for item in meta["input_token_logprobs"]] == [5, 6, 7]
     params = {"max_new_tokens": 60, "temperature": 2.0, "sampling_seed": 1, "regex": "[0-9]{4}-x[a-c]{3}"}
     whole = served.generate(input_ids=[5], sampling_params=params).json()
     assert re.fullmatch(params["regex"], whole["text"])

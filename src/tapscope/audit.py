@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tapscope.directory import is_abandoned
 from tapscope.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -67,10 +68,17 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
     ending = {e.kind for e in events[last:]}  # a rank may have found another recorder after it lost one
     if "lost" in ending:
         account.lost_ranks.append(rank)
-    elif "close" not in ending:  # a repair shows that nobody writes there any more
-        (account.lost_ranks if "repaired" in ending else account.open_ranks).append(rank)
+    elif "close" not in ending:
+        _without_close(account, run, "repaired" in ending).append(rank)
     elif any(rank not in by_rank and not mates.isdisjoint(by_rank) for by_rank in run.steps.values()):
         account.uneven_ranks.append(rank)
+
+
+def _without_close(account: Ledger, run: "Run", repaired: bool) -> list[int]:
+    """Where to count a rank that did not say goodbye."""
+    if repaired:  # which shows that nobody writes there any more
+        return account.lost_ranks
+    return account.killed_ranks if is_abandoned(run.path) else account.open_ranks
 
 
 def _step_mates(run: "Run", rank: int) -> frozenset[int]:

@@ -102,6 +102,19 @@ def locked(run: Path, *, create: bool = True) -> Iterator[None]:
         yield
 
 
+def is_abandoned(run: Path) -> bool:
+    """Whether a recorder of this host said that it writes here, and ended without a word: it was killed."""
+    try:
+        said = json.loads((run / RECORDER_FILE).read_text())
+        if not isinstance(said, dict) or said.get("host") != os.uname().nodename:
+            return False
+        with (run / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds it as long as it lives
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _lock(path: Path, run: Path, stack: ExitStack) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(os.close, fd)

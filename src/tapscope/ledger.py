@@ -200,6 +200,8 @@ class Ledger:
     """Ranks that closed because of an exception or a signal."""
     open_ranks: list[int] = field(default_factory=list)
     """Ranks that did not say goodbye: still running, or killed together with their recorder."""
+    killed_ranks: list[int] = field(default_factory=list)
+    """Those of which it is known that their recorder was killed."""
     missing_ranks: list[int] = field(default_factory=list)
     """Ranks of the world that never came."""
     unknown: list[str] = field(default_factory=list)
@@ -212,7 +214,7 @@ class Ledger:
         """Whether everything that was selected is on disk, on every rank."""
         values = self.dropped or self.failed or self.lost
         steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks or self.budgets
-        ranks = self.lost_ranks or self.missing_ranks or self.interrupted_ranks
+        ranks = self.lost_ranks or self.killed_ranks or self.missing_ranks or self.interrupted_ranks
         return not (values or steps or ranks or self.problems)
 
     def sentences(self) -> list[str]:
@@ -225,6 +227,7 @@ class Ledger:
             (len(self.aborted_steps), f"steps ended by an exception: {_some(self.aborted_steps)}"),
             (len(self.uneven_ranks), f"not all the steps of the others: {_ranks(self.uneven_ranks)}"),
             (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
+            (len(self.killed_ranks), f"their recorder was killed: {_ranks(self.killed_ranks)}"),
             (len(self.missing_ranks), f"never came: {_ranks(self.missing_ranks)}"),
             (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),

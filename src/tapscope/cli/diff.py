@@ -5,6 +5,7 @@ import argparse
 from tapscope.cli import comparison, diagnostics, output
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.report.table import TOP, render
+from tapscope.directory import is_abandoned
 from tapscope.run import Run, open_run
 
 
@@ -48,7 +49,7 @@ class DiffCommand:
 
 def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
     for run in (baseline, target):
-        if not run.closed:
+        if not run.closed and not is_abandoned(run.path):
             diagnostics.warn(f"{run.path} is still open: what is compared is what had arrived")
     sites = {r.key.site for r in baseline.records} | {r.key.site for r in target.records}
     with diagnostics.progress(len(sites), "comparing") as advance:
