@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tapscope.engine.cache import StepCache
 from tapscope.engine.splits import HeadSplit
+from tapscope.engine.step_cache import StepCache
 from tapscope.kernels.cpu import paged_attention
 
 

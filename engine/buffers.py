@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tapscope.engine.cache import KVCache, Segment, StepCache
+from tapscope.engine.cache import KVCache
 from tapscope.engine.plan import Share, StepPlan
+from tapscope.engine.step_cache import Segment, StepCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,20 @@
 """Engine: requests in, tokens out, over one rank or several. Knows token ids only; LLM adds text."""
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tapscope.engine.config import EngineConfig
-from tapscope.engine.external import ExternalRanks, obey_if_launched
 from tapscope.engine.grammar import Grammars
+from tapscope.engine.job import Job
 from tapscope.engine.model_config import ModelConfig
-from tapscope.engine.obey import change_weights
 from tapscope.engine.output import Output
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.plan import StepPlan
 from tapscope.engine.policy import Policy
-from tapscope.engine.pooling import POOLINGS, pool_step
+from tapscope.engine.pooling import pool_step
 from tapscope.engine.pulse import Pulse
-from tapscope.engine.ranks import Ranks
 from tapscope.engine.request import Request
+from tapscope.engine.request_checks import check_request
 from tapscope.engine.routed_experts import route_step
 from tapscope.engine.runner import Runner
 from tapscope.engine.sampling.sampler import Sampler
@@ -42,21 +36,9 @@ class Engine:
         self.config = config
         self.model_config = ModelConfig.read(Path(config.model))
         self.model_config.check_split(config.tp)
-        self._lost: RankLostError | None = None
-        self._ranks: Ranks | None = None
+        self._job = Job(config, self.model_config, observer, pulse or Pulse())
         self._epoch = 0
         self._live: dict[str, Request] = {}
-        num_threads = torch.get_num_threads()
-        if config.dp > 1:  # replicas share the cores
-            torch.set_num_threads(max(1, num_threads // config.dp))
-        if config.launch == "external":
-            obey_if_launched(config, self.model_config, observer)
-        if config.tp == 1:
-            alone = TensorParallel()
-            alone.pulse = pulse or alone.pulse
-            self.runner = Runner(config, self.model_config, alone, observer)
-        else:
-            self._ranks, self.runner = _start(config, self.model_config, observer, pulse or Pulse())
         policy = Policy.build(
             config,
             num_pages=self.runner.num_pages,
@@ -70,19 +52,21 @@ class Engine:
         grammars = Grammars(tokenizer, vocab, eos)
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, grammars)
         self.scheduler = Scheduler(policy)
-        # Also runs when the engine is dropped, or the program ends, without close().
-        threads_before = num_threads if config.tp > 1 or config.dp > 1 else None
-        self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, threads_before)
+
+    @property
+    def runner(self) -> Runner:
+        """Rank 0's."""
+        return self._job.runner
 
     @property
     def rank_pids(self) -> dict[int, int | None]:
         """Process ids of ranks 1 and up."""
-        return self._ranks.pids if self._ranks is not None else {}
+        return self._job.pids
 
     @property
     def rank_sentinels(self) -> list[int]:
         """Descriptors that become readable when a rank has ended."""
-        return self._ranks.sentinels if self._ranks is not None else []
+        return self._job.sentinels
 
     @property
     def num_waiting(self) -> int:
@@ -91,57 +75,23 @@ class Engine:
 
     def check_ranks(self) -> None:
         """Raise RankLostError, from now on always, when a rank has failed or ended."""
-        if self._ranks is None or self._lost is not None:
-            return
-        try:
-            self._ranks.check()
-        except RankLostError as error:
-            self._leave(error)
-            raise
+        self._job.check()
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
-        self._check_usable()
-        vocab = self.model_config.vocab_size
-        for name, ids in (("the prompt", request.prompt_ids), ("forced", request.forced)):
-            wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab), None)
-            if wrong is not None:
-                raise UsageError(f"request {request.id!r}: {name} holds {wrong!r}; token ids run from 0 to {vocab - 1}")
-        if request.pooling not in (None, *POOLINGS):
-            raise UsageError(
-                f"request {request.id!r}: pooling is {request.pooling!r}; it must be {' or '.join(POOLINGS)}"
-            )
-        if not request.prompt_ids:
-            raise UsageError(f"request {request.id!r} has no prompt tokens; give at least one")
-        self._check_capture(request)
-        limit, asked = self.model_config.max_positions, len(request.prompt_ids) + request.max_new_tokens
-        if asked > limit:
-            raise UsageError(
-                f"request {request.id!r} asks for {asked} positions (prompt {len(request.prompt_ids)}, "
-                f"{request.max_new_tokens} new) but the model has {limit}; shorten the prompt or lower max_new_tokens"
-            )
-        if request.params.routed_experts and self.model_config.moe is None:
-            raise UsageError(f"request {request.id!r} asks for routed experts; {self.config.model} has no experts")
+        self._job.require_usable()
+        check_request(request, self.model_config, is_observed=self.runner.observer is not None)
         self.scheduler.validate(request)
         self.sampler.enter(request)
         self.scheduler.add(request)
         self._live[request.id] = request
-
-    def _check_capture(self, request: Request) -> None:
-        if request.capture not in ("", "stats", "full"):
-            raise UsageError(f"request {request.id!r}: capture={request.capture!r} must be 'stats' or 'full'")
-        if request.capture and self.runner.observer is None:
-            raise UsageError(
-                f"request {request.id!r}: capture={request.capture!r}, but nothing observes this engine; give LLM an "
-                "observer, or serve with `tapscope serve`"
-            )
 
     def step(self) -> list[Output]:
         """Compute one step over all running requests; returns what is new of each, none when nothing is live.
 
         Raises RankLostError, and from then on only that.
         """
-        self._check_usable()
+        self._job.require_usable()
         late = [self._output(request) for request in self.scheduler.expire()]
         if late or not self.scheduler.has_work:
             return late
@@ -151,7 +101,7 @@ class Engine:
         )
         requests = [self._live[share.request] for share in plan.shares]
         sampled = SampledStep(self.sampler, plan, requests)
-        tokens = self._execute(plan, sampled)
+        tokens = self._job.execute(plan, sampled)
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
         if any(request.params.routed_experts for request in requests):
@@ -184,32 +134,18 @@ class Engine:
         """
         self.check_weights(folder, partial=partial)
         try:
-            self._on_every_rank(folder, partial=partial, apply=True)
+            self._job.change_weights(_weights(folder, partial=partial, apply=True))
         except CheckpointError as error:
-            self._leave(RankLostError(f"the weights are half replaced, restart the engine: {error}"))
-            assert self._lost is not None
-            raise self._lost from error
+            lost = RankLostError(f"the weights are half replaced, restart the engine: {error}")
+            raise self._job.give_up(lost) from error
         self.scheduler.recompute()
 
     def check_weights(self, folder: Path, *, partial: bool = False) -> None:
         """Raise what :meth:`update_weights` refuses ``folder`` with; nothing is changed."""
-        self._check_usable()
+        self._job.require_usable()
         if not partial and ModelConfig.read(folder) != self.model_config:
             raise UsageError(f"{folder / 'config.json'} describes another model than {self.config.model}")
-        self._on_every_rank(folder, partial=partial, apply=False)
-
-    def _on_every_rank(self, folder: Path, *, partial: bool, apply: bool) -> None:
-        """Check or load weights everywhere at once; raises CheckpointError with what the first rank says."""
-        fields = {"folder": str(folder.absolute()), "partial": partial, "apply": apply}
-        message = Message("weights", fields)
-        if self._ranks is not None:
-            self._ranks.ask(message)
-        errors = {0: change_weights(self.runner, message)}
-        if self._ranks is not None:
-            errors |= self._ranks.answers()
-        for rank, error in sorted(errors.items()):
-            if error is not None:
-                raise CheckpointError(error if rank == 0 else f"rank {rank}: {error}")
+        self._job.change_weights(_weights(folder, partial=partial, apply=False))
 
     def state(self) -> dict[str, Any]:
         """Settings and load, as plain values for a status page."""
@@ -242,7 +178,7 @@ class Engine:
 
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice."""
-        self._finalizer()
+        self._job.close()
 
     def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:
         """Of the requests that got a token or ended; a prompt that is computed in part has nothing new."""
@@ -274,34 +210,6 @@ class Engine:
             dp_rank=self.config.dp_rank,
         )
 
-    def _check_usable(self) -> None:
-        if self._lost is not None:
-            raise RankLostError(f"the engine stopped: {self._lost}") from self._lost
-        if not self._finalizer.alive:
-            raise UsageError("the engine is closed; make a new LLM")
-
-    def _execute(self, plan: StepPlan, sampled: SampledStep) -> list[int]:
-        """Have every rank compute ``plan``; a step that fails on one of several ranks leaves them out of step."""
-        if self._ranks is None:
-            return self.runner.execute(plan, sampled)
-        try:
-            self._ranks.send(plan)
-            try:
-                return self.runner.execute(plan, sampled)
-            except RankLostError as error:
-                self._ranks.explain(error)
-        except BaseException as error:
-            left = RankLostError(f"rank 0 left step {plan.step} by {error!r}")
-            self._leave(error if isinstance(error, RankLostError) else left)
-            raise
-
-    def _leave(self, error: RankLostError) -> None:
-        """The ranks are out of step, or gone: nothing can be computed any more."""
-        if self._ranks is not None:
-            self._ranks.abandon()
-            self.runner.model.tp.disconnect()
-        self._lost = error
-
 
 def _common_window(config: ModelConfig) -> int | None:
     """How far back any layer looks at most; None when one sees everything."""
@@ -314,32 +222,5 @@ def _num_new(request: Request) -> int:
     return len(request.tokens) - len(request.prompt_ids) - request.num_emitted
 
 
-def _start(
-    config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
-) -> tuple[Ranks, Runner]:
-    """Spawn the other ranks and load on all of them at once."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # ranks share the cores: contended OpenMP threads cost more than they give
-    make = ExternalRanks if config.launch == "external" else Ranks
-    ranks = make(config, model_config, observer, pulse)
-    try:
-        runner = Runner(config, model_config, ranks.connect(), observer)
-        ranks.await_all("ready")
-    except BaseException:
-        torch.set_num_threads(num_threads)
-        ranks.abandon()
-        ranks.close()
-        raise
-    return ranks, runner
-
-
-def _close(runner: Runner, ranks: Ranks | None, num_threads: int | None) -> None:
-    try:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        if ranks is not None:
-            ranks.dismiss()  # observers of all ranks close at the same time: they may share a recorder
-        runner.close()
-    finally:
-        if ranks is not None:
-            ranks.close()
+def _weights(folder: Path, *, partial: bool, apply: bool) -> Message:
+    return Message("weights", {"folder": str(folder.absolute()), "partial": partial, "apply": apply})

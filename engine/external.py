@@ -17,13 +17,13 @@ import torch
 import torch.distributed
 import zmq
 
+from tapscope.engine.choices import device_of
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.obey import obey
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.pulse import Pulse
 from tapscope.engine.ranks import Ranks
-from tapscope.engine.runner import device_of
 from tapscope.engine.workers import identity
 from tapscope.errors import ConfigError, RankLostError
 from tapscope.observe import ObserverFactory

@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tapscope.engine.attention import AttentionSpec, attend, attend_one
-from tapscope.engine.cache import StepCache
 from tapscope.engine.experts import grouped_linear
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
 from tapscope.engine.steady import steady
+from tapscope.engine.step_cache import StepCache
 
 ROWS = 16
 KEYS = 128

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.attention import AttentionSpec, attend, attend_one
-from tapscope.engine.cache import Segment, StepCache
 from tapscope.engine.mla_config import MlaConfig
+from tapscope.engine.step_cache import Segment, StepCache
 from tapscope.kernels.cpu import linear
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 import zmq
 
+from tapscope.engine.choices import device_of
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.pulse import Doing, Pulse, pulse_in
-from tapscope.engine.runner import Runner, device_of
+from tapscope.engine.runner import Runner
 from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.engine.workers import address_in, clean_up_after_parent, identity, leave_signals_to_parent
 from tapscope.errors import CheckpointError

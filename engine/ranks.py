@@ -6,13 +6,13 @@ Rank 0 lives in the caller's process and decides; the others obey plans that arr
 import time
 from typing import NoReturn
 
+from tapscope.engine.choices import device_of
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.obey import rank_main
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.pulse import Pulse
-from tapscope.engine.runner import device_of
 from tapscope.engine.workers import LAST_WORDS_S, POLL_MS, Workers
 from tapscope.errors import RankLostError
 from tapscope.observe import ObserverFactory

@@ -13,6 +13,7 @@ from tapscope.engine.attention import without_plans
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
 from tapscope.engine.cache_scales import LayerScales, kv_dtype_name, read_scales, use_scales, warn_of_scales
+from tapscope.engine.choices import DTYPES, device_of, dtype_name, num_pages, scale_file
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.dummy import fill_with_dummies
 from tapscope.engine.invariant import BatchInvariant, make_invariant
@@ -28,11 +29,9 @@ from tapscope.engine.sampling.greedy import sample
 from tapscope.engine.scale_file import read_scale_file
 from tapscope.engine.stages import Stages, resident_bytes
 from tapscope.engine.weights import check_weights, load_weights, usual_pieces
-from tapscope.errors import ConfigError
 from tapscope.observe import ObserverFactory, RankInfo, StepObserver
 
 _log = logging.getLogger(__name__)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Runner:
@@ -42,7 +41,7 @@ class Runner:
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel, observer: ObserverFactory | None
     ) -> None:
         self.dtype = dtype_name(config, model_config)
-        dtype = _DTYPES[self.dtype]
+        dtype = DTYPES[self.dtype]
         tp.ep = config.ep
         self.device = tp.device or device_of(config, tp.rank)
         self.stages = Stages()
@@ -221,56 +220,6 @@ class Runner:
         self.pulse.now(Doing.WORKING)
         self.model.tp.check()
         return [tokens[row] for row in plan.sampled_logits]
-
-
-def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """The device of tensor-parallel rank ``rank``, by its number on its machine: DP replica r has GPUs from r * tp on.
-
-    Raises ConfigError when there is no such GPU, and where the replicas together need more than there are.
-    """
-    num_gpus = torch.cuda.device_count()
-    if config.device == "cpu" or (config.device == "auto" and not num_gpus):
-        return torch.device("cpu")
-    if config.dp > 1 and config.dp * config.tp > num_gpus:
-        raise ConfigError(
-            f"device={config.device!r}: dp={config.dp} replicas of tp={config.tp} ranks need {config.dp * config.tp} "
-            f"GPUs but there are {num_gpus}; use fewer, or device='cpu'"
-        )
-    if rank >= num_gpus:
-        raise ConfigError(
-            f"device={config.device!r}: rank {rank} needs GPU {rank} but there are {num_gpus}; use device='cpu'"
-        )
-    return torch.device("cuda", config.dp_rank * config.tp + rank)
-
-
-def dtype_name(config: EngineConfig, model_config: ModelConfig) -> str:
-    """The type to compute in; raises ConfigError when ``auto`` meets one this engine does not have."""
-    if config.dtype != "auto":
-        return config.dtype
-    name = model_config.dtype or "float32"
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype='auto': config.json says {name!r}; choose one of {', '.join(_DTYPES)}")
-    return name
-
-
-def scale_file(config: EngineConfig, kv_dtype: str) -> Path:
-    """The file of scales that ``config`` names; raises ConfigError where nothing is scaled."""
-    path = Path(config.quantization_param_path or "")
-    if kv_dtype not in ("fp8_e4m3", "fp8_e5m2"):
-        rule = f"needs an FP8 cache, and this one is {kv_dtype}; set kv_cache_dtype='fp8'"
-        raise ConfigError(f"quantization_param_path={str(path)!r}: {rule}")
-    return path
-
-
-def num_pages(config: EngineConfig, max_positions: int, position_bytes: int) -> int:
-    """Pages of each rank's cache; equal on all ranks. Raises ConfigError when kv_bytes does not hold one."""
-    if config.num_pages is not None:
-        return config.num_pages
-    page_bytes = config.page_size * position_bytes
-    wanted = config.max_running * -(-max_positions // config.page_size)
-    if config.kv_bytes < page_bytes:
-        raise ConfigError(f"kv_bytes={config.kv_bytes}: must hold at least one page, which takes {page_bytes} bytes")
-    return min(wanted, config.kv_bytes // page_bytes)
 
 
 def _memory() -> dict[str, float]:

@@ -27,12 +27,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
 
 from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.choices import device_of
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.engine import Engine
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.runner import Runner, device_of
+from tapscope.engine.runner import Runner
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.service import EngineService
 from tapscope.engine.server.updating import update_weights

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.attention import Attention, AttentionSpec
-from tapscope.engine.cache import StepCache
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
@@ -12,6 +11,7 @@ from tapscope.engine.layers.rope import rotate_both
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.splits import HeadSplit
+from tapscope.engine.step_cache import StepCache
 
 
 class SelfAttention(nn.Module):

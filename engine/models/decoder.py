@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache import StepCache
 from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.layers.embedding import VocabHead, embedding_of
 from tapscope.engine.layers.norm import RMSNorm
@@ -26,6 +25,7 @@ from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.mlp import GatedMLP
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.splits import HeadSplit
+from tapscope.engine.step_cache import StepCache
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [tokens, head_dim] each."""

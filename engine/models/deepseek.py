@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache import StepCache
 from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import RMSNorm
@@ -18,6 +17,7 @@ from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.routers import DeepseekV2Router, DeepseekV3Router
 from tapscope.engine.splits import Split
+from tapscope.engine.step_cache import StepCache
 
 _NORM_EPS = 1e-6  # of the latents' norms: transformers leaves its default, whatever rms_norm_eps is
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache import StepCache
 from tapscope.engine.families import FULL, SLIDING
 from tapscope.engine.layers.norm import GemmaRMSNorm
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
@@ -11,6 +10,7 @@ from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_freq
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.step_cache import StepCache
 
 
 class GemmaDecoderLayer(DecoderLayer):

@@ -1,0 +1,144 @@
+"""Job: the ranks of one engine as a whole. They load, compute and end together, and one that is lost loses all."""
+
+import weakref
+
+import torch
+
+from tapscope.engine.config import EngineConfig
+from tapscope.engine.external import ExternalRanks, obey_if_launched
+from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.obey import change_weights
+from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.plan import StepPlan
+from tapscope.engine.pulse import Pulse
+from tapscope.engine.ranks import Ranks
+from tapscope.engine.runner import Runner
+from tapscope.engine.sampling.step import SampledStep
+from tapscope.errors import CheckpointError, RankLostError, UsageError
+from tapscope.observe import ObserverFactory
+from tapscope.wire import Message
+
+
+class Job:
+    """Rank 0's runner, which is this process's, and the other ranks."""
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
+    ) -> None:
+        """Load on every rank; ``pulse`` is this process's. Raises ConfigError, CheckpointError, RankLostError."""
+        self._lost: RankLostError | None = None
+        self._ranks: Ranks | None = None
+        num_threads = torch.get_num_threads()
+        if config.dp > 1:  # replicas share the cores
+            torch.set_num_threads(max(1, num_threads // config.dp))
+        if config.launch == "external":
+            obey_if_launched(config, model_config, observer)
+        if config.tp == 1:
+            alone = TensorParallel()
+            alone.pulse = pulse
+            self.runner = Runner(config, model_config, alone, observer)
+        else:
+            self._ranks, self.runner = _start(config, model_config, observer, pulse)
+        threads_before = num_threads if config.tp > 1 or config.dp > 1 else None
+        # Also runs when the engine is dropped, or the program ends, without close().
+        self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, threads_before)
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        """Process ids of ranks 1 and up."""
+        return self._ranks.pids if self._ranks is not None else {}
+
+    @property
+    def sentinels(self) -> list[int]:
+        """Descriptors that become readable when a rank has ended."""
+        return self._ranks.sentinels if self._ranks is not None else []
+
+    def require_usable(self) -> None:
+        """Raise RankLostError once a rank was lost, UsageError once it is closed."""
+        if self._lost is not None:
+            raise RankLostError(f"the engine stopped: {self._lost}") from self._lost
+        if not self._finalizer.alive:
+            raise UsageError("the engine is closed; make a new LLM")
+
+    def check(self) -> None:
+        """Raise RankLostError, from now on always, when a rank has failed or ended."""
+        if self._ranks is None or self._lost is not None:
+            return
+        try:
+            self._ranks.check()
+        except RankLostError as error:
+            self._leave(error)
+            raise
+
+    def execute(self, plan: StepPlan, sampled: SampledStep) -> list[int]:
+        """Have every rank compute ``plan``; a step that fails on one of several ranks leaves them out of step."""
+        if self._ranks is None:
+            return self.runner.execute(plan, sampled)
+        try:
+            self._ranks.send(plan)
+            try:
+                return self.runner.execute(plan, sampled)
+            except RankLostError as error:
+                self._ranks.explain(error)
+        except BaseException as error:
+            left = RankLostError(f"rank 0 left step {plan.step} by {error!r}")
+            self._leave(error if isinstance(error, RankLostError) else left)
+            raise
+
+    def change_weights(self, message: Message) -> None:
+        """Check or load weights everywhere at once; raises CheckpointError with what the first rank says."""
+        if self._ranks is not None:
+            self._ranks.ask(message)
+        errors = {0: change_weights(self.runner, message)}
+        if self._ranks is not None:
+            errors |= self._ranks.answers()
+        for rank, error in sorted(errors.items()):
+            if error is not None:
+                raise CheckpointError(error if rank == 0 else f"rank {rank}: {error}")
+
+    def give_up(self, error: RankLostError) -> RankLostError:
+        """Nothing can be computed any more, because of ``error``."""
+        self._leave(error)
+        return error
+
+    def close(self) -> None:
+        """Close the observers and end the other ranks; safe to call twice."""
+        self._finalizer()
+
+    def _leave(self, error: RankLostError) -> None:
+        """The ranks are out of step, or gone."""
+        if self._ranks is not None:
+            self._ranks.abandon()
+            self.runner.model.tp.disconnect()
+        self._lost = error
+
+
+def _start(
+    config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
+) -> tuple[Ranks, Runner]:
+    """Spawn the other ranks and load on all of them at once."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # ranks share the cores: contended OpenMP threads cost more than they give
+    make = ExternalRanks if config.launch == "external" else Ranks
+    ranks = make(config, model_config, observer, pulse)
+    try:
+        runner = Runner(config, model_config, ranks.connect(), observer)
+        ranks.await_all("ready")
+    except BaseException:
+        torch.set_num_threads(num_threads)
+        ranks.abandon()
+        ranks.close()
+        raise
+    return ranks, runner
+
+
+def _close(runner: Runner, ranks: Ranks | None, num_threads: int | None) -> None:
+    try:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        if ranks is not None:
+            ranks.dismiss()  # observers of all ranks close at the same time: they may share a recorder
+        runner.close()
+    finally:
+        if ranks is not None:
+            ranks.close()
