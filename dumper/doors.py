@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import tempfile
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from tapscope import wire
 from tapscope.directory import RECORDER_FILE
 from tapscope.dumper.network import NetworkDoor, write_private
 from tapscope.errors import ConfigError
+from tapscope.scratch import make_scratch, remove_scratch
 from tapscope.wire import Message
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Doors:
         self._live.close()
         if self._network is not None:
             self._network.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        remove_scratch(self._home)
         if self._server is not None:
             self._server.stop()
 
@@ -134,4 +134,4 @@ class Signpost:
 def _private_directory() -> Path:
     """A directory of mode 0700 for sockets only this user reaches; their paths may not be longer than 107 bytes."""
     short = len(tempfile.gettempdir()) < 60
-    return Path(tempfile.mkdtemp(prefix="tapscope-", dir=None if short else "/tmp"))
+    return make_scratch(None if short else Path("/tmp"))

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,6 +20,7 @@ import zmq
 from tapscope.engine.pulse import Pulse, pulse_in
 from tapscope.engine.watch import Watch, Watched, WatchThread, stack_in
 from tapscope.errors import RankLostError, UsageError
+from tapscope.scratch import make_scratch, remove_scratch
 from tapscope.wire import Message, decode, encode
 
 POLL_MS = 100
@@ -37,7 +37,7 @@ class Workers:
     """Whether they have no workers of their own; then they cannot outlive this process."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="tapscope-"))
+        self.folder = make_scratch()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -45,7 +45,7 @@ class Workers:
             self._bind()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            self.folder.rmdir()
+            remove_scratch(self.folder)
             raise UsageError(f"no socket can be made in {self.folder}: {error}; set TMPDIR to a short path") from None
         self._said: set[tuple[int, str]] = set()
         self._failures: dict[int, Message] = {}
@@ -147,7 +147,7 @@ class Workers:
                 _end(process, deadline)
         self._socket.close()
         self._context.term()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_scratch(self.folder)
 
     def _receive(self, timeout_ms: int) -> None:
         """Note what workers said, waiting at most ``timeout_ms`` for the first word."""

@@ -7,6 +7,7 @@ channel says what to serve, then which replica is lost, and to drain; its end me
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -114,6 +115,8 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         await asyncio.to_thread(watch.stop)
+    if code == ENGINE_LOST:
+        shutil.rmtree(watched["folder"], ignore_errors=True)  # the one who made it is no more
     return code if server.started else 1
 
 
