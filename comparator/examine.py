@@ -167,10 +167,11 @@ class Examiner:
         permuted = may_permute and _is_permuted(measured, odd, ready)
         scans = seen.num_unequal and len(measured.rows) >= MIN_ROWS and not begun.is_exact
         scans = scans and not ready.layouts[0].keyed  # its columns are tokens
+        channel = worst_channel(opened, measured) if scans else QUIET
         return {
             "numbers": numbers,
             "basis": "values",
-            "spread": spread_of(seen, worst_channel(opened, measured) if scans else QUIET, _sizes(site, measured)),
+            "spread": spread_of(seen, channel, _sizes(site, measured), int(measured.rows.width.max())),
             "worst": place_of(measured, seen.worst, ready, self.preparer.row_map),
             "steps": steps_of(measured, seen, ready.right),
             "unequal": tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if begun.is_exact else (),

@@ -6,7 +6,8 @@ error of their row decides between the two tokens, and that error is itself no m
 
 So it is with the experts a router chooses: the c-th largest score is no further from what it was than the row's
 largest error e, nor is the score of whoever has it now; so the baseline's scores of both runs' c-th choices are within
-2 e of each other, or it was no near tie. A token that went to other experts is not comparable behind them, see
+2 e of each other, or it was no near tie. Where a bias or groups had a say as well (:mod:`.choices`), both runs' choices
+must follow from their own scores by one rule. A token that went to other experts is not comparable behind them, see
 :mod:`.set_aside`.
 """
 
@@ -17,13 +18,17 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator import chunks
+from tapscope.comparator.choices import are_copies, rule_of
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.prepare import Preparer
+from tapscope.comparator.read import read
 from tapscope.comparator.series import identity
 
 Array = np.ndarray[Any, Any]
 
 _BY_MORE = "a bias or groups decide beside"
+_NOT_TOLD = "a near tie cannot be told"
+_CLOSE = "are closer together than their own error"
 _NEAR = 8
 """Sites before a choice among which its scores are looked for."""
 
@@ -66,13 +71,14 @@ def explain_flips(examined: Sequence[Examined], preparer: Preparer) -> Mapping[s
             continue
         same = identity(one.pair.baseline), identity(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
-        flip = found.get(first) or _flip(examined[:i], one, preparer)
+        flip = found.get(first) or _flip(examined, i, preparer)
         if flip is not None:
             found[one.site] = flip
     return found
 
 
-def _flip(before: Sequence[Examined], one: Examined, preparer: Preparer) -> Flip | None:
+def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip | None:
+    one = examined[index]
     rows = _rows(preparer, one)
     if rows is None:
         return None
@@ -84,22 +90,77 @@ def _flip(before: Sequence[Examined], one: Examined, preparer: Preparer) -> Flip
         return Flip(f"{count} unequal, each where its request's tokens part")
     rows = _Rows(rows.pairs[rest], *map(_numbers, (rows.baseline[rest], rows.target[rest])))
     doubt: Flip | None = None
-    for scores in _scores(before, one):
+    for scores in _scores(examined[:index], one):
         beside = _rows(preparer, scores, rows.pairs)
-        if beside is not None and _are_near_ties(rows, beside):
-            is_logits = _is_logits(scores)
+        if beside is None:
+            continue
+        if _are_near_ties(rows, beside):
             said = "a near tie: the scores of" if rows.baseline.shape[1] > 1 else "a near tie: the logits of"
-            return Flip(
-                f"{count} unequal, each {said} {scores.site} are closer together than their own error",
-                scores.site,
-                frozenset() if is_logits else _moved(rows),
-                frozenset() if is_logits else frozenset(rows.pairs.tolist()),
-                rows.baseline.shape[1],
-            )
-        is_off = beside is not None and bool((beside.baseline != beside.target).any(1).all())
-        if is_off and doubt is None and _are_chosen_by_more(preparer, one, scores):
-            doubt = Flip(f"{_BY_MORE} {scores.site}, which was not recorded: a near tie cannot be told", is_doubt=True)
+            return _turned(f"{count} unequal, each {said} {scores.site} {_CLOSE}", scores, rows)
+        if not (beside.baseline != beside.target).any(1).all() or not _are_chosen_by_more(preparer, one, scores):
+            continue
+        if rule := _same_rule(preparer, rows, beside, (one, scores, _bias_of(examined, scores))):
+            return _turned(f"{count} unequal, each is {rule}, which are off by no more than rounding", scores, rows)
+        doubt = doubt or Flip(f"{_BY_MORE} {scores.site}, which was not recorded: {_NOT_TOLD}", is_doubt=True)
     return doubt
+
+
+def _turned(sentence: str, scores: Examined, rows: _Rows) -> Flip:
+    """The flip of ``rows``, whose choices the errors of ``scores`` turned."""
+    if _is_logits(scores):
+        return Flip(sentence, scores.site, width=rows.baseline.shape[1])
+    return Flip(sentence, scores.site, _moved(rows), frozenset(rows.pairs.tolist()), rows.baseline.shape[1])
+
+
+def _bias_of(examined: Sequence[Examined], scores: Examined) -> Examined | None:
+    """The vector beside the scores that their module holds: a number for each."""
+    path, width = _path(scores), scores.baseline.shape[-1:] if scores.baseline is not None else ()
+    for one in examined:
+        is_vector = one.baseline is not None and one.target is not None and one.baseline.shape == width
+        if is_vector and _path(one) == path and one.site.rpartition(":")[2].startswith("buffer["):
+            return one
+    return None
+
+
+def _same_rule(
+    preparer: Preparer, rows: _Rows, beside: _Rows, sites: tuple[Examined, Examined, Examined | None]
+) -> str:
+    """The rule by which both runs chose from their own scores, in words; empty where there is none. ``sites``: of what
+    was chosen, of the scores, and of a bias."""
+    one, scores, holder = sites
+    known = _choices(preparer, one, scores)
+    biases = (None, None) if holder is None else _vectors(preparer, holder)
+    if known is None or not np.array_equal(rows.pairs, beside.pairs):
+        return ""
+    if biases[0] is not None and biases[1] is not None and not are_copies(biases[0], biases[1]):
+        return ""
+    rule = rule_of(*known, biases[0], preparer.baseline.model_config)
+    bias = np.zeros(1) if biases[1] is None else biases[1]
+    return rule.text() if rule is not None and rule.explains(rows.target, beside.target, bias) else ""
+
+
+def _choices(preparer: Preparer, one: Examined, beside: Examined) -> tuple[Array, Array] | None:
+    """(choices [rows, k], scores [rows, width]) of the baseline, of all rows that are read of both; None where the
+    choices are none of the scores."""
+    wanted = np.arange(preparer.row_map.num_pairs)
+    chosen, scores = _rows(preparer, one, wanted), _rows(preparer, beside, wanted)
+    if chosen is None or scores is None:
+        return None
+    _, mine, other = np.intersect1d(chosen.pairs, scores.pairs, assume_unique=True, return_indices=True)
+    numbers, given = _numbers(chosen.baseline[mine]), scores.baseline[other]
+    if not len(mine) or numbers.shape[1] >= given.shape[1] or numbers.min() < 0 or numbers.max() >= given.shape[1]:
+        return None
+    return numbers, given
+
+
+def _vectors(preparer: Preparer, holder: Examined) -> tuple[Array | None, Array | None]:
+    """A vector's values on both sides, as they were first."""
+    ready = preparer.prepare(holder.pair)
+    one, two = (
+        None if whole.piece is None or not whole.has_values else read(whole.piece, whole.run).astype(np.float64).ravel()
+        for whole in (ready.left[0], ready.right[0])
+    )
+    return one, two
 
 
 def _numbers(chosen: Array) -> Array:
@@ -150,15 +211,12 @@ def _are_near_ties(chosen: _Rows, scores: _Rows) -> bool:
 def _are_chosen_by_more(preparer: Preparer, one: Examined, beside: Examined) -> bool:
     """Whether the baseline's own choices are not its largest scores: DeepSeek-V3 adds a bias to them, and admits the
     experts of the best groups alone."""
-    wanted = np.arange(preparer.row_map.num_pairs)
-    chosen, scores = _rows(preparer, one, wanted), _rows(preparer, beside, wanted)
-    if chosen is None or scores is None or not np.array_equal(chosen.pairs, scores.pairs):
+    known = _choices(preparer, one, beside)
+    if known is None or known[0].shape[1] < 2:
         return False
-    numbers, width = _numbers(chosen.baseline), scores.baseline.shape[1]
-    if not 1 < numbers.shape[1] < width or numbers.min() < 0 or numbers.max() >= width:
-        return False
-    mine = np.take_along_axis(scores.baseline, numbers, 1).min(1)
-    return bool((mine < np.sort(scores.baseline, axis=1)[:, -numbers.shape[1]]).any())
+    chosen, scores = known
+    mine = np.take_along_axis(scores, chosen, 1).min(1)
+    return bool((mine < np.sort(scores, axis=1)[:, -chosen.shape[1]]).any())
 
 
 def _moved(chosen: _Rows) -> frozenset[int]:

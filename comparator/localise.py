@@ -11,6 +11,8 @@ from tapscope.comparator.tokens import TokenError
 
 CLEAR = 2.0
 """A culprit whose own error is beyond this times its floor is nobody else's."""
+OUTDONE = 2.0 * CLEAR
+"""Another one that adds this times its floor by itself is the answer where the first is not clear."""
 NEARLY = 0.5
 """A site in front of it with this share of its own floor may be where it begins."""
 HOPS = 3
@@ -63,7 +65,8 @@ def localise(
     roles |= {matched[n]: "producer" for n in nodes}
     marked = [replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
     found = [_divergence(marked, matched, graph, inputs, n, bad[n]) for n in nodes]
-    found.sort(key=lambda d: (d.step, d.finding.order))
+    outdone = any(min(d.finding.growth, d.finding.ratio) > OUTDONE for d in found)
+    found.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))
     return marked, list({d.module: d for d in reversed(found)}.values())[::-1]
 
 
@@ -123,19 +126,25 @@ def _divergence(
     return Divergence(module, finding.site, finding, step, finding.worst, said, evidence, bool(how), others=rest)
 
 
+def _is_clear(finding: Finding) -> bool:
+    return max(finding.growth, finding.ratio) > CLEAR
+
+
 def _nearly(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int
 ) -> int | None:
-    """The first site in front of a culprit that only just failed to be one, where the culprit only just is."""
+    """The first site in front of a culprit that only just failed to be one, where the culprit only just is; of the
+    values for a value, of the gradients for a gradient."""
     finding = findings[matched[node]]
-    if max(finding.growth, finding.ratio) > CLEAR or finding.judged_by not in ("rounding", "twin"):
+    if _is_clear(finding) or finding.judged_by not in ("rounding", "twin"):
         return None
     seen, front, found = {node}, [node], None
     for _ in range(HOPS):
         front = [i for n in front for i in inputs[n].nodes if i not in seen and not graph.nodes[i].is_state]
         seen.update(front)
         for i in sorted(front, reverse=True):
-            if findings[matched[i]].verdict is Verdict.CLOSE and findings[matched[i]].growth > NEARLY:
+            alike = graph.nodes[i].is_backward == graph.nodes[node].is_backward
+            if alike and findings[matched[i]].verdict is Verdict.CLOSE and findings[matched[i]].growth > NEARLY:
                 found = i if found is None else min(found, i)
     return found
 

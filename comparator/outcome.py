@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tapscope import dtypes
 from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.localise import Divergence
@@ -25,6 +26,14 @@ class Header:
     records: int
     """Records selected."""
     is_open: bool
+    kv_cache_dtype: str = ""
+    """Element type of the KV cache, empty where the run does not tell."""
+
+    @property
+    def precision(self) -> str:
+        """The dtype in short, and that of the KV cache where it is another: ``bf16, KV fp8_e4m3``."""
+        kv = self.kv_cache_dtype if self.kv_cache_dtype not in ("", "auto", self.dtype) else ""
+        return dtypes.short(self.dtype or None) + (f", KV {dtypes.short(kv)}" if kv else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +84,6 @@ def header_of(run: Run, records: int) -> Header:
     """What a run is, of which ``records`` were selected."""
     manifest = run.manifest
     framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
-    return Header(run.name, str(run.path), framework, model, dtype, run.mesh, len(run.steps), records, not run.closed)
+    kv = str(manifest.get("kv_cache_dtype", ""))
+    count = len(run.steps)
+    return Header(run.name, str(run.path), framework, model, dtype, run.mesh, count, records, not run.closed, kv)

@@ -18,14 +18,18 @@ def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner:
     """The sites, those around a router without the token rows that moved."""
     examiner.preparer.leave_out_nothing()
     moved: dict[str, Flip] = {}
+    routers = {_parent_site(site): flip for site, flip in flips.items() if flip.turned}
     found: list[Examined] = []
     for one in examined:
         flip = flips.get(one.site)
         block = _parent(_parent_site(one.site)) if flip is not None and flip.turned else ""
         if flip is not None and block:
             moved[block] = _both(moved.get(block), flip)
-        block = next((b for b in moved if _is_within(one.site, b)), "")
-        found.append(_without(one, moved[block], examiner) if block and flip is None else one)
+        known = next((moved[b] for b in moved if _is_within(one.site, b)), None)
+        beside = routers.get(_parent_site(one.site))  # weights may come out before what they are the weights of
+        if known is None and beside is not None and _is_of_choices(one, beside):
+            known = beside
+        found.append(_without(one, known, examiner) if known is not None and flip is None else one)
     return found
 
 
@@ -42,9 +46,8 @@ def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding]) -> dict[
 
 
 def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
-    # A gradient of each choice is not comparable where their order is another one either.
-    width = one.baseline.shape[-1:] if one.baseline is not None else ()
-    is_of_choices = one.site.endswith(".grad") and width == (flip.width,)
+    # What there is of each choice is not comparable where their order is another one either.
+    is_of_choices = _is_of_choices(one, flip)
     rows, scores = flip.turned if is_of_choices else flip.moved, flip.scores
     if not rows or one.is_exact or one.spread is None or one.basis != "values" or not one.rows.compared:
         return one
@@ -59,6 +62,10 @@ def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
     return replace(rest, handed_on=one.spread, notes=(note, *rest.notes))
+
+
+def _is_of_choices(one: Examined, flip: Flip) -> bool:
+    return one.baseline is not None and one.baseline.shape[-1:] == (flip.width,)
 
 
 def _parent_site(site: str) -> str:

@@ -53,6 +53,8 @@ class Spread:
     channel_index: int = 0
     sizes: Sizes | None = None
     """Of gradients only."""
+    width: int = 0
+    """Elements of the widest row; 0 where that is not known."""
 
     @property
     def is_zero(self) -> bool:
@@ -95,8 +97,8 @@ def _sizes_of_errors(one: Spread) -> tuple[float, ...]:
     return *one.errors, abs(one.element), abs(one.peak), abs(one.gain), channel, one.gain_sd
 
 
-def spread_of(seen: Overview, channel: Channel = QUIET, sizes: Sizes | None = None) -> Spread:
-    """The spread over the rows that were read; rows known equal by their hash do not dilute it."""
+def spread_of(seen: Overview, channel: Channel = QUIET, sizes: Sizes | None = None, width: int = 0) -> Spread:
+    """The spread over the rows that were read, ``width`` wide; rows known equal by their hash do not dilute it."""
     if seen.is_zero:
         return NOTHING
     return Spread(
@@ -110,6 +112,7 @@ def spread_of(seen: Overview, channel: Channel = QUIET, sizes: Sizes | None = No
         channel.noise,
         channel.index,
         sizes,
+        width,
     )
 
 

@@ -69,7 +69,7 @@ class DumperConfig:
     params: bool = False
     """Parameters (with ``grads`` their gradients too) are ordinary sites; without, only by name."""
     buffers: bool = False
-    """Buffers are ordinary sites; without, only by name."""
+    """Buffers are ordinary sites; without, only vectors beside a matrix are (a router's bias), the others by name."""
     console: bool = False
     """One short line a record on stderr."""
     skip_dummy: bool = True

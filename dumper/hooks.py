@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from tapscope.dumper.parameters import Parameters
 from tapscope.dumper.rules import Selection
 from tapscope.dumper.steps import OpenStep
-from tapscope.dumper.taps import Tap, find_taps, heads
+from tapscope.dumper.taps import Tap, find_taps, heads, vectors
 
 if TYPE_CHECKING:
     from tapscope.dumper.collector import Collector
@@ -53,7 +53,7 @@ class Hooks:
             self.last_look(collector)
         self.remove()
         self._refresh()
-        selection.heads = heads(self._taps)
+        selection.heads, selection.vectors = heads(self._taps), vectors(self._taps)
         for tap in self._taps:
             tap.forget()
             module = self._modules[tap.path]()

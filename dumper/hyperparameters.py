@@ -16,6 +16,8 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "rms_norm_eps": ("layernorm_epsilon", "layer_norm_epsilon"),
     "num_experts": ("num_moe_experts", "num_local_experts", "n_routed_experts"),
     "num_experts_per_tok": ("moe_router_topk",),
+    "n_group": ("moe_router_num_groups",),
+    "topk_group": ("moe_router_group_topk",),
 }
 """Name, as Hugging Face's Llama spells it -> what Megatron, GPT-2 and others call it."""
 

@@ -5,7 +5,8 @@ buffers are as large as the model: so ``*=full`` is about inputs, outputs and ex
 gradient when its glob ends in ``.grad`` or it says ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer when
 the port of its glob begins with ``param`` or ``buffer`` or it says ``port=param`` or ``port=buffer``; or when the
 switches ``grads``, ``params`` and ``buffers`` of the configuration make them ordinary sites (gradients of parameters:
-``grads`` and ``params`` both). A rule that says ``off`` is about everything that its glob matches.
+``grads`` and ``params`` both). Of buffers, vectors beside a matrix (:attr:`~.taps.Tap.vectors`) are small and ordinary
+sites without a switch. A rule that says ``off`` is about everything that its glob matches.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +49,8 @@ class Selection:
         self._here = [each for each in self._rules if _is_here(each.rule, self._known)]
         self.heads: frozenset[str] = frozenset()
         """Paths of modules that compute logits: their outputs are open with the mode ``core`` as well as the root."""
+        self.vectors: frozenset[str] = frozenset()
+        """Sites of buffers that are ordinary ones."""
         # A trigger reaches the sites that a rule with its glob would.
         self._watched = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
         self._choices: dict[str, Choice] = {}
@@ -150,10 +153,10 @@ class Selection:
         filters = [each.bound(known) for each in self._filters]
         if any(each.is_constant and not each({}) for each in filters):
             return Choice()
-        default = Taking(self.config.keep) if self._is_ordinary(place.kind) else OFF
+        default = Taking(self.config.keep) if self._is_ordinary(place.kind, place.site) else OFF
         cases: list[Case] = []
         for each in self._here:
-            if not self._counts(each, place.kind) or not each.is_about(place):
+            if not self._counts(each, place.kind, place.site) or not each.is_about(place):
                 continue
             tests = tests_of(each.rule, known)
             if tests == ():
@@ -178,15 +181,17 @@ class Selection:
             return True
         return path == "" or (path in self.heads and kind.startswith("out"))
 
-    def _is_ordinary(self, kind: str) -> bool:
-        """Whether rules for everything reach this kind of port."""
+    def _is_ordinary(self, kind: str, site: str = "") -> bool:
+        """Whether rules for everything reach this kind of port, or this very site."""
+        if site in self.vectors:
+            return True
         base, _, grad = kind.partition(".")
         config = self.config
         switches = {"param": config.params, "buffer": config.buffers}
         return switches.get(base, True) and (config.grads or not grad)
 
-    def _counts(self, each: CompiledRule, kind: str) -> bool:
-        return each.rule.keep == "off" or self._is_ordinary(kind) or each.says(kind)
+    def _counts(self, each: CompiledRule, kind: str, site: str = "") -> bool:
+        return each.rule.keep == "off" or self._is_ordinary(kind, site) or each.says(kind)
 
 
 def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:

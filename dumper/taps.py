@@ -1,7 +1,7 @@
 """Taps: the modules of a model that are worth a hook, and the ports they have."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,9 @@ class Tap:
     """Kinds of port that the module says are worth a tap; none for one that only holds parameters."""
     buffers: tuple[str, ...] = ()
     """Its own buffers."""
+    vectors: tuple[str, ...] = ()
+    """Of its buffers those that hold a number for each row of a matrix that it holds too, and belong to its state: the
+    bias by which a router chooses experts, the scales of quantised weights. They are part of what it computes."""
     aliases: tuple[str, ...] = ()
     """Other paths of the same module: it is one tap, under the first."""
     parent: str | None = None
@@ -174,10 +177,23 @@ def _tap(path: str, module: nn.Module, paths: list[str], classes: dict[str, str]
         dict(getattr(module, "tap_rows", None) or {}),
         tuple(getattr(module, "tap_ports", None) or ("in", "out")) if is_tapped else (),
         tuple(name for name, _ in module.named_buffers(recurse=False)),
+        _vectors(module, params) if is_tapped else (),
         tuple(each for each in paths if each != path),
         classes.get(path.rpartition(".")[0]) if path else None,
         model,
     )
+
+
+def _vectors(module: nn.Module, params: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    rows = {shape[0] for shape in params.values() if len(shape) == 2}
+    left_out = module._non_persistent_buffers_set
+    own = ((name, each) for name, each in module.named_buffers(recurse=False) if name not in left_out)
+    return tuple(name for name, each in own if each.ndim == 1 and len(each) in rows)
+
+
+def vectors(taps: Sequence[Tap]) -> frozenset[str]:
+    """Sites of the buffers that are ordinary ones, see :attr:`Tap.vectors`."""
+    return frozenset(f"{tap.path}:buffer[{name}]" for tap in taps for name in tap.vectors)
 
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bool]:

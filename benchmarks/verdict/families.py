@@ -32,6 +32,26 @@ _DENSE = {
     "pad_token_id": None,
 }
 _MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+_DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_QWEN2_MOE = {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
+_NEOX = {name: value for name, value in _DENSE.items() if name != "num_key_value_heads"} | {"rotary_pct": 0.5}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -70,6 +90,9 @@ class Family:
             generator = torch.Generator().manual_seed(self.seed)
             for name, parameter in model.named_parameters():
                 parameter.data = _spread(name, parameter.data, self, generator)
+            for name, buffer in model.named_buffers():
+                if "e_score_correction_bias" in name:  # zero until a training has balanced the load
+                    buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
         model.save_pretrained(folder)
         return folder
 
@@ -98,6 +121,11 @@ FAMILIES = {
             8,
         ),
         Family("gpt2", "GPT2", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}, 9),
+        Family("deepseek-v3", "DeepseekV3", _DENSE | _DEEPSEEK, 21),
+        Family("olmo2", "Olmo2", _DENSE | {"tie_word_embeddings": False}, 23),
+        Family("gpt-neox", "GPTNeoX", _NEOX, 24),
+        Family("phi3", "Phi3", _DENSE | {"tie_word_embeddings": False}, 25),
+        Family("qwen2-moe", "Qwen2Moe", _DENSE | _MOE | _QWEN2_MOE, 29),
     )
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 from rich.text import Text
 
-from tapscope import dtypes, text
+from tapscope import text
 from tapscope.comparator.finding import Finding, Place, Verdict
 from tapscope.comparator.report.answer import answer, counts, share
 from tapscope.comparator.report.details import details
@@ -60,7 +60,7 @@ def _headers(report: "Report") -> Iterator[Text]:
 def _header(which: str, header: "Header") -> list[str]:
     mesh = " ".join(f"{axis}{size}" for axis, size in header.mesh.items() if size > 1) or "1 rank"
     state = "still open" if header.is_open else ""
-    facts = [header.model or "-", header.framework or "-", dtypes.short(header.dtype or None), mesh]
+    facts = [header.model or "-", header.framework or "-", header.precision, mesh]
     sizes = [text.plural(header.steps, "step"), text.plural(header.records, "record")]
     return [which, header.name, *facts, *sizes, state]
 

@@ -1,0 +1,18 @@
+"""Chunks of a prompt behind the first begin one position early."""
+
+from benchmarks.verdict.tools import around
+
+EXPECT = "model"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+BOTH = {"schedule": "chunks"}
+WHERE = {"step": 1}
+
+
+def patch(model):
+    def call(forward, *args, position_ids, **kwargs):
+        if position_ids.shape[1] > 1 and position_ids.max() > 4:
+            position_ids = (position_ids - 1).clamp(min=0)
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    around(model.model, call)

@@ -1,0 +1,12 @@
+"""The weights of a token's experts come in the other order."""
+
+from benchmarks.verdict.tools import around
+
+FAMILY = ["qwen3-moe", "qwen2-moe"]
+EXPECT = "model.layers.1.mlp.experts"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    around(model.model.layers[1].mlp.experts, lambda forward, x, chosen, weights: forward(x, chosen, weights.flip(-1)))

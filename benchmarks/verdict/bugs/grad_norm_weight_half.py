@@ -1,0 +1,10 @@
+"""The gradient of one norm weight is that of one of two ranks."""
+
+FAMILY = ["llama", "olmo2"]
+EXPECT = "model.layers.2.post_attention_layernorm"
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole"}
+
+
+def patch(model):
+    model.model.layers[2].post_attention_layernorm.weight.register_hook(lambda gradient: 0.5 * gradient)

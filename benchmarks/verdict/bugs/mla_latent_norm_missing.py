@@ -1,0 +1,12 @@
+"""The latent that keys and values are made of is not normalised."""
+
+from benchmarks.verdict.tools import around
+
+FAMILY = "deepseek-v3"
+EXPECT = "model.layers.1.self_attn.kv_a_layernorm"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    around(model.model.layers[1].self_attn.kv_a_layernorm, lambda forward, x: x)

@@ -1,0 +1,12 @@
+"""The norm behind an MLP is skipped."""
+
+from benchmarks.verdict.tools import around
+
+FAMILY = "olmo2"
+EXPECT = "model.layers.1.post_feedforward_layernorm"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    around(model.model.layers[1].post_feedforward_layernorm, lambda forward, x: x)

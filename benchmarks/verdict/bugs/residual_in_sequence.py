@@ -1,0 +1,10 @@
+"""A layer whose attention and MLP are parallel adds them one after the other."""
+
+FAMILY = "gpt-neox"
+EXPECT = ["gpt_neox.layers.1", "gpt_neox.layers.1.post_attention_layernorm"]
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    model.gpt_neox.layers[1].use_parallel_residual = False

@@ -1,0 +1,10 @@
+"""The bias that balances experts was not loaded."""
+
+FAMILY = "deepseek-v3"
+EXPECT = "model.layers.2.mlp.gate"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    model.model.layers[2].mlp.gate.e_score_correction_bias.zero_()

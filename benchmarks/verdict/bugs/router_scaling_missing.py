@@ -1,0 +1,10 @@
+"""routed_scaling_factor is not applied."""
+
+FAMILY = "deepseek-v3"
+EXPECT = "model.layers.1.mlp.gate"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    model.model.layers[1].mlp.gate.routed_scaling_factor = 1.0

@@ -1,0 +1,92 @@
+"""Choices: experts chosen by more than the largest scores: by a bias too, and only among the best groups.
+
+DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) makes scores of its logits, adds a bias that balances load, admits the
+experts of the best groups alone, and then takes the largest. Which of these a model does is not recorded; but of the
+rules that models use it is the one under which the baseline's own choices follow from its own scores. Where those of
+the target follow from the target's scores by that very rule, the choice was made as it should be, and what turned it is
+in the scores.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+_TIE = 1e-5
+"""Relative to the largest merit: what rounding in float32 leaves of the order of two."""
+_COPY = 2.0**-8
+"""How far off, of the largest, a bias is that was rounded to bfloat16."""
+
+
+def _sigmoid(scores: Array) -> Array:
+    found: Array = 1.0 / (1.0 + np.exp(-scores))
+    return found
+
+
+def _softmax(scores: Array) -> Array:
+    grown: Array = np.exp(scores - scores.max(1, keepdims=True))
+    total: Array = grown.sum(1, keepdims=True)
+    return np.divide(grown, total)
+
+
+_LINKS: Mapping[str, Callable[[Array], Array]] = {"": lambda scores: scores, "sigmoid": _sigmoid, "softmax": _softmax}
+_WORTHS: Mapping[str, int] = {"two best": 2, "best": 1}
+"""What a group counts as much as -> how many of its experts: DeepSeek-V3's, and DeepSeek-V2's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRule:
+    """How experts are chosen from scores [rows, experts]."""
+
+    link: str
+    bias: bool
+    groups: int
+    admitted: int
+    """Of the groups."""
+    worth: str
+
+    def text(self) -> str:
+        """In words, for a note."""
+        parts = [f"{self.link} of the scores" if self.link else "the scores", *(["the recorded bias"] * self.bias)]
+        among = f" among the {self.admitted} groups of {self.groups} with the {self.worth}" if self.groups > 1 else ""
+        return f"the largest of {' plus '.join(parts)}{among}"
+
+    def merits(self, scores: Array, bias: Array) -> Array:
+        """[rows, experts] what the largest of are chosen; -inf for what is not admitted."""
+        merits = _LINKS[self.link](scores) + (bias if self.bias else 0.0)
+        if self.groups < 2:
+            return merits
+        by_group = merits.reshape(len(merits), self.groups, -1)
+        worth = np.sort(by_group, axis=2)[:, :, -_WORTHS[self.worth] :].sum(2)
+        least = np.sort(worth, axis=1)[:, -self.admitted, None]
+        return np.where((worth >= least)[:, :, None], by_group, -np.inf).reshape(merits.shape)
+
+    def explains(self, chosen: Array, scores: Array, bias: Array) -> bool:
+        """Whether what was chosen [rows, k] follows from the scores, in whatever order."""
+        merits = self.merits(scores, bias)
+        mine = np.sort(np.take_along_axis(merits, chosen, 1), axis=1)
+        best = np.sort(merits, axis=1)[:, -chosen.shape[1] :]
+        return bool((np.abs(mine - best) <= _TIE * np.abs(best).max()).all())
+
+
+def rule_of(chosen: Array, scores: Array, bias: Array | None, config: Mapping[str, int | float]) -> ChoiceRule | None:
+    """The rule by which all of ``chosen`` [rows, k] follow from the scores [rows, experts], the simplest first."""
+    groups, admitted = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
+    if scores.shape[1] % groups or scores.shape[1] // groups < max(_WORTHS.values()):
+        groups = 1
+    grouped = [(1, 1)] if groups == 1 else [(groups, admitted), (1, 1)]
+    biases = (False,) if bias is None else (True, False)
+    for biased, (count, few), link, worth in itertools.product(biases, grouped, _LINKS, _WORTHS):
+        rule = ChoiceRule(link, biased, count, few, worth)
+        if rule.explains(chosen, scores, np.zeros(1) if bias is None else bias):
+            return rule
+    return None
+
+
+def are_copies(one: Array, other: Array) -> bool:
+    """Whether two biases are the same, up to one rounding."""
+    return one.shape == other.shape and bool((np.abs(one - other) <= _COPY * np.abs(one).max(initial=0.0)).all())
