@@ -66,7 +66,9 @@ def test_a_cache_in_fp8_is_found_where_it_is_read(
     assert main(["info", str(tmp_path / "fp8")]) == 0
     assert "KV cache fp8_e4m3" in capsys.readouterr().out
     assert main(["diff", str(reference), str(tmp_path / "fp8")]) == 1
-    assert re.search(r"what +model\.layers\.0\.self_attn", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"what +model\.layers\.0\.self_attn", said)
+    assert re.search(r"^target +fp8 .*, KV fp8_e4m3 ", said, re.MULTILINE)
 
 
 def test_the_reference_run_tells_tokens_rows_and_steps(reference: Path) -> None:

@@ -362,6 +362,25 @@ def test_everything_in_full_leaves_parameters_gradients_and_buffers_alone(tmp_pa
     assert {r.key.site for r in open_run(tmp_path / "run").records} == {":in[input]", ":out"}
 
 
+def test_a_vector_beside_a_matrix_is_kept_as_any_output_and_can_be_left_out(tmp_path: Path) -> None:
+    class Router(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("choice_bias", torch.arange(3.0))
+            self.register_buffer("table", torch.zeros(3, 3))
+            self.register_buffer("lost", torch.zeros(3), persistent=False)
+
+    model = nn.Sequential(Router(), nn.BatchNorm1d(3))
+    for name, rules, sites in (
+        ("all", [], {"0:in[input]", "0:out", "0:buffer[choice_bias]", "1:in[input]", "1:out", ":in[input]", ":out"}),
+        ("first", ["0:*=full", "*=off"], {"0:in[input]", "0:out", "0:buffer[choice_bias]"}),
+        ("without", ["*:buffer[*]=off", "0:*=full", "*=off"], {"0:in[input]", "0:out"}),
+    ):
+        with Dumper(model, tmp_path / name, rules=rules) as dumper, dumper.step():
+            model(torch.randn(5, 4))
+        assert {r.key.site for r in open_run(tmp_path / name).records} == sites, name
+
+
 def test_the_training_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parent.parent / "examples" / "03_training.py"
     spec = importlib.util.spec_from_file_location("training_example", path)
