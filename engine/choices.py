@@ -14,15 +14,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def device_of(config: EngineConfig, rank: int) -> torch.device:
     """The device of tensor-parallel rank ``rank``, by its number on its machine: DP replica r has GPUs from r * tp on.
 
-    Raises ConfigError when there is no such GPU, and where the replicas together need more than there are.
+    Raises ConfigError when there is no such GPU, and where the ranks to be spawned together need more than there are.
     """
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
         return torch.device("cpu")
-    if config.dp > 1 and config.dp * config.tp > num_gpus:
+    needed = config.dp * config.tp if config.launch == "spawn" else 1
+    if needed > max(1, num_gpus):
+        who = f"dp={config.dp} replicas of tp={config.tp} ranks" if config.dp > 1 else f"tp={config.tp} ranks"
         raise ConfigError(
-            f"device={config.device!r}: dp={config.dp} replicas of tp={config.tp} ranks need {config.dp * config.tp} "
-            f"GPUs but there are {num_gpus}; use fewer, or device='cpu'"
+            f"device={config.device!r}: {who} need {needed} GPUs but there are {num_gpus}; use fewer, or device='cpu'"
         )
     if rank >= num_gpus:
         raise ConfigError(

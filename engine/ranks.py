@@ -33,13 +33,13 @@ class Ranks(Workers):
         self._answers: dict[int, str | None] = {}
 
     def connect(self) -> TensorParallel:
-        """Start the processes and join rank 0 with them; raises RankLostError."""
+        """Start the processes and join rank 0 with them; raises ConfigError, RankLostError."""
+        device = device_of(self._config, 0)  # before any process: a rank without a GPU would be waited for
         self.start(rank_main, self._arguments, self._config.tp - 1, "rank")
         self.watch(self._config.rank_timeout_s, self._pulse)
         self.await_all("up")
         try:
             path, timeout_s = self.folder / "store", self._config.rank_timeout_s
-            device = device_of(self._config, 0)
             tp = TensorParallel.connect(path, 0, self._config.tp, timeout_s, device, is_watched=True)
         except RankLostError as error:
             self.explain(error)

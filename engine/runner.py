@@ -44,6 +44,8 @@ class Runner:
         dtype = DTYPES[self.dtype]
         tp.ep = config.ep
         self.device = tp.device or device_of(config, tp.rank)
+        if self.device.index:  # such a rank has a process to itself, and what names no GPU there must not open GPU 0
+            torch.cuda.set_device(self.device)
         self.stages = Stages()
         with self.stages.stage("model"), self.device:
             self.model = build_model(model_config, tp, dtype).eval()

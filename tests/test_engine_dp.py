@@ -354,6 +354,8 @@ def test_devices_threads_and_seeds_are_shared_out(models: list[Path], monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match="dp=2 replicas of tp=2 ranks need 4 GPUs but there are 3"):
         device_of(config, 0)
+    with pytest.raises(ConfigError, match="tp=4 ranks need 4 GPUs but there are 3"):
+        LLM(models[0], tp=4, rank_timeout_s=600)  # none is started, and none is waited for
     monkeypatch.undo()
     assert len({EngineConfig(model="m", dp=3, dp_rank=rank, seed=7).replica_seed() for rank in range(3)}) == 3
     threads = torch.get_num_threads()
