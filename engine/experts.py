@@ -59,6 +59,8 @@ class Experts(Weighted):
         self.share = ExpertShare.of(tp, config)
         self.first, end = self.share.experts
         self.num_local = end - self.first
+        self._is_whole = self.num_local == config.num_experts
+        self._numbers = torch.arange(self.num_local)
         features = self.share.features[1] - self.share.features[0]
         self.gate_up_proj = parameter(self.num_local, 2 * features, hidden_size, dtype=dtype)
         self.down_proj = parameter(self.num_local, hidden_size, features, dtype=dtype)
@@ -76,27 +78,23 @@ class Experts(Weighted):
         num_tokens, top_k = top_k_index.shape
         order, ends, is_foreign = self._sort(top_k_index.flatten())
         gate_up = grouped_linear(hidden_states[order // top_k], self.gate_up_proj, ends)
-        gate, up = self._blank(gate_up, is_foreign).chunk(2, dim=-1)
-        down = self._blank(grouped_linear(self.act_fn(gate) * up, self.down_proj, ends), is_foreign)
+        gate, up = _blank(gate_up, is_foreign).chunk(2, dim=-1)
+        down = _blank(grouped_linear(self.act_fn(gate) * up, self.down_proj, ends), is_foreign)
         pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
         summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
 
-    def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Expert of each pair [n] -> pairs by expert, foreign ones last [n]; end of each expert's run; foreign [n, 1].
 
-        Foreign pairs are those whose expert is on another rank.
+        Foreign pairs are those whose expert is on another rank; None where there can be none.
         """
-        local = experts - self.first
-        local = local.masked_fill((local < 0) | (local >= self.num_local), self.num_local)
-        local, order = torch.sort(local, stable=True)
-        numbers = torch.arange(self.num_local, device=experts.device)
-        ends = torch.searchsorted(local, numbers, right=True).int()
-        return order, ends, (local == self.num_local).unsqueeze(-1)
-
-    def _blank(self, pairs: Tensor, is_foreign: Tensor) -> Tensor:
-        """``pairs`` with zeros for those of other ranks, which nothing computed here."""
-        return pairs if self.num_local == self.config.num_experts else pairs.masked_fill(is_foreign, 0)
+        if not self._is_whole:
+            experts = experts - self.first
+            experts = experts.masked_fill((experts < 0) | (experts >= self.num_local), self.num_local)
+        experts, order = torch.sort(experts, stable=True)
+        ends = torch.searchsorted(experts, self._numbers, right=True, out_int32=True)
+        return order, ends, None if self._is_whole else (experts == self.num_local).unsqueeze(-1)
 
     def layouts(self, path: str) -> Iterator[list[Piece]]:
         """A matrix for each expert and part, as most checkpoints are, or stacked as the parameters are."""
@@ -161,6 +159,11 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         output[start:end] = linear(input[start:end], matrix)
         start = end
     return output
+
+
+def _blank(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
+    """``pairs`` with zeros for those of other ranks, which nothing computed here."""
+    return pairs if is_foreign is None else pairs.masked_fill(is_foreign, 0)
 
 
 def in_block(path: str, block: str) -> str:

@@ -62,14 +62,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return output.view(*input.shape[:-1], len(weight))
 
 
-def _einsum(equation: str, first: Tensor, second: Tensor) -> Tensor:
-    """``first`` and the result have the rows of the step on their first axis, ``second`` has none."""
-    inputs, _, result = equation.partition("->")
-    assert inputs[0] == result[0], equation
-    assert inputs[0] not in inputs.split(",")[1], equation
-    return _by_rows(lambda block: torch.einsum(equation, block, second), first)
-
-
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     output = input.new_zeros(len(input), weight.shape[1])
     start = 0
@@ -159,7 +151,6 @@ _ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 _MIXING: dict[Any, Callable[..., Tensor]] = {
     functional.linear: _linear,
     grouped_linear: _grouped_linear,
-    torch.einsum: _einsum,
     attend: _attend,
     attend_one: _attend_one,
 }

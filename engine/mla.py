@@ -64,11 +64,12 @@ class LatentAttention:
         """-> [tokens, heads, rank + rope], whose scores against latents are the query's against keys."""
         query, rotated = torch.split(query, [self.mla.nope_dim, self.mla.rope_dim], dim=-1)
         keys = self._matrices[:, : self.mla.nope_dim]
-        return torch.cat((torch.einsum("thn,hnr->thr", query, keys), rotated), dim=-1)
+        return torch.cat((torch.bmm(query.transpose(0, 1), keys).transpose(0, 1), rotated), dim=-1)
 
     def _from_latent(self, mixtures: Tensor) -> Tensor:
         """Mixtures of latents [tokens, heads, rank] -> mixtures of values [tokens, heads, value]."""
-        return torch.einsum("thr,hvr->thv", mixtures, self._matrices[:, self.mla.nope_dim :])
+        values = self._matrices[:, self.mla.nope_dim :]
+        return torch.bmm(mixtures.transpose(0, 1), values.mT).transpose(0, 1)
 
     @property
     def _matrices(self) -> Tensor:

@@ -51,6 +51,8 @@ class Pool:
 
     def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
         """Store [n, kv_heads, dim] at slots [n]."""
+        if not values.shape[-1]:  # a model that caches no values
+            return
         encoded = self.form.encode(values.flatten(1), self._scales[layer])
         rows = self._by_position[layer]
         rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.form.is_fp8 else encoded)

@@ -87,7 +87,7 @@ class DeepseekV2Router(Router):
         scores = logits.softmax(dim=-1)
         if self.config.num_groups > 1:
             best = _by_group(scores, self.config).amax(dim=-1)
-            scores = scores.masked_fill(_outside(best, self.config), 0.0)
+            scores = _limited(scores, best, self.config, 0.0)
         weights, chosen = torch.topk(scores, self.config.top_k, dim=-1, sorted=False)
         return logits, weights * self.config.scale, chosen
 
@@ -112,7 +112,7 @@ class DeepseekV3Router(Router):
         merits = scores + self.e_score_correction_bias
         if self.config.num_groups > 1:
             best = _by_group(merits, self.config).topk(2, dim=-1).values.sum(dim=-1)
-            merits = merits.masked_fill(_outside(best, self.config), float("-inf"))
+            merits = _limited(merits, best, self.config, float("-inf"))
         chosen = torch.topk(merits, self.config.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(1, chosen)
         if self.config.is_normalized:
@@ -130,8 +130,8 @@ def _by_group(scores: Tensor, config: MoeConfig) -> Tensor:
     return scores.view(len(scores), config.num_groups, -1)
 
 
-def _outside(best: Tensor, config: MoeConfig) -> Tensor:
-    """Worth of each group [tokens, groups] -> whether each expert is in none of the best groups [tokens, experts]."""
-    chosen = torch.topk(best, config.top_groups, dim=-1, sorted=False).indices
-    outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, value=False)
-    return outside.repeat_interleave(config.num_experts // config.num_groups, dim=-1)
+def _limited(scores: Tensor, worth: Tensor, config: MoeConfig, value: float) -> Tensor:
+    """``scores`` [tokens, experts] with ``value`` outside of the best groups by their ``worth`` [tokens, groups]."""
+    chosen = torch.topk(worth, config.top_groups, dim=-1, sorted=False).indices
+    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, chosen, value=False)
+    return _by_group(scores, config).masked_fill(outside.unsqueeze(-1), value).flatten(1)

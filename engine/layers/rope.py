@@ -5,6 +5,7 @@ equal to the last bit. Halves lie side by side: feature i turns with feature i +
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -62,11 +63,11 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
 
 
-def rotate_both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`rotate` of [tokens, heads, dim] and [tokens, kv_heads, dim], at once where that is quicker."""
+def rotate_both(query: Tensor, key: Tensor, rotation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """``rotation`` of [tokens, heads, dim] and [tokens, kv_heads, dim], at once where that is quicker."""
     if len(query) > _FEW_TOKENS and not query.is_cuda:  # a CPU then waits for memory, not for calls
-        return rotate(query, cos, sin), rotate(key, cos, sin)
-    rotated = rotate(torch.cat((query, key), dim=1), cos, sin)
+        return rotation(query), rotation(key)
+    rotated = rotation(torch.cat((query, key), dim=1))
     return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
 
 

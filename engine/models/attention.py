@@ -7,7 +7,7 @@ from tapscope.engine.attention import Attention, AttentionSpec
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
-from tapscope.engine.layers.rope import rotate_both
+from tapscope.engine.layers.rope import rotate, rotate_both
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.splits import HeadSplit
@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
         value = self._heads(self.v_proj(value))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate_both(query, key, cos, sin)
+        query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin))
         core = self.attn(query, self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
 

@@ -9,7 +9,14 @@ from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, ANGLES, SHARD, TOKENS, WHOLE, Probe, is_watched
-from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies, rotate, yarn_mscale
+from tapscope.engine.layers.rope import (
+    attention_scaling,
+    cos_sin,
+    inverse_frequencies,
+    rotate,
+    rotate_both,
+    yarn_mscale,
+)
 from tapscope.engine.mla import LatentAttention
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.decoder import Decoder
@@ -66,10 +73,10 @@ class DeepseekAttention(nn.Module):
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         latent, rotated_key = torch.split(compressed, [mla.kv_lora_rank, mla.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
-        rotated_query = self.rotate(rotated_query, position_embeddings)
-        rotated_key = self.rotate(rotated_key.unsqueeze(1), position_embeddings).squeeze(1)
+        rotation = lambda states: self.rotate(states, position_embeddings)  # noqa: E731
+        rotated_query, rotated_key = rotate_both(rotated_query, rotated_key.unsqueeze(1), rotation)
         query = self.query(torch.cat((query, rotated_query), dim=-1))
-        cached = self.latent(torch.cat((latent, rotated_key), dim=-1))
+        cached = self.latent(torch.cat((latent, rotated_key.squeeze(1)), dim=-1))
         output = self._attend(query, latent, cached, past_key_values)
         return self.o_proj(self.attn(output.flatten(1))), None
 
