@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tapscope.engine import LLM
 
@@ -40,6 +40,36 @@ _SHAPES: dict[str, Callable[[], Any]] = {
         num_attention_heads=32,
         num_key_value_heads=8,
         vocab_size=128256,
+        max_position_embeddings=4096,
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(  # 24 of 30B-A3B's layers with narrower and half as many experts
+        hidden_size=1024,
+        intermediate_size=3072,
+        moe_intermediate_size=384,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(  # its latent attention and its router, in 16 small layers
+        hidden_size=1024,
+        intermediate_size=4096,
+        moe_intermediate_size=384,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=768,
+        n_routed_experts=64,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=1,
+        vocab_size=129280,
         max_position_embeddings=4096,
     ),
     "tiny": lambda: LlamaConfig(

@@ -1,7 +1,15 @@
-"""Shared by every test: the installed package is tested, never the folders at the root; GPU tests are counted."""
+"""Shared by every test: the installed package is tested, never the folders at the root.
 
+Tests marked ``gpu`` are counted where there is no CUDA device; no other test sees one, so that ``device="auto"`` means
+the same on every machine.
+"""
+
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -23,6 +31,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason=_NO_GPU))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Hide the GPUs from a test that is not marked `gpu`, and from the fixtures that are made for it."""
+    if item.get_closest_marker("gpu") or not Path("/proc/driver/nvidia").exists():
+        return (yield)
+    with _no_gpu():
+        return (yield)
+
+
+@contextmanager
+def _no_gpu() -> Iterator[None]:
+    """For this process, in which CUDA may be in use, and for those that it starts."""
+    import torch
+
+    answers = {"is_available": lambda: False, "device_count": lambda: 0}
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), patch.multiple(torch.cuda, **answers):
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

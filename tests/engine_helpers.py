@@ -105,9 +105,9 @@ def _compute(runner: Runner, plan: StepPlan) -> list[int]:
     return tokens
 
 
-def check_parity(path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int) -> list[Request]:
+def check_parity(path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int, **settings: Any) -> list[Request]:
     """Logits at every position, on every rank, and tokens that are transformers' greedy choice after those before."""
-    ranks = ThreadRanks(path, path.parent / "store", tp, page_size=4)
+    ranks = ThreadRanks(path, path.parent / "store", tp, page_size=4, **settings)
     requests = ranks.generate(prompts, num_new)
     for request in requests:
         expected = reference_logits(path, request.tokens[:-1])

@@ -35,14 +35,14 @@ class Memory:
         self.closed += 1
 
     def logits_of(self, request: str) -> Tensor:
-        """[positions, vocab] in order of position; needs logits="all"."""
+        """[positions, vocab] on the host, in order of position; needs logits="all"."""
         rows = [
             logits[run.slot : run.slot + run.count]
             for info, logits in zip(self.steps, self.logits, strict=True)
             for run in info.rows
             if run.request == request
         ]
-        return torch.cat(rows)
+        return torch.cat(rows).cpu()
 
 
 class Journal(Memory):

@@ -4,7 +4,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
+
+ON_GPU = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+"""For tests that are the same on both; what they compare with is on the CPU."""
 
 
 @contextmanager

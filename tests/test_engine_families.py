@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
 from engine_helpers import ThreadRanks, check_parity, reference_logits, reference_tokens
+from gpu_helpers import DEVICES, ON_GPU
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -97,9 +98,10 @@ def test_odd_configurations_have_transformers_logits(
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("chunk", [5, 16])
-def test_windows_are_crossed_in_chunks_of_any_size(tmp_path: Path, family: str, chunk: int) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_windows_are_crossed_in_chunks_of_any_size(tmp_path: Path, family: str, chunk: int, device: str) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=3)
-    with LLM(path, page_size=4, max_tokens_per_step=chunk) as llm:
+    with LLM(path, page_size=4, max_tokens_per_step=chunk, device=device) as llm:
         for generation in llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True):
             tokens = [*generation.prompt_ids, *generation.token_ids]
             greedy = reference_logits(path, tokens[:-1]).argmax(-1)
@@ -107,7 +109,8 @@ def test_windows_are_crossed_in_chunks_of_any_size(tmp_path: Path, family: str, 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path, family: str, device: str) -> None:
     """Prompts and continuations pass the 32 trained positions, in chunks and beside each other."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     ropes = {"full_attention": rope, "sliding_attention": dict(rope)} if family == "gemma3" else rope
@@ -118,24 +121,28 @@ def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path,
         reference_tokens(path, [1], 1)  # transformers' rope remembers the longest call; a short one makes it forget
         expected.append(reference_tokens(path, prompt, 32))
     for max_tokens in (512, 13):
-        with LLM(path, max_tokens_per_step=max_tokens) as llm:
+        with LLM(path, max_tokens_per_step=max_tokens, device=device) as llm:
             assert not llm.engine.model_config.is_prefix_shareable
             actual = llm.generate(prompts, max_new_tokens=32, ignore_eos=True)
         assert [list(generation.token_ids) for generation in actual] == expected
 
 
 @pytest.mark.parametrize(
-    ("family", "tp", "dtype"),
+    ("family", "tp", "dtype", "device"),
     [
-        *((family, 1, "bfloat16") for family in FAMILIES),
-        ("llama", 2, "bfloat16"),
-        ("qwen3", 1, "float16"),
-        ("gemma2", 2, "float16"),
+        *((family, 1, "bfloat16", "cpu") for family in FAMILIES),
+        ("llama", 2, "bfloat16", "cpu"),
+        ("qwen3", 1, "float16", "cpu"),
+        ("gemma2", 2, "float16", "cpu"),
+        *(pytest.param(family, 1, "bfloat16", "cuda", marks=ON_GPU) for family in FAMILIES),
+        pytest.param("qwen3", 1, "float16", "cuda", marks=ON_GPU),
     ],
 )
-def test_16_bit_logits_stay_within_rounding_of_transformers(tmp_path: Path, family: str, tp: int, dtype: str) -> None:
+def test_16_bit_logits_stay_within_rounding_of_transformers(
+    tmp_path: Path, family: str, tp: int, dtype: str, device: str
+) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=5, dtype=dtype)
-    ranks = ThreadRanks(path, tmp_path / "store", tp)
+    ranks = ThreadRanks(path, tmp_path / "store", tp, device=device)
     (request,) = ranks.generate([PROMPTS[1]], 4)
     actual, expected = ranks.runners[0].observer.logits_of("0"), reference_logits(path, request.tokens[:-1])
     assert actual.dtype == getattr(torch, dtype)

@@ -8,6 +8,7 @@ import torch
 from checkpoints import FAMILIES, make_checkpoint, make_llama
 from engine_helpers import ThreadRanks, reference
 from engine_observers import Memory
+from gpu_helpers import DEVICES
 
 from tapscope import dims
 from tapscope.engine import LLM
@@ -62,11 +63,14 @@ def _times(family: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_hugging_face_module_fires_once_per_forward_with_its_values(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_hugging_face_module_fires_once_per_forward_with_its_values(
+    tmp_path: Path, family: str, device: str
+) -> None:
     biases = {"mlp_bias": True, "attention_bias": True} if family == "llama" else {}
     path = make_checkpoint(tmp_path / "model", family, seed=1, **biases)
     expected = _transformers_values(path)
-    with LLM(path, logits="all") as llm:
+    with LLM(path, logits="all", device=device) as llm:
         actual, _ = _hook_all(llm.model)
         llm.generate([PROMPT], max_new_tokens=1)
         inherits = [name for name, _ in reference(path).named_modules() if name not in dict(llm.model.named_modules())]
@@ -85,7 +89,7 @@ def test_every_hugging_face_module_fires_once_per_forward_with_its_values(tmp_pa
 def _equal(name: str, theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
     pairs = [(_packed(name, a), b) for a, b in zip(theirs, ours, strict=True)]
     assert all(a.shape == b.shape for a, b in pairs), name
-    return all((a - b).abs().max() <= 1e-4 for a, b in pairs)
+    return all((a - b.cpu()).abs().max() <= 1e-4 for a, b in pairs)
 
 
 def _assemble(shards: list[torch.Tensor], annotation: str) -> torch.Tensor:

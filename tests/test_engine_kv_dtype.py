@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import ThreadRanks, reference
+from gpu_helpers import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_checkpoints import LATENT, make_moe
@@ -205,16 +206,19 @@ def logits_of(llm: LLM, prompt: list[int]) -> Tensor:
     hook = llm.model.register_forward_hook(lambda _module, _args, out: seen.append(out.logits.clone()))
     llm.generate([prompt], max_new_tokens=1)
     hook.remove()
-    return torch.cat(seen)
+    return torch.cat(seen).cpu()
 
 
-@pytest.mark.parametrize(("key", "value"), SPELLINGS)
+@pytest.mark.parametrize(
+    ("key", "value", "device"),
+    [*((*names, "cpu") for names in SPELLINGS), pytest.param(*SPELLINGS[0], "cuda", marks=ON_GPU)],
+)
 def test_scales_of_the_checkpoint_are_used_and_change_with_the_weights(
-    tmp_path: Path, wild: Path, key: str, value: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, wild: Path, key: str, value: str, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scales, prompt = [(0.05, 40.0), (0.02, 25.0)], PROMPTS[1]
     path = add_scales(copied(wild, tmp_path / "model"), in_layers(key, value, scales), KV_ONLY)
-    with LLM(path, logits="all", prefix_cache=False) as llm:  # auto: as config.json says
+    with LLM(path, logits="all", prefix_cache=False, device=device) as llm:  # kv_cache_dtype: as config.json says
         expected = expected_logits(wild, prompt, "fp8_e4m3", scales)
         assert (logits_of(llm, prompt) - expected).abs().max() <= 1e-4
         unscaled = expected_logits(wild, prompt, "fp8_e4m3")

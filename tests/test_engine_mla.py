@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_helpers import ThreadRanks, reference_logits
 from engine_observers import Memory
+from gpu_helpers import ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_checkpoints import LATENT, YARN, make_moe
@@ -40,18 +41,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("tp", "device"), [(2, "cpu"), pytest.param(1, "cuda", marks=ON_GPU)])
 def test_logits_and_tokens_equal_transformers_in_chunks_and_mixed_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, tp: int, device: str
 ) -> None:
     family, config = SHAPES[shape]
     path = make_moe(tmp_path / "model", family, seed=7, **config)
     for absorb in (True, False):
         monkeypatch.setattr(DeepseekAttention, "absorb", absorb)
-        ranks = ThreadRanks(path, tmp_path / f"store-{absorb}", 2, page_size=4, max_tokens_per_step=12)
+        settings = {"page_size": 4, "max_tokens_per_step": 12, "device": device}
+        ranks = ThreadRanks(path, tmp_path / f"store-{absorb}", tp, **settings)
         for request in ranks.generate(PROMPTS, 16):
             expected = reference_logits(path, request.tokens[:-1])
             assert list(request.generated) == expected[len(request.prompt_ids) - 1 :].argmax(-1).tolist()
-            assert (ranks.runners[1].observer.logits_of(request.id) - expected).abs().max() <= 1e-4
+            assert (ranks.runners[-1].observer.logits_of(request.id) - expected).abs().max() <= 1e-4
         ranks.close()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import LLAMA3_ROPE, make_llama
 from engine_helpers import ThreadRanks, check_parity, reference_tokens
+from gpu_helpers import ON_GPU
 
 from tapscope.engine import LLM
 
@@ -25,11 +26,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "device"), [(1, "cpu"), (2, "cpu"), pytest.param(1, "cuda", marks=ON_GPU)])
 def test_fp32_logits_equal_transformers_at_every_position_and_greedy_tokens_are_identical(
-    tmp_path: Path, shape: str, tp: int
+    tmp_path: Path, shape: str, tp: int, device: str
 ) -> None:
-    check_parity(make_llama(tmp_path / "model", seed=3, **SHAPES[shape]), tp, PROMPTS, NUM_NEW)
+    check_parity(make_llama(tmp_path / "model", seed=3, **SHAPES[shape]), tp, PROMPTS, NUM_NEW, device=device)
 
 
 def test_more_ranks_than_two_share_heads_features_and_an_uneven_vocabulary(tmp_path: Path) -> None:
