@@ -110,19 +110,42 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_llama(folder / "model", num_hidden_layers=1), folder / "program.py"
 
 
-def test_torchrun_starts_the_ranks_and_rank_0_goes_on_alone(launched: tuple[Path, Path]) -> None:
+def test_two_nodes_of_torchrun_meet_at_a_rendezvous_of_their_own_and_rank_0_goes_on_alone(
+    launched: tuple[Path, Path],
+) -> None:
     model, program = launched
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, program, model], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(reference_tokens(model, [5, 6, 7], 6))
+    store, place = _free_address(), f"tcp://{_free_address()}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-id", "here", "--rdzv-endpoint", store]
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, program, model, place],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert sorted(out.strip() for out, _ in said) == ["", str(reference_tokens(model, [5, 6, 7], 6))]
+
+
+def _free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def test_a_launched_rank_that_is_killed_is_said_on_rank_0(launched: tuple[Path, Path]) -> None:
     model, program = launched
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    place = f"tcp://{_free_address()}"
     ranks = [
         subprocess.Popen(
             [sys.executable, program, model, place],
