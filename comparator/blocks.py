@@ -15,6 +15,8 @@ from tapscope.run import Run
 Rows = Array | slice
 """Rows of a matrix; a slice where they are neighbours, so that nothing is gathered."""
 
+MAX_ROWS = 1 << 20
+"""Of a tensor without token rows: what is measured of each takes 160 bytes."""
 _WIDEST = 1 << 20
 """Columns of a block that has to be copied to be read."""
 
@@ -81,16 +83,25 @@ class Columns(NamedTuple):
 def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     """The piece as column blocks, where ``token_axes`` are flattened to rows.
 
-    Without token axes the last axis longer than 1 is the width, so that a place reads like an index. Shards along
-    the first other axis stay where they lie; what else is spread is read in parts.
+    Without token axes the last axis longer than 1 is the width, so that a place reads like an index; as many axes
+    before it are, too, as leave no more than :data:`MAX_ROWS` rows. Shards along the first other axis stay where they
+    lie; what else is spread is read in parts.
     """
-    axes = token_axes or tuple(range(max((i for i, n in enumerate(piece.shape) if n != 1), default=0)))
+    axes = token_axes or _row_axes(piece.shape)
     if isinstance(piece, Leaf) and (matrix := _outermost(piece.shape, axes)):  # the plain case, in fewer steps
         array, rank = run.array(piece.record), piece.record.key.rank
         if array.flags.c_contiguous:
             values = _real(array.reshape(matrix))
             return [Block(0, matrix[0], values.shape[1], rank, values, piece, run, axes)]
     return list(_blocks(piece, run, axes, 0))
+
+
+def _row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes that are rows where there are no token axes."""
+    count = max((i for i, n in enumerate(shape) if n != 1), default=0)
+    while count and math.prod(shape[:count]) > MAX_ROWS:
+        count -= 1
+    return tuple(range(count))
 
 
 @lru_cache(maxsize=1024)

@@ -18,6 +18,8 @@ Array = np.ndarray[Any, Any]
 
 MAX_ELEMENTS = 65536
 """Elements of either side that are read."""
+_WIDEST = 1 << 20
+"""Columns beyond which they are elements of a flat tensor rather than channels; their sums would fill the memory."""
 _MAX_ROWS = 256
 _MAX_JOINS = 8
 
@@ -30,7 +32,7 @@ def worst_channel(opened: Opened, measured: Measured) -> Channel:
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_JOINS - 1)) for n in range(_MAX_JOINS)})]
     sides = [(opened.left[join.baseline], opened.right[join.target]) for join, _, _ in parts]
     widths = {sum(block.width for block in side) for pair in sides for side in pair}
-    if len(widths) != 1 or widths == {1}:
+    if len(widths) != 1 or not 1 < max(widths) <= _WIDEST:
         return QUIET
     sums, num_rows, (width,) = np.zeros((2, len(KINDS), *widths)), 0, widths
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0

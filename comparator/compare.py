@@ -170,10 +170,18 @@ def _see(
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     sites = {**given[1].sites, **given[0].sites}
-    notes = (*given[0].notes, *given[1].notes)
+    notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
     everything = _examine(examiner, pairs, progress)
     flips = explain_flips([one for one in everything if not one.apart], examiner.preparer)
     return _Seen(everything, examiner, rows, sites, counts, objects, flips, notes)
+
+
+def _shift_note(options: CompareOptions, rows: RowMap) -> list[str]:
+    """What ``shift_steps`` does not do where token rows are known."""
+    if not options.shift_steps or not rows.known:
+        return []
+    how = "token rows meet by request and position whatever their steps, unless they were computed again unsaid"
+    return [f"--shift-steps {options.shift_steps}: {how}; it is about --steps, parameters and plain values"]
 
 
 def _placed(divergence: Divergence, seen: _Seen) -> Divergence:

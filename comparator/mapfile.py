@@ -15,15 +15,15 @@ A YAML file with any of these sections (docs/comparator.md, Names and maps)::
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tapscope.comparator import mapmember
 from tapscope.errors import ConfigError
-from tapscope.pattern import MAX_SUBJECT, safe_pattern
+from tapscope.pattern import MAX_SUBJECT
 
-SIDES = ("baseline", "target", "both")
 ORDERS = ("plain", "grouped")
 MAX_STARS = 3
 """Of one pattern of split and join: each multiplies the ways to try it."""
@@ -117,11 +117,11 @@ def _parse(path: Path) -> MapFile:
     from tapscope.comparator.yamlfile import read_yaml  # only now: yaml takes a while to load
 
     content = read_yaml(path)
-    _known(str(path), content, ("rename", "split", "join", "dims", "rules"))
+    mapmember.known(str(path), content, ("rename", "split", "join", "dims", "rules"))
     fuse = [
         _fuse(f"{path}: {section}[{whole!r}]", section, whole, entry)
         for section in ("split", "join")
-        for whole, entry in _mapping(f"{path}: {section}", content.get(section)).items()
+        for whole, entry in mapmember.mapping(f"{path}: {section}", content.get(section)).items()
     ]
     return MapFile(
         _entries(path, content, "rename", _rename),
@@ -141,24 +141,29 @@ def _entries(
     given = [] if content.get(section) is None else content[section]
     if not isinstance(given, list):
         raise ConfigError(f"{path}: {section} must be a list of entries (lines that begin with '-')")
-    return tuple(build(f"{path}: {section}[{i}]", _mapping(f"{path}: {section}[{i}]", e)) for i, e in enumerate(given))
+    return tuple(
+        build(f"{path}: {section}[{i}]", mapmember.mapping(f"{path}: {section}[{i}]", e)) for i, e in enumerate(given)
+    )
 
 
 def _rename(where: str, entry: dict[str, Any]) -> Rename:
-    _known(where, entry, ("from", "to", "side"))
-    pattern, to = _regex(f"{where}.from", _text(where, entry, "from")), _text(where, entry, "to", empty=True)
+    mapmember.known(where, entry, ("from", "to", "side"))
+    pattern, to = (
+        mapmember.regex(f"{where}.from", mapmember.text(where, entry, "from")),
+        mapmember.text(where, entry, "to", empty=True),
+    )
     try:
         pattern.sub(to, "")
         re.compile(pattern.pattern + "|").sub(to, "")  # the empty text always matches: are its groups there?
     except (re.error, IndexError) as error:
         raise ConfigError(f"{where}.to: {to!r} does not fit {pattern.pattern!r}: {error}") from None
-    return Rename(where, pattern, to, _side(where, entry))
+    return Rename(where, pattern, to, mapmember.side(where, entry))
 
 
 def _fuse(where: str, section: str, whole: str, entry: Any) -> Fuse:
     key = "into" if section == "split" else "from"
-    entry = _mapping(where, entry)
-    _known(where, entry, (key, "order", "sizes", "heads"))
+    entry = mapmember.mapping(where, entry)
+    mapmember.known(where, entry, (key, "order", "sizes", "heads"))
     parts = entry.get(key)
     if not isinstance(parts, list) or len(parts) < 2 or not all(isinstance(p, str) and p for p in parts):
         raise ConfigError(f"{where}.{key} must be a list of two or more sites or module paths")
@@ -169,7 +174,7 @@ def _fuse(where: str, section: str, whole: str, entry: Any) -> Fuse:
             )
     if whole.count("*") > MAX_STARS:
         raise ConfigError(f"{where}: at most {MAX_STARS} '*' in one pattern")
-    order, sizes = entry.get("order", ""), _counts(where, entry, "sizes")
+    order, sizes = entry.get("order", ""), mapmember.counts(where, entry, "sizes")
     if order not in ("", *ORDERS):
         raise ConfigError(f"{where}.order={order!r} is unknown; use {' or '.join(ORDERS)}")
     if sizes and len(sizes) != len(parts):
@@ -181,7 +186,7 @@ def _fuse(where: str, section: str, whole: str, entry: Any) -> Fuse:
 
 
 def _heads(where: str, entry: Mapping[str, Any], num_parts: int) -> tuple[int, int] | None:
-    heads = _counts(where, entry, "heads")
+    heads = mapmember.counts(where, entry, "heads")
     if not heads:
         return None
     if len(heads) != 2 or heads[0] % heads[1] or num_parts != 3:
@@ -192,60 +197,14 @@ def _heads(where: str, entry: Mapping[str, Any], num_parts: int) -> tuple[int, i
 
 
 def _dims(where: str, entry: dict[str, Any]) -> DimsEntry:
-    _known(where, entry, ("site", "dims", "side"))
-    return DimsEntry(where, _text(where, entry, "site"), _text(where, entry, "dims"), _side(where, entry))
+    mapmember.known(where, entry, ("site", "dims", "side"))
+    return DimsEntry(
+        where, mapmember.text(where, entry, "site"), mapmember.text(where, entry, "dims"), mapmember.side(where, entry)
+    )
 
 
 def _rule(where: str, entry: dict[str, Any]) -> RuleEntry:
-    _known(where, entry, ("site", "require"))
-    site = _text(where, entry, "site")
-    _regex(f"{where}.site", site)
-    return RuleEntry(where, site, _text(where, entry, "require"))
-
-
-def _mapping(where: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{where} must be a mapping of words, e.g. {{key: value}}, not {_short(value)}")
-    return value
-
-
-def _known(where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
-    for name in entry:
-        if name not in names:
-            raise ConfigError(f"{where}: {name!r} is unknown; known: {', '.join(names)}")
-
-
-def _text(where: str, entry: Mapping[str, Any], key: str, *, empty: bool = False) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str) or not (value or empty):
-        raise ConfigError(f"{where}.{key} must be a text{'' if empty else ' that is not empty'}, not {_short(value)}")
-    return value
-
-
-def _side(where: str, entry: Mapping[str, Any]) -> str:
-    side = entry.get("side", "both")
-    if side not in SIDES:
-        raise ConfigError(f"{where}.side={_short(side)} is unknown; use {', '.join(SIDES)}")
-    return str(side)
-
-
-def _counts(where: str, entry: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = entry.get(key, [])
-    if not isinstance(value, list) or not all(type(n) is int and n > 0 for n in value):
-        raise ConfigError(f"{where}.{key} must be a list of whole numbers from 1, not {_short(value)}")
-    return tuple(value)
-
-
-def _regex(where: str, text: str) -> re.Pattern[str]:
-    try:
-        return safe_pattern(text)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    return f"a {type(value).__name__}" if isinstance(value, dict | list) else repr(value)[:60]
+    mapmember.known(where, entry, ("site", "require"))
+    site = mapmember.text(where, entry, "site")
+    mapmember.regex(f"{where}.site", site)
+    return RuleEntry(where, site, mapmember.text(where, entry, "require"))

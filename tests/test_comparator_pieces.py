@@ -90,6 +90,17 @@ def test_every_way_of_reading_gives_the_values_of_the_whole(run: Run, data: st.D
     assert [b.offset for b in found] == np.cumsum([0, *(b.width for b in found)]).tolist()[:-1]
 
 
+def test_however_many_rows_a_tensor_has_few_are_told_apart(run: Run, monkeypatch: Any) -> None:
+    leaf = Leaf(run.records[0])
+    (block,) = blocks(leaf, run, ())
+    assert block.num_rows == SHAPE[0] * SHAPE[1]
+    monkeypatch.setattr("tapscope.comparator.blocks.MAX_ROWS", SHAPE[0])
+    for piece in (leaf, Joined(1, (leaf, Leaf(run.records[1])))):
+        found = blocks(piece, run, ())
+        assert {b.num_rows for b in found} == {SHAPE[0]}
+        assert sum(b.num_rows * b.width for b in found) == int(np.prod(piece.shape))
+
+
 @pytest.mark.parametrize("columns", [3, 7])
 def test_a_wide_block_is_cut_where_it_has_to_be_copied(run: Run, monkeypatch: Any, columns: int) -> None:
     monkeypatch.setattr("tapscope.comparator.blocks._WIDEST", columns)

@@ -18,7 +18,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
     choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
     choose.add_argument(
-        "--shift-steps", metavar="N", type=int, default=0, help="the target's step numbers are this much higher"
+        "--shift-steps",
+        metavar="N",
+        type=int,
+        default=0,
+        help="the target's numbers are N higher where steps meet by number",
     )
     choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
     meet = parser.add_argument_group("matching")
