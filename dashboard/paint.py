@@ -68,6 +68,8 @@ def _value_words(value: Any) -> str:
     words = str(value.get("type", "unknown type"))
     if "value" in value:
         words += f" {value['value']!r}"
+    elif "text" in value:
+        words += f" {value.get('class')} {value['text']}"
     elif "class" in value:
         words += f" {value['class']}, of which only the class was kept"
     cut = value.get("cut")

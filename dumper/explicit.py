@@ -35,7 +35,7 @@ class Place:
         self.path = path_of(layer)
         self.name = part_of(name)
         self.site = f"{self.path}:tap[{self.name}]"
-        self.dims = dims
+        self.dims = (_text(dims[0]), _text(dims[1]))
         self.ports: dict[str, Port] = {}
         """Path within the value -> port."""
         self.grads: dict[tuple[str, bool], Port] = {}
@@ -162,6 +162,11 @@ class Explicit:
         if choice.static is not None or choice.needs_value or choice.sentinel is not None or place.inside:
             return True
         return choice.decide(moment_of(None, stamp)).keep != "off"
+
+
+def _text(dims: Any) -> str | None:
+    """What is no text fits no shape, and is complained of as such."""
+    return None if dims is None else str(dims)
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:

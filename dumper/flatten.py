@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ _MAX_DEPTH = 16
 _HARMLESS = str.maketrans("[]:", "();")
 _LONG_LIST = 16
 _MAX_PLAIN = 4096  # numbers or characters of a plain value that are kept
+_TOLD = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, slice, range, Enum, PurePath)
+"""Objects that their text says all of. It is for people: a device may well differ between runs that agree."""
 
 
 def flatten(value: Any) -> list[tuple[str, Any]]:
@@ -91,4 +95,5 @@ def plain_value(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, tuple | list):
         kept = [item if isinstance(item, int) else repr(float(item)) for item in leaf[:_MAX_PLAIN]]
         return {"type": "list", "value": kept} | ({"cut": len(leaf)} if len(leaf) > _MAX_PLAIN else {})
-    return {"type": "object", "class": f"{type(leaf).__module__}.{type(leaf).__qualname__}"}
+    told = {"text": str(leaf)[:_MAX_PLAIN]} if isinstance(leaf, _TOLD) else {}
+    return {"type": "object", "class": f"{type(leaf).__module__}.{type(leaf).__qualname__}"} | told

@@ -162,6 +162,8 @@ def take_model(
 
     ``prefix`` is put before the module paths (``actor``). A second call in one step is a second occurrence.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")
     taken = 0
     for tap in find_taps(model):
         module = model.get_submodule(tap.path)

@@ -87,7 +87,11 @@ class ValueCalls:
         )
         selection = Selection.of(config, rank=info.rank, coords=info.coords)
         said = context.merged(context.current(), tags)
-        return take_model(recording.collector, model, where, selection, prefix=prefix, micro=where.micro, tags=said)
+        try:
+            return take_model(recording.collector, model, where, selection, prefix=prefix, micro=where.micro, tags=said)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            recording.collector.account.fail(where, f"{prefix}:param[..]", error)
+            return 0
 
     @contextmanager
     def capture_output(self, **settings: Any) -> Iterator[Captures]:

@@ -141,16 +141,21 @@ def test_what_goes_wrong_in_a_dump_is_counted_and_never_raised(tmp_path: Path) -
         dumper.dump_dict("state", Odd(), layer_id=1)
         dumper.dump_dict("plain", {"a/b": 1, "c]:[": torch.ones(1)})
         dumper.dump("meta", torch.ones(2, device="meta"))
+        dumper.dump("told", {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache": object()})
+        dumper.dump("five", torch.ones(2), dims=5)  # type: ignore[arg-type]
+        assert dumper.dump_model("model") == 0  # type: ignore[arg-type]
     run = open_run(tmp_path / "run")
     reasons = " ".join(str(e.fields["reason"]) for e in run.events() if e.kind == "failed")
-    for text in ("no value today", "unhashable", "'a b c'", "broken", "meta tensor"):
+    for text in ("no value today", "unhashable", "'a b c'", "broken", "meta tensor", "'5'", "not a str"):
         assert text in reasons, text
     sites = {r.key.site for r in run.records}
     assert {":tap[wrong]", "layers.1:tap[state.fine]", ":tap[plain.a/b]", ":tap[plain.c);(]"} <= sites
     (tags,) = [r.tags for r in run.records if r.key.site == ":tap[tagged]"]
     assert tags == {"layer_id": "<Tensor of shape ()>", "odd": {"x": "nan", "1": [2]}, "what": "<class 'object'>"}
     account = run.ledger()
-    assert (account.failed, account.lost, account.complete) == (3, 0, False)
+    assert (account.failed, account.lost, account.complete, account.problems) == (4, 0, False, [])
+    told = {r.key.site: r.value.get("text") for r in run.records if "told" in r.key.site and isinstance(r.value, dict)}
+    assert told == {":tap[told.dtype]": "torch.bfloat16", ":tap[told.device]": "cpu", ":tap[told.cache]": None}
 
 
 @given(st.text(max_size=40) | st.integers() | st.none(), st.integers(-3, 3) | st.text(max_size=3) | st.booleans())
