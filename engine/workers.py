@@ -23,6 +23,8 @@ from tapscope.errors import RankLostError, UsageError
 from tapscope.scratch import make_scratch, remove_scratch
 from tapscope.wire import Message, decode, encode
 
+PROCESSES = multiprocessing.get_context("spawn")
+"""How workers are started: never by fork, which CUDA and threads do not survive."""
 POLL_MS = 100
 LAST_WORDS_S = 1.0  # how long what a dying worker says may be on its way
 _CLOSE_S = 10.0  # how long a worker may take to close its observer
@@ -59,10 +61,9 @@ class Workers:
 
     def start(self, main: Callable[..., None], arguments: tuple[Any, ...], count: int, what: str) -> None:
         """Spawn ``count`` workers that run ``main(number, *arguments)``; raises UsageError for what has no pickle."""
-        context = multiprocessing.get_context("spawn")
         for number in range(1, count + 1):
             Pulse.create(pulse_in(self.folder, number))
-            process = context.Process(target=main, args=(number, *arguments), name=f"tapscope-{what}-{number}")
+            process = PROCESSES.Process(target=main, args=(number, *arguments), name=f"tapscope-{what}-{number}")
             process.daemon = self.are_final
             self._processes[number] = process
             try:

@@ -17,6 +17,21 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 # `python -m pytest` puts the root on sys.path, where engine/, dumper/ and kernels/ would shadow other packages.
 sys.path[:] = [entry for entry in sys.path if entry not in ("", _ROOT)]
 
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm_ranks() -> Iterator[None]:
+    """Ranks that engines of the test's own process start need not import torch first; other processes spawn theirs."""
+    from warm import RANKS
+
+    from tapscope.engine import workers
+
+    if Path("/proc/driver/nvidia").exists():  # which GPUs a rank sees is settled when its own process starts
+        yield
+        return
+    with patch.object(workers, "PROCESSES", RANKS):
+        yield
+
+
 _NO_GPU = "needs a CUDA device"
 
 

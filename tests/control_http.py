@@ -2,10 +2,11 @@
 
 import http.client
 import json
+import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
+
+import warm
 
 TOKEN = "correct-horse-battery"
 
@@ -39,9 +40,4 @@ def bearer(token: str = TOKEN) -> dict[str, str]:
 
 def ctl(*words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     """`tapscope ctl`, as a process."""
-    import os
-
-    command = [sys.executable, "-m", "tapscope", "ctl", *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | environment, cwd=Path("/")
-    )
+    return warm.run("-m", "tapscope", "ctl", *words, env=os.environ | environment, cwd="/")

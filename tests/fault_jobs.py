@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -17,15 +16,13 @@ from typing import Any
 import fault_worker
 from fault_worker import Spec
 from jobs import wait_until
+from warm import RANKS
 
 from tapscope.dumper.process import is_alive
 
 SLACK_S = 10.0
 """What a busy machine may add to a wait; a wait without a bound would be longer."""
 _END_S = 90.0
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "pytest", "tapscope.dumper", "tapscope.dumper.recording", "fault_worker"])
 
 
 class Ranks:
@@ -44,7 +41,7 @@ class Ranks:
 
     def start(self, spec: Spec) -> BaseProcess:
         """One more process."""
-        process = _processes.Process(target=fault_worker.work, args=(asdict(spec),), daemon=True)
+        process = RANKS.Process(target=fault_worker.work, args=(asdict(spec),), daemon=True)
         process.start()
         self.processes.append(process)
         return process
@@ -201,7 +198,7 @@ def _polled(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 def alone(target: Callable[..., None], *args: Any, timeout_s: float = _END_S) -> None:
     """Run ``target`` in a process of its own; fails when it fails, or hangs."""
-    process = _processes.Process(target=target, args=args)
+    process = RANKS.Process(target=target, args=args)
     process.start()
     process.join(timeout_s)
     if process.exitcode is None:

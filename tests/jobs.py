@@ -1,15 +1,15 @@
 """Starting and ending toy jobs of several processes, and talking HTTP to them."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import warm
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 
@@ -22,10 +22,8 @@ class Job:
         self.processes: list[subprocess.Popen[str]] = []
         self.http: str | None = None
         for rank in range(world):
-            command = [sys.executable, str(WORKER), str(run), str(rank), str(world), json.dumps(settings)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            self.processes.append(process)
+            words = (WORKER, run, rank, world, json.dumps(settings))
+            self.processes.append(warm.start(*words, stdout=subprocess.PIPE, text=True))
 
     def __enter__(self) -> "Job":
         for process in self.processes:

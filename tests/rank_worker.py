@@ -37,7 +37,7 @@ def build() -> nn.Module:
 def main(run: Path, rank: int, world: int, settings: dict[str, object]) -> int:
     """Step until told to stop."""
     torch.set_num_threads(1)
-    pause = float(settings.pop("pause_s", 0.005))
+    pause = float(settings.pop("pause_s", 0.02))
     info = RankInfo(rank=rank, world_size=world, mesh={"tp": world}, coords={"tp": rank})
     model = build()
     stop = run.with_name(run.name + ".stop")

@@ -2,13 +2,13 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import warm
 
 from tapscope.errors import UsageError
 
@@ -106,7 +106,6 @@ def test_a_few_cases_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_from_the_command_line_a_name_that_no_case_has_is_a_usage_error() -> None:
-    command = [sys.executable, "-m", "benchmarks.verdict", "--only", "no_such_bug"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert b"no_such_bug" in done.stderr
+    done = warm.run("-m", "benchmarks.verdict", "--only", "no_such_bug", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no_such_bug" in done.stderr

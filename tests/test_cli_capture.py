@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from checkpoints import make_llama
 from jobs import ask, wait_until
 from safetensors.torch import load_file, save_file
@@ -237,9 +238,9 @@ def test_serve_is_steered_over_http_and_drains_on_sigterm(llama: Path, tmp_path:
         ask(f"http://{address}/generate", body)
         state = json.loads(_command("ctl", address, "state").stdout)
         assert [rank["status"] for rank in state["ranks"]] == ["connected", "connected"]
-        refused = _command("ctl", address, "configure", "keep=some")
+        refused = warm.run("-m", "tapscope", "ctl", address, "configure", "keep=some")
         assert (refused.returncode, "one of off, stats, full" in refused.stderr) == (2, True)
-        taken = _command("serve", llama, "-o", tmp_path / "second", "--listen", address)
+        taken = warm.run("-m", "tapscope", "serve", llama, "-o", tmp_path / "second", "--listen", address)
         assert (taken.returncode, f"cannot listen on {address}" in taken.stderr) == (2, True)
     finally:
         server.send_signal(signal.SIGTERM)
@@ -270,9 +271,8 @@ def test_a_call_that_was_refused_leaves_nothing_that_blocks_the_next(llama: Path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_dump_that_is_stopped_says_what_it_kept(llama: Path, tmp_path: Path, backend: str, number: int) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "tapscope", "dump", str(llama), "-o", str(out), "--backend", backend]
-    command += ["--prompt", "def main():", "--max-new", "400"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    flags = ["--backend", backend, "--prompt", "def main():", "--max-new", "400"]
+    process = warm.start("-m", "tapscope", "dump", llama, "-o", out, *flags, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(_lines(out)) > 2000, "some steps are recorded", timeout_s=60)
     process.send_signal(number)
     error = process.communicate(timeout=30)[1]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from itertools import takewhile
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from comparator_toy import Toy, damaged, prompts, weights
 from diff_schema import make_schema, problems
 
@@ -35,14 +37,16 @@ def _commands(section: str) -> list[tuple[str, list[str]]]:
 
 
 def _run(command: str, cwd: Path) -> tuple[int, list[str]]:
-    words = (
-        command.replace("tapscope ", f"{sys.executable} -m tapscope ", 1) if command.startswith("tapscope") else command
-    )
-    words = re.sub(r"^python examples/", f"{sys.executable} {ROOT}/examples/", words)
-    environment = {"COLUMNS": "118"}
-    done = subprocess.run(
-        words, shell=True, capture_output=True, text=True, cwd=cwd, check=False, env={**_environment(), **environment}
-    )
+    words = re.sub(r"^tapscope ", "python -m tapscope ", command)
+    words = re.sub(r"^python examples/", f"python {ROOT}/examples/", words)
+    environment = {**_environment(), "COLUMNS": "118"}
+    if set(words) & set("|&;<>$"):
+        words = words.replace("python ", f"{sys.executable} ", 1)
+        done = subprocess.run(words, shell=True, capture_output=True, text=True, cwd=cwd, check=False, env=environment)
+    else:
+        python, *rest = shlex.split(words)
+        assert python == "python", command
+        done = warm.run(*rest, cwd=cwd, env=environment)
     return done.returncode, [line.rstrip() for line in done.stdout.splitlines()]
 
 
@@ -57,7 +61,7 @@ def _masked(line: str) -> str:
     return re.sub(r"[\s─]+", " ", NUMBER.sub("#", line)).strip()
 
 
-pytestmark = pytest.mark.timeout(900)  # eight processes that import torch
+pytestmark = pytest.mark.timeout(900)  # eight processes, one after the other
 
 
 def _pattern(line: str) -> re.Pattern[str]:

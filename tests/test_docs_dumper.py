@@ -1,8 +1,6 @@
 """docs/dumper.md is complete and true: its tables against the code, its Python and its output by running them."""
 
 import re
-import subprocess
-import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import fields
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from tapscope import dumper
 from tapscope.dumper.client import ControlClient
@@ -111,7 +110,7 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def _run(tmp_path: Path, *words: Any) -> str:
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = warm.run(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import ask
@@ -38,8 +39,7 @@ def _script(tmp_path: Path, code: str, **environ: str) -> "subprocess.CompletedP
     path = tmp_path / "program.py"
     path.write_text(code)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TAPSCOPE_")}
-    command = [sys.executable, "-W", "error", str(path)]
-    return subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    return warm.run("-W", "error", path, env=clean | environ, cwd=tmp_path)
 
 
 # ---- what is recorded
@@ -634,7 +634,7 @@ def test_the_ranks_of_a_job_agree_on_a_name_and_jobs_stay_apart(tmp_path: Path) 
 
     def start(job: int, rank: int) -> "subprocess.Popen[bytes]":
         environ = clean | {"RANK": str(rank), "MASTER_PORT": str(20000 + job)}
-        return subprocess.Popen([sys.executable, str(program)], env=environ)
+        return warm.start(program, env=environ)
 
     ranks = [start(job, rank) for job in range(2) for rank in (1, 0)]
     assert [process.wait(60) for process in ranks] == [0, 0, 0, 0]
@@ -667,7 +667,7 @@ def work(rank, port_file):
     dumper.close()
 
 if __name__ == "__main__":
-    mp.spawn(work, ("STORE",), nprocs=2)
+    mp.start_processes(work, ("STORE",), nprocs=2, start_method="fork")
 """.replace("STORE", str(tmp_path / "store"))
     done = _script(
         tmp_path,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 import zmq
 from control_http import ctl
 from jobs import WORKER, Job, wait_until
@@ -56,11 +57,10 @@ def test_a_rank_of_another_host_is_recorded_through_the_network(tmp_path: Path) 
     name_of_its_own = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*name_of_its_own, "true"], capture_output=True).returncode:
         pytest.skip("a process cannot have a host name of its own here")
-    near = [sys.executable, str(WORKER), str(run), "0", "2", json.dumps({"keep": "full", "network": "127.0.0.1"})]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    settings, environment = {"keep": "full", "network": "127.0.0.1"}, os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=environment)
-        for each in (near, [*name_of_its_own, *command])
+        warm.start(WORKER, run, 0, 2, json.dumps(settings), stdout=subprocess.PIPE, text=True),
+        subprocess.Popen([*name_of_its_own, *command], stdout=subprocess.PIPE, text=True, env=environment),
     ]
     try:
         for rank in ranks:

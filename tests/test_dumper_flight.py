@@ -1,10 +1,8 @@
 """The flight recorder: the last steps in bounded memory, on disk only when asked, each value at most once."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import Job, wait_until
@@ -299,9 +298,7 @@ for n in range(6):
 
 def script(tmp_path: Path, body: str) -> "subprocess.Popen[str]":
     text = SCRIPT.format(tests=str(Path(__file__).parent), run=str(tmp_path / "run"), body=body)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", text]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.start("-c", text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended_recorder(run: Path) -> None:
@@ -345,7 +342,7 @@ with torch.no_grad(), dumper.step():
     before = "heard = []\nimport signal\nsignal.signal(signal.SIGUSR2, lambda *a: heard.append(1))\n"
     text = SCRIPT.replace("model = build()", before.replace("{", "{{").replace("}", "}}") + "model = build()")
     text = text.format(tests=str(Path(__file__).parent), run=str(tmp_path / "run"), body=body)
-    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    process = warm.start("-c", text, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "ready"
     process.send_signal(signal.SIGUSR2)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from torch import nn
 
 from tapscope.dumper import identity
@@ -69,8 +70,7 @@ dist.destroy_process_group()
 def test_device_meshes_tell_the_coordinates_also_of_groups_that_come_late(tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(_JOB)
-    command = [sys.executable, str(program), str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=None) for rank in (0, 1)]
+    ranks = [warm.start(program, tmp_path, rank, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
     said = [process.communicate(timeout=90)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     run = open_run(tmp_path / "run")

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -334,9 +334,9 @@ def test_a_dtensor_is_its_shard_with_its_placement_as_dims(tmp_path: Path) -> No
     script, rendezvous = tmp_path / "worker.py", tmp_path / "rendezvous"
     script.write_text(WORKER)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "run"), str(rendezvous)],
-            env=os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        warm.start(
+            *(script, tmp_path / "run", rendezvous),
+            env=os.environ | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import httpx
 import openai
 import pytest
 import torch
+import warm
 import zmq
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
@@ -82,9 +82,9 @@ def _started(model: Path, folder: Path, *flags: str) -> Server:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     run, log = folder / "run", folder / "log.jsonl"
-    command = [sys.executable, "-m", "tapscope", "serve", str(model), "-o", str(run), "--listen", address, "-q"]
-    command += ["--dp", "2", "--set", "num_pages=1024", "--request-log", str(log), *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    words = ["-m", "tapscope", "serve", model, "-o", run, "--listen", address, "-q"]
+    words += ["--dp", "2", "--set", "num_pages=1024", "--request-log", log, *flags]
+    process = warm.start(*words, stderr=subprocess.PIPE, text=True)
     server = Server(process, httpx.Client(base_url=f"http://{address}", timeout=60), run, log)
     wait_until(lambda: process.poll() is not None or _is_up(server.http), "the server is up", timeout_s=90)
     assert process.poll() is None, process.communicate()[1]

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import warm
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
 
@@ -35,8 +35,8 @@ class Process:
     def __init__(self, path: Path, run: Path, *flags: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, "-m", "tapscope", "serve", str(path), "-o", str(run), "--listen", self.address]
-        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+        words = ["-m", "tapscope", "serve", path, "-o", run, "--listen", self.address, *flags]
+        self.process = warm.start(*words, stderr=subprocess.PIPE, text=True)
         self.client = httpx.Client(base_url=f"http://{self.address}", timeout=60)
 
     def wait_ready(self) -> None:

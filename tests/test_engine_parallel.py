@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import check_parity, reference_tokens
 from hypothesis import given
@@ -147,8 +148,8 @@ def test_a_launched_rank_that_is_killed_is_said_on_rank_0(launched: tuple[Path, 
     model, program = launched
     place = f"tcp://{_free_address()}"
     ranks = [
-        subprocess.Popen(
-            [sys.executable, program, model, place],
+        warm.start(
+            *(program, model, place),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import warm
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
 from engine_observers import HangingOn, JournalIn, Memory, unmakeable_on_rank_1
@@ -135,9 +135,8 @@ def test_no_rank_outlives_its_engine(path: Path, tmp_path: Path, ending: str) ->
     script = tmp_path / "program.py"
     script.write_text(SCRIPT.replace("{ending}", ending))
     with TemporaryDirectory() as temporary:
-        command = [sys.executable, str(script), str(path)]
         environment = os.environ | {"TMPDIR": temporary}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        with warm.start(script, path, stdout=subprocess.PIPE, text=True, env=environment) as process:
             pid = int(process.stdout.readline())
             if "sleep" in ending:
                 assert not _is_gone(pid)
@@ -166,7 +165,7 @@ def test_a_temporary_directory_too_deep_for_a_socket_is_said(
 def test_a_script_without_a_main_guard_is_told_what_to_write(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(f"from tapscope.engine import LLM\nLLM({str(path)!r}, tp=2)\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(script)
     assert done.returncode == 1
     assert 'under `if __name__ == "__main__":`' in done.stderr
 

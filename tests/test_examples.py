@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from checkpoints import make_llama
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -20,21 +21,27 @@ def _run(*words: object, expect: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def _python(*words: object) -> str:
+    done = warm.run(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def test_dump_fits_thirty_lines_and_prints_the_mlp_of_layer_1(tmp_path: Path) -> None:
     example = EXAMPLES / "01_dump.py"
     assert len(example.read_text().splitlines()) <= 30
-    said = _run(sys.executable, example, tmp_path / "run")
+    said = _python(example, tmp_path / "run")
     for name in ("gate_proj", "up_proj", "act_fn", "down_proj"):
         assert f"model.layers.1.mlp.{name}:out (1, 12, " in said
 
 
 def test_find_the_bad_layer_names_the_norm(tmp_path: Path) -> None:
-    said = _run(sys.executable, EXAMPLES / "02_find_the_bad_layer.py", tmp_path)
+    said = _python(EXAMPLES / "02_find_the_bad_layer.py", tmp_path)
     assert "model.layers.2.post_attention_layernorm" in said
 
 
 def test_explicit_values_in_memory_and_in_a_run(tmp_path: Path) -> None:
-    said = _run(sys.executable, EXAMPLES / "05_explicit.py", tmp_path / "runs")
+    said = _python(EXAMPLES / "05_explicit.py", tmp_path / "runs")
     assert "in memory: ['layers.1:tap[scores]'] (8, 8)" in said
     assert "layers.2:tap[scores].grad backward (8, 8)" in said
     assert ":tap[loss] forward ()" in said
@@ -46,6 +53,6 @@ def test_the_ci_gate_passes_an_unchanged_model_and_stops_a_changed_one(tmp_path:
     _run("bash", gate, model, baseline, tmp_path)
     assert "agrees" in _run("bash", gate, model, baseline, tmp_path)
     changed = tmp_path / "changed"
-    _run(sys.executable, EXAMPLES / "damage.py", model, changed, "model.layers.1.mlp.up_proj.weight")
+    _python(EXAMPLES / "damage.py", model, changed, "model.layers.1.mlp.up_proj.weight")
     said = _run("bash", gate, changed, baseline, tmp_path, expect=1)
     assert "model.layers.1.mlp.up_proj" in said
