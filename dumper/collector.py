@@ -17,6 +17,7 @@ from tapscope.dumper.gradients import Gradients
 from tapscope.dumper.keeper import Keeper
 from tapscope.dumper.laterows import LateRows
 from tapscope.dumper.passes import Origin, Origins, current_node, graph_task, next_node
+from tapscope.dumper.pattern import pattern_of
 from tapscope.dumper.port import Port
 from tapscope.dumper.rules import Selection
 from tapscope.dumper.stamp import Stamp
@@ -157,12 +158,16 @@ class Collector:
     def _give(self, tap: Tap, kind: str, value: Any, stamp: Stamp, forward: Stamp | None = None) -> None:
         """Every leaf of a value to the taker; of a recomputation, gradients belong to the ``forward`` it repeats."""
         ports, in_full = tap.ports, stamp.step.in_full
+        met = []
         for path, leaf in _leaves(tap, kind, value):
             port = ports.get((kind, path)) or tap.port(kind, path, self.selection)
+            met.append(port)
             if port.may_keep or in_full:
                 self.take(port, leaf, stamp)
             if port.grad is not None and isinstance(leaf, torch.Tensor):
                 self.gradients.watch(port.grad, leaf, forward or stamp, claim=forward is None)
+        if stamp is self.taker.pen.stamp and not tap.has_grads and (fast := tap.fast.get(kind)) is not None:
+            fast.pattern = pattern_of(kind, value, iter(met))
 
     def _fire_apart(self, tap: Tap, kind: str, value: Any) -> None:
         """A firing outside a step, or in one that is skipped, or while the autograd engine runs: a recomputation."""

@@ -81,6 +81,11 @@ def _name(key: str) -> str:
     return key.translate(_HARMLESS) or "(empty)"
 
 
+def is_container(value: Any) -> bool:
+    """Whether :func:`flatten` looks into it."""
+    return not isinstance(value, torch.Tensor) and _children(value) is not None
+
+
 def plain_value(leaf: Any) -> dict[str, Any]:
     """A non-tensor leaf as the typed JSON of docs/format.md."""
     if isinstance(leaf, bool):

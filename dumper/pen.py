@@ -36,8 +36,10 @@ class Lines(NamedTuple):
 class Pen:
     """Between :meth:`begin` and :meth:`end` it writes, and queues its lines by the dozen."""
 
-    def __init__(self, backlog: "Backlog", account: "Account", send: Callable[["Port", int], None]) -> None:
-        """``send`` records the tensor that lies at an address as the last one at the port did; it does not raise."""
+    def __init__(
+        self, backlog: "Backlog", account: "Account", send: Callable[[tuple["Port", "Layout"], int], None]
+    ) -> None:
+        """``send`` records the tensor at an address, which lies at a port as a layout says; it does not raise."""
         self._backlog = backlog
         self._account = account
         self._send = send
@@ -106,3 +108,11 @@ def stencil_of(port: "Port", layout: "Layout") -> Any:
     code, _, width = plan
     head, tail = f',"site":{port.site_text},"step":'.encode(), f"{port.model_text}{layout.text}".encode()
     return functions.stencil(head, tail, layout.kind, layout.size, layout.count, width, code)
+
+
+def literal_of(port: "Port", value: Any, text: bytes) -> Any:
+    """The lines of ``port`` for a plain value (or all objects of a class), whose JSON is ``text``."""
+    functions = library.functions()
+    assert functions is not None
+    head, tail = f',"site":{port.site_text},"step":'.encode(), port.model_text.encode() + b',"value":' + text
+    return functions.stencil(head, tail, value, (), 0, 0, -1)

@@ -47,7 +47,6 @@ class Port:
         "choice",
         "complained",
         "dims",
-        "fast",
         "grad",
         "inner",
         "keep",
@@ -87,8 +86,6 @@ class Port:
         """What is kept of every tensor here, where nothing else need be asked; else None."""
         self.grad: Port | None = None
         """The port of its gradient, where that may be kept."""
-        self.fast: Any = None
-        """The fast path of its tap, where it is the one port that this knows, see :meth:`Tap.port`."""
         self.inner: dict[str, Port] = {}
         """Parts of a tensor that is not one piece of memory."""
         self.latest = NO_LAYOUT
@@ -135,8 +132,6 @@ class Port:
             self.layouts[key] = found
         if whole:
             self.latest = found
-            if self.fast is not None:
-                self.fast.stencil = found.stencil if self.announced else None
         return found
 
     def _make(self, part: Part, cap: int | None, complain: Callable[[str, str], None], placed: Placed | None) -> Layout:

@@ -103,16 +103,16 @@ class Taker:
             return self.pen.write(layout.stencil, leaf)
         address = self.pen.find(layout.stencil, leaf)
         if address:
-            self._send_at(port, address)
+            self._send_at((port, layout), address)
         return address > 0
 
-    def _send_at(self, port: Port, address: int) -> None:
-        """The whole tensor at ``address``, which lies as the last one at ``port`` did; never raises."""
+    def _send_at(self, where: tuple[Port, Layout], address: int) -> None:
+        """The whole tensor at ``address``, which lies as the layout says; never raises."""
+        port, layout = where
         stamp = self.pen.stamp
         if stamp is None:
             return
         try:
-            layout = port.latest
             self._send(port, stamp, layout, capture.take_at(address, layout, self.memo, self._backlog))
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, port.site, error)

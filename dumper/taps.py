@@ -93,8 +93,6 @@ class Tap:
             choice = self._choice(kind, path, f"{self.path}:{name}.grad", selection)
             if choice.may_keep:
                 found.grad = self._make(f"{name}.grad", choice)
-            elif path == (self.names[0] if kind == "in" and self.names else ""):
-                self._hasten(found, kind)
             self.ports[kind, path] = found
         return found
 
@@ -113,13 +111,7 @@ class Tap:
         """A new configuration or run: decide and announce again."""
         self.ports.clear()
         for fast in self.fast.values():
-            fast.stencil = fast.port = None
-
-    def _hasten(self, port: Port, kind: str) -> None:
-        """The port may be reached by the fast path, which knows one: of the only output, or the only argument."""
-        if port.keep is not None and not self.has_grads and (fast := self.fast.get(kind)) is not None:
-            port.fast = fast
-            fast.port = port if port.keep == "full" else None
+            fast.pattern = None
 
     def _choice(self, kind: str, path: str, site: str, selection: Selection) -> Choice:
         if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:

@@ -55,6 +55,16 @@ class Odd(nn.Module):
         return self.outputs[self.turn % len(self.outputs)](x)
 
 
+class Mixed(nn.Module):
+    """Takes and gives more than one value, of several kinds, not all of them the same in every step."""
+
+    def forward(self, x: torch.Tensor, pair: Any, *, mask: Any = None, flag: Any = None, cache: Any = None) -> Any:
+        return x + 1, (pair[0], None), flag, cache
+
+
+PLAIN = (True, True, False, 1, 1, 2, "a", "a", "b", 1.0, 1.0, float("nan"), Mixed, object(), object(), [1], [1], ())
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +72,8 @@ class Net(nn.Module):
         self.narrow = nn.Linear(4096, 8)
         self.odd = Odd()
         self.twice = nn.ReLU(inplace=True)
+        self.mixed = Mixed()
+        self.turn = 0
 
     def forward(self, x: torch.Tensor, scale: float = 1.0, *, bias: Any = None) -> torch.Tensor:
         hidden = self.twice(self.twice(self.wide(x)))
@@ -69,6 +81,8 @@ class Net(nn.Module):
             hidden = hidden + bias
         narrow = self.narrow(hidden * scale)
         self.odd(narrow)
+        flag, pair = PLAIN[self.turn % len(PLAIN)], (hidden, narrow)[:: self.turn % 5 - 2 or 1]
+        self.mixed(narrow, pair, mask=None if self.turn % 4 else narrow > 0, flag=flag, cache=self.turn % 7 == 6 or [])
         return narrow
 
 
@@ -77,7 +91,7 @@ def run_of(out: Path, **settings: Any) -> list[bytes]:
     model = Net().eval()
     with torch.no_grad(), Dumper(model, out, force=True, **settings) as dumper:
         for step in range(3 * len(Odd.outputs)):
-            model.odd.turn = step // 3
+            model.odd.turn, model.turn = step // 3, step
             with ctx(stage="late") if step % 7 == 5 else nullcontext():
                 model(torch.randn(4 if step % 5 else 6, 8), **({"bias": torch.ones(1)} if step % 4 == 3 else {}))
         unusuals = (lambda: ctx(stage="early"), lambda: dumper.micro(1), dumper.capture_output, nullcontext)

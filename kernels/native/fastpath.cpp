@@ -1,12 +1,14 @@
 // What a hook asks first: a firing of which a pen can take everything never reaches the dumper's Python.
 //
 // A FastPath answers True when it has taken the firing, and False, having done nothing, for any other: one that is not
-// the first here in its step, whose tensor lies otherwise than the last one, in a step of which anything is unusual.
-// Then dumper/collector.py takes it, and the records are the same.
+// the first here in its step, whose value is not as the last one was, in a step of which anything is unusual. Then
+// dumper/collector.py takes it, and the records are the same.
 
 #include "pen.h"
 
 #include <structmember.h>
+
+#include <vector>
 
 #include "calls.h"
 
@@ -18,27 +20,75 @@ constexpr long long kMany = 64;  // lines that wait in a pen at most: until they
 struct FastPath {
     PyObject_HEAD
     Pen* pen;
-    PyObject* stencil;  // Stencil of the one port that it knows; None while nothing may be taken
-    PyObject* port;     // where whole tensors are kept: the port; None where only statistics are
+    PyObject* pattern;  // how the last value lay, see dumper/pattern.py; None while nothing may be taken
     long long serial;   // of the last step in which something fired here in the first micro-batch
     vectorcallfunc call;
 };
 
-// The tensor of an output, or of (args, kwargs) that hold nothing else; null for any other.
-PyObject* only_value(PyObject* const* args, Py_ssize_t count) {
-    if (count == 1) return args[0];
-    if (count != 2 || !PyTuple_Check(args[0]) || !PyDict_Check(args[1])) return nullptr;
-    return PyTuple_GET_SIZE(args[0]) == 1 && PyDict_GET_SIZE(args[1]) == 0 ? PyTuple_GET_ITEM(args[0], 0) : nullptr;
+// One leaf that is to be recorded.
+struct Leaf {
+    Stencil* stencil;
+    PyObject* where;  // where the whole tensor is kept: (port, layout); else null
+    uint64_t address;
+};
+using Leaves = std::vector<Leaf>;
+
+bool is_as_known(const Stencil* stencil, PyObject* value) {
+    if (PyType_Check(stencil->kind)) return stencil->kind == reinterpret_cast<PyObject*>(Py_TYPE(value));
+    return Py_TYPE(stencil->kind) == Py_TYPE(value) && PyObject_RichCompareBool(stencil->kind, value, Py_EQ) == 1;
 }
 
-// Whether the tensor at the address was taken; an exception may be set either way.
-bool take(FastPath* path, const Stencil* stencil, uint64_t address) {
-    Pen* pen = path->pen;
-    if (path->port != Py_None) {
-        const Owned send(Py_NewRef(pen->open.send)), port(Py_NewRef(path->port)), at(PyLong_FromUnsignedLongLong(address));
-        return at && (Owned(PyObject_CallFunctionObjArgs(send.get(), port.get(), at.get(), nullptr)), true);
+bool match_leaf(const Pen* pen, PyObject* known, PyObject* where, PyObject* value, Leaves* found) {
+    auto* stencil = reinterpret_cast<Stencil*>(known);
+    uint64_t address = 0;
+    if (stencil->is_literal ? !is_as_known(stencil, value) : !find(pen, stencil, value, &address)) return false;
+    found->push_back({stencil, where, address});
+    return true;
+}
+
+// Whether the value lies as the pattern says; an exception may be set if not.
+bool match(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
+    if (Py_TYPE(pattern) == stencil_type) return match_leaf(pen, pattern, nullptr, value, found);
+    if (PyList_CheckExact(pattern)) {
+        return match_leaf(pen, PyList_GET_ITEM(pattern, 0), PyList_GET_ITEM(pattern, 1), value, found);
     }
-    const long long waiting = write_at(pen, stencil, address);
+    if (pattern == Py_None) return value == Py_None;
+    if (!PyTuple_CheckExact(pattern) || !PyTuple_CheckExact(value)) return false;
+    const Py_ssize_t size = PyTuple_GET_SIZE(pattern);
+    if (PyTuple_GET_SIZE(value) != size) return false;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+        if (!match(pen, PyTuple_GET_ITEM(pattern, i), PyTuple_GET_ITEM(value, i), found)) return false;
+    }
+    return true;
+}
+
+// As match, for keyword arguments: the pattern is (name, pattern, name, pattern, ...).
+bool match_keywords(const Pen* pen, PyObject* pattern, PyObject* keywords, Leaves* found) {
+    Py_ssize_t place = 0, i = 0;
+    PyObject *name, *value;
+    if (PyTuple_GET_SIZE(pattern) != 2 * PyDict_GET_SIZE(keywords)) return false;
+    for (; PyDict_Next(keywords, &place, &name, &value); i += 2) {
+        if (PyObject_RichCompareBool(PyTuple_GET_ITEM(pattern, i), name, Py_EQ) != 1) return false;
+        if (!match(pen, PyTuple_GET_ITEM(pattern, i + 1), value, found)) return false;
+    }
+    return true;
+}
+
+// The leaves of (output) or (args, kwargs).
+bool match_call(const Pen* pen, PyObject* pattern, PyObject* const* args, Py_ssize_t count, Leaves* found) {
+    if (count == 1) return match(pen, pattern, args[0], found);
+    return count == 2 && PyTuple_CheckExact(pattern) && PyTuple_GET_SIZE(pattern) == 2 && PyDict_Check(args[1]) &&
+           match(pen, PyTuple_GET_ITEM(pattern, 0), args[0], found) &&
+           match_keywords(pen, PyTuple_GET_ITEM(pattern, 1), args[1], found);
+}
+
+// Whether the leaf was taken; an exception may be set either way.
+bool take(Pen* pen, const Leaf& leaf) {
+    if (leaf.where) {
+        const Owned send(Py_NewRef(pen->open.send)), at(PyLong_FromUnsignedLongLong(leaf.address));
+        return at && (Owned(PyObject_CallFunctionObjArgs(send.get(), leaf.where, at.get(), nullptr)), true);
+    }
+    const long long waiting = write_at(pen, leaf.stencil, leaf.address);
     if (waiting >= kMany) {
         const Owned pass_on(Py_NewRef(pen->open.pass_on));
         Owned(PyObject_CallNoArgs(pass_on.get()));
@@ -46,19 +96,23 @@ bool take(FastPath* path, const Stencil* stencil, uint64_t address) {
     return waiting > 0;
 }
 
+bool take_all(Pen* pen, const Leaves& leaves) {
+    for (const Leaf& leaf : leaves) {
+        if (!pen->open.step || !take(pen, leaf)) return false;  // another thread has ended the step meanwhile
+    }
+    return true;
+}
+
 // (output) or (args, kwargs) -> whether the firing is taken
 PyObject* answer(PyObject* object, PyObject* const* args, size_t flags, PyObject*) {
     auto* self = reinterpret_cast<FastPath*>(object);
-    const Pen* pen = self->pen;
-    PyObject* value = only_value(args, PyVectorcall_NARGS(flags));
-    if (!value || self->stencil == Py_None || self->serial == pen->serial) Py_RETURN_FALSE;
-    const Owned held(Py_NewRef(self->stencil));
-    auto* stencil = reinterpret_cast<Stencil*>(held.get());
-    uint64_t address = 0;
+    if (self->pattern == Py_None || self->serial == self->pen->serial) Py_RETURN_FALSE;
+    const Owned pattern(Py_NewRef(self->pattern));
+    Leaves leaves;
     bool is_taken = false;
-    if (Py_TYPE(held.get()) == stencil_type && is_ordinary(pen) && find(pen, stencil, value, &address)) {
-        self->serial = pen->serial;
-        is_taken = take(self, stencil, address);
+    if (is_ordinary(self->pen) && match_call(self->pen, pattern.get(), args, PyVectorcall_NARGS(flags), &leaves)) {
+        self->serial = self->pen->serial;
+        is_taken = take_all(self->pen, leaves);
     }
     PyErr_Clear();  // whoever looks closer says what is the matter
     return PyBool_FromLong(is_taken);
@@ -70,40 +124,21 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     if (!PyArg_ParseTuple(args, "O!", pen_type, &pen)) return nullptr;
     auto* self = reinterpret_cast<FastPath*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
-    self->pen = reinterpret_cast<Pen*>(Py_NewRef(pen));
-    self->stencil = Py_NewRef(Py_None), self->port = Py_NewRef(Py_None);
+    self->pen = reinterpret_cast<Pen*>(Py_NewRef(pen)), self->pattern = Py_NewRef(Py_None);
     self->serial = -1, self->call = answer;
     return reinterpret_cast<PyObject*>(self);
-}
-
-int visit(PyObject* object, visitproc visit, void* arg) {
-    auto* self = reinterpret_cast<FastPath*>(object);
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->pen);
-    Py_VISIT(self->stencil);
-    Py_VISIT(self->port);
-    return 0;
-}
-
-int forget(PyObject* object) {
-    auto* self = reinterpret_cast<FastPath*>(object);
-    Py_XSETREF(self->stencil, Py_NewRef(Py_None));
-    Py_XSETREF(self->port, Py_NewRef(Py_None));
-    return 0;
 }
 
 void free(PyObject* object) {
     auto* self = reinterpret_cast<FastPath*>(object);
     PyTypeObject* type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(self->pen), Py_XDECREF(self->stencil), Py_XDECREF(self->port);
+    Py_XDECREF(self->pen), Py_XDECREF(self->pattern);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
 PyMemberDef kMembers[] = {
-    {"stencil", T_OBJECT, offsetof(FastPath, stencil), 0, nullptr},
-    {"port", T_OBJECT, offsetof(FastPath, port), 0, nullptr},
+    {"pattern", T_OBJECT, offsetof(FastPath, pattern), 0, nullptr},
     {"serial", T_LONGLONG, offsetof(FastPath, serial), 0, nullptr},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(FastPath, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
@@ -111,14 +146,12 @@ PyMemberDef kMembers[] = {
 PyType_Slot kSlots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make)},
     {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_traverse, reinterpret_cast<void*>(visit)},
-    {Py_tp_clear, reinterpret_cast<void*>(forget)},
     {Py_tp_dealloc, reinterpret_cast<void*>(free)},
     {Py_tp_members, kMembers},
     {0, nullptr},
 };
 PyType_Spec kSpec = {"tapscope.kernels.native._tapscope.FastPath", sizeof(FastPath), 0,
-                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, kSlots};
+                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, kSlots};
 
 }  // namespace
 

@@ -25,7 +25,7 @@ constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer
 
 // ---- Stencil
 
-// Stencil(head, tail, kind, size, count, width, code)
+// Stencil(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
 PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject *kind, *size;
     const char *head, *tail;
@@ -44,7 +44,7 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
     }
     self->kind = Py_NewRef(kind), self->size = Py_NewRef(size);
     self->head = new std::string(head, size_t(head_size)), self->tail = new std::string(tail, size_t(tail_size));
-    self->count = count, self->width = width, self->code = code;
+    self->count = count, self->width = width, self->code = code, self->is_literal = code < 0;
     return reinterpret_cast<PyObject*>(self);
 }
 
@@ -227,8 +227,8 @@ void add_line(Pen* pen, const Stencil* stencil, const std::string& number, const
     std::string& to = pen->state->lines;
     if (pen->waiting) to += '\n';
     to += "{\"type\":\"record\",\"seq\":";
-    to.append(number).append(*stencil->head).append(pen->state->step).append(*stencil->tail) += ',';
-    to.append(content) += '}';
+    to.append(number).append(*stencil->head).append(pen->state->step).append(*stencil->tail);
+    to.append(stencil->is_literal ? "" : ",").append(content) += '}';
     ++pen->waiting;
 }
 
@@ -329,7 +329,7 @@ bool is_ordinary(const Pen* pen) {
 }
 
 bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address) {
-    if (!has_type(pen, tensor)) return false;
+    if (stencil->is_literal || !has_type(pen, tensor)) return false;
     if (stencil->element.lanes) return find_by_view(pen, stencil, tensor, address);
     if (!find_by_asking(pen, stencil, tensor, address)) return false;
     learn(pen, stencil, tensor);
@@ -338,7 +338,7 @@ bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address)
 
 long long write_at(Pen* pen, const Stencil* stencil, uint64_t address) {
     const uint64_t generation = pen->state->generation;
-    const std::string content = content_of(pen->state, stencil, address);
+    const std::string content = stencil->is_literal ? "" : content_of(pen->state, stencil, address);
     if (generation != pen->state->generation) return 0;  // another thread has ended the step meanwhile
     const Owned number(PyIter_Next(pen->open.numbers));
     const Owned text(number ? PyObject_Str(number.get()) : nullptr);

@@ -12,10 +12,11 @@
 
 namespace ts {
 
-// What the lines of one port have in common, and how its last tensor lay.
+// What the lines of one port have in common, and how its last tensor lay; or all of the lines of a plain value, but for
+// the numbers.
 struct Stencil {
     PyObject_HEAD
-    PyObject* kind;  // torch.dtype
+    PyObject* kind;  // torch.dtype; or of a plain value: itself, or its type where it is only named by that
     PyObject* size;  // torch.Size
     std::vector<int64_t>* shape;
     dlpack::Element element;  // as DLPack names it, once a tensor has shown it; lanes is 0 until then
@@ -24,6 +25,7 @@ struct Stencil {
     long long count;  // elements as `code` has them
     long long width;  // bytes of one
     int code;
+    bool is_literal;  // a plain value: its tail is the rest of the line
 };
 
 // What a pen needs of torch and of the context; they live as long as the process.
@@ -42,7 +44,7 @@ struct OpenStep {
     PyObject* step = nullptr;     // see dumper/steps.py
     PyObject* numbers = nullptr;  // iterator: the number of the next record
     PyObject* pass_on = nullptr;  // (): queues the lines that wait
-    PyObject* send = nullptr;     // (port, address): queues a record with its bytes
+    PyObject* send = nullptr;     // ((port, layout), address): queues a record with its bytes
 };
 
 struct PenState;

@@ -1,0 +1,69 @@
+"""Pattern: how the value of one firing lay, for the fast path to know the next by.
+
+A pattern is a Stencil of a leaf of which statistics or a plain value are kept, ``[stencil, (port, layout)]`` of a
+tensor that is kept whole, None for None, and a tuple of patterns for a tuple; of ``(args, kwargs)`` the pattern of the
+tuple and one flat tuple ``(name, pattern, ...)``. kernels/native/fastpath.cpp compares.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tapscope.dumper.flatten import is_container, plain_value
+from tapscope.dumper.pen import literal_of
+from tapscope.ledger import encode_line
+
+if TYPE_CHECKING:
+    from tapscope.dumper.port import Port
+
+_EXACT = (bool, int, str)  # equal ones of one of these types give one text
+
+
+class Unknowable(Exception):
+    """No fast path can take such a value. Never leaves the dumper."""
+
+
+def pattern_of(kind: str, value: Any, ports: "Iterator[Port]") -> Any:
+    """The pattern of a value whose leaves, in the order of :func:`.flatten`, have just been taken at these ports.
+
+    None where no fast path can take the like of it.
+    """
+    try:
+        found = _pattern(value, ports) if kind != "in" else _call(value[0], value[1], ports)
+    except Unknowable:
+        return None
+    return None if any(True for _ in ports) else found
+
+
+def _call(args: tuple[Any, ...], kwargs: dict[str, Any], ports: "Iterator[Port]") -> tuple[Any, Any]:
+    values = _pattern(args, ports)
+    return values, tuple([each for name, value in kwargs.items() for each in (name, _pattern(value, ports))])
+
+
+def _pattern(value: Any, ports: "Iterator[Port]") -> Any:
+    if value is None:
+        return None
+    if type(value) is tuple:
+        return tuple([_pattern(child, ports) for child in value])
+    if is_container(value) or (port := next(ports, None)) is None:
+        raise Unknowable
+    return _tensor(value, port) if isinstance(value, torch.Tensor) else _plain(value, port)
+
+
+def _tensor(tensor: torch.Tensor, port: "Port") -> Any:
+    layout = port.latest
+    if layout.stencil is None or not port.announced or (layout.kind, layout.size) != (tensor.dtype, tensor.shape):
+        raise Unknowable
+    return [layout.stencil, (port, layout)] if port.keep == "full" else layout.stencil
+
+
+def _plain(value: Any, port: "Port") -> Any:
+    if port.keep is None or port.choice.sentinel is not None or not port.announced:
+        raise Unknowable
+    text = plain_value(value)
+    if text["type"] == "object":
+        return literal_of(port, type(value), encode_line(text))
+    if type(value) not in _EXACT:
+        raise Unknowable
+    return literal_of(port, value, encode_line(text))
