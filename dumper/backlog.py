@@ -45,6 +45,8 @@ class Backlog:
         self._flush = False
         self._stalled = False
         self._ring_bell: Callable[[], None] | None = None  # while the pipeline sleeps: wakes it
+        self.nudge: Callable[[], None] = lambda: None
+        """Has the pipeline look around soon; takes no lock, for a signal handler."""
 
     def use(self, ring: Ring) -> None:
         """The recorder has mapped this ring: payloads go there from now on."""

@@ -1,5 +1,6 @@
 """Bell: wakes a thread that waits for a ZMQ socket."""
 
+import contextlib
 import os
 from typing import Any
 
@@ -16,8 +17,9 @@ class Bell:
         self._poller.register(self._fd, zmq.POLLIN)
 
     def ring(self) -> None:
-        """Wake who waits, or will wait next."""
-        os.eventfd_write(self._fd, 1)
+        """Wake who waits, or will wait next; also from a signal handler, and when nobody waits any more."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._fd, 1)
 
     def wait(self, timeout_s: float) -> None:
         """Until a message has come, the bell was rung, or the time is over."""

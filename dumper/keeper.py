@@ -164,6 +164,7 @@ class Keeper:
     def request(self, reason: str) -> None:
         """Ask for a release without doing anything yet: for a signal, which may come while any lock is held."""
         self._asked = reason
+        self._backlog.nudge()
 
     def rescue(self, reason: str, timeout_s: float) -> None:
         """The process ends: release everything, and wait until it is written."""

@@ -139,6 +139,7 @@ class Pipeline:
         return self.dead
 
     def _run(self) -> None:
+        self.backlog.nudge = self._bell.ring
         last_progress = time.monotonic()
         try:
             while True:
@@ -167,6 +168,7 @@ class Pipeline:
         return self.backlog.take(0)
 
     def _hang_up(self) -> None:
+        self.backlog.nudge = lambda: None
         self.backlog.awake()
         self._bell.close()
         self._socket.close()

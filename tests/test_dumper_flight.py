@@ -327,19 +327,22 @@ def test_the_end_of_a_process_that_closed_nothing_writes_the_past(tmp_path: Path
 
 @pytest.mark.parametrize("when", ["idle", "in a step"])
 def test_a_signal_writes_the_past_and_calls_who_listened_before(tmp_path: Path, when: str) -> None:
-    wait = "print('ready', flush=True)\n{}while not heard: time.sleep(0.01)\n{}time.sleep(0.3)"
-    body = wait.format("", "") if when == "idle" else ""
+    wait = "print('ready', flush=True)\nassert told.wait(60)"
+    body = wait if when == "idle" else ""
     if when != "idle":
         body = """
 with torch.no_grad(), dumper.step():
     model(torch.full((2, 8), 6.0))
     print('ready', flush=True)
-    while not heard: time.sleep(0.01)
-    time.sleep(0.3)
+    assert told.wait(60)
     model(torch.full((2, 8), 6.5))
 """
     body += "\nfor n in range(20, 24): step(n)\ndumper.close()\nprint('heard', *heard, flush=True)"
-    before = "heard = []\nimport signal\nsignal.signal(signal.SIGUSR2, lambda *a: heard.append(1))\n"
+    before = """import logging, signal, threading
+heard, told, log = [], threading.Event(), logging.getLogger("tapscope")
+signal.signal(signal.SIGUSR2, lambda *a: heard.append(1))
+log.addFilter(lambda record: told.set() or True if "to disk" in record.getMessage() else True)
+"""
     text = SCRIPT.replace("model = build()", before.replace("{", "{{").replace("}", "}}") + "model = build()")
     text = text.format(tests=str(Path(__file__).parent), run=str(tmp_path / "run"), body=body)
     process = warm.start("-c", text, stdout=subprocess.PIPE, text=True)
