@@ -109,12 +109,7 @@ def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Take
     """
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return _take_elsewhere(tensor, layout, memo, sink)
-    return take_at(_address(tensor, layout), layout, memo, sink)
-
-
-def take_at(address: int, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
-    """As :func:`take`, for a tensor whose elements lie at ``address``, one after the other."""
-    nbytes, dtype = layout.nbytes, layout.dtype
+    address, nbytes, dtype = _address(tensor, layout), layout.nbytes, layout.dtype
     if nbytes >= SMALL and (known := memo.recall(address, nbytes, dtype)) is not None:
         payload = memo.payload(known[1], nbytes)
         if payload is not None:
@@ -130,6 +125,24 @@ def take_at(address: int, layout: "Layout", memo: Memo, sink: Sink) -> Taken | N
     if nbytes >= SMALL:
         memo.note(address, nbytes, dtype, *known)
     return _unless_known(*known, slot, memo, sink)
+
+
+def take_by(pen: Any, address: int, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
+    """As :func:`take`, for a tensor at ``address`` that lies as the layout's stencil says: a native pen reads it."""
+    nbytes = layout.nbytes
+    if (known := pen.recall(layout.stencil, address)) is not None:
+        payload = memo.payload(known[1], nbytes)
+        if payload is not None:
+            return *known, payload, None
+    slot = sink.reserve(nbytes)
+    if slot is None:
+        return None
+    try:
+        text, digest = pen.copy(layout.stencil, address, slot.address)
+    except BaseException:
+        sink.cancel(slot)
+        raise
+    return _unless_known(text, digest, slot, memo, sink)
 
 
 def _take_elsewhere(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:

@@ -45,40 +45,40 @@ class Pen:
         self._send = send
         functions = library.functions()
         plain = (capture.PLAIN_TYPES, capture.EXCHANGE, capture.keys_of, capture.HOST_KEYS)
-        self._native: Any = None if functions is None else functions.pen(*plain, graph_task, TAGS, NO_TAGS)
+        self.native: Any = None if functions is None else functions.pen(*plain, graph_task, TAGS, NO_TAGS)
         self.stamp: Stamp | None = None
         """Of the firings whose values it takes; None while it takes none."""
 
     @property
     def waiting(self) -> int:
         """Lines that are not queued yet."""
-        return self._native.waiting if self.stamp is not None else 0
+        return self.native.waiting if self.stamp is not None else 0
 
     def fast_path(self) -> Any:
         """What one hook asks first, see kernels/native/fastpath.cpp; None where there is no C++ library."""
         functions = library.functions()
-        return None if functions is None or self._native is None else functions.fast_path(self._native)
+        return None if functions is None or self.native is None else functions.fast_path(self.native)
 
     def begin(self, stamp: "Stamp", numbers: Iterator[int]) -> None:
         """A step begins, and ``stamp`` is that of the firings which come first at their sites, without tags.
 
         Its records are numbered by ``numbers``.
         """
-        if self._native is not None:
+        if self.native is not None:
             step = stamp.step
-            self._native.begin(step, str(step.info.step), step.serial, numbers, self.pass_on, self._send)
+            self.native.begin(step, str(step.info.step), step.serial, numbers, self.pass_on, self._send)
             self.stamp = stamp
 
     def write(self, stencil: Any, tensor: Any) -> bool:
         """Write the record of a plain tensor that lies as :func:`stencil_of` was told; False for any other."""
-        waiting: int = self._native.write(stencil, tensor)
+        waiting: int = self.native.write(stencil, tensor)
         if waiting >= _MANY:
             self.pass_on()
         return waiting > 0
 
     def find(self, stencil: Any, tensor: Any) -> int:
         """Address of the elements of such a tensor, one after the other; 0 for any other."""
-        address: int = self._native.find(stencil, tensor)
+        address: int = self.native.find(stencil, tensor)
         return address
 
     def pass_on(self) -> None:
@@ -86,7 +86,7 @@ class Pen:
         if (stamp := self.stamp) is None:
             return
         try:
-            text, number = self._native.drain()
+            text, number = self.native.drain()
             if number and not self._backlog.put_lines(Lines(text, number, stamp.step)):
                 self._account.count(stamp.step, dropped=number)
         except Exception as error:  # noqa: BLE001 - the model must go on
@@ -95,7 +95,7 @@ class Pen:
     def end(self) -> None:
         """The step ends."""
         if self.stamp is not None:
-            self._native.end()
+            self.native.end()
             self.pass_on()
             self.stamp = None
 

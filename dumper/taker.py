@@ -113,7 +113,7 @@ class Taker:
         if stamp is None:
             return
         try:
-            self._send(port, stamp, layout, capture.take_at(address, layout, self.memo, self._backlog))
+            self._send(port, stamp, layout, capture.take_by(self.pen.native, address, layout, self.memo, self._backlog))
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, port.site, error)
 

@@ -1,4 +1,4 @@
-// The lines of records of which only statistics are kept, from the tensor to the text without Python in between.
+// What is known of a tensor, and the lines of records of which only statistics are kept, without Python in between.
 //
 // A Stencil holds what the lines of one port have in common and how its last tensor lay; a Pen writes lines by it into
 // a buffer. What a Pen does for a tensor, dumper/taker.py does too, for any: the lines are the same.
@@ -197,30 +197,43 @@ bool is_in_backward(const Pen* pen) {
     return !task || PyLong_AsLong(task.get()) != -1;
 }
 
-// The members `hash` to `stats` of what lies at the place, worked out once a step while the bytes stay the same.
-std::string content_of(PenState* state, const Stencil* stencil, uint64_t address) {
+// What lies at the place, where this step has met it and the bytes are still the same.
+bool recall(const PenState* state, const Stencil* stencil, uint64_t address, Seen* found) {
     const int64_t nbytes = stencil->count * stencil->width;
-    const auto* bytes = reinterpret_cast<const void*>(static_cast<uintptr_t>(address));
-    const Place place{address, stencil->count, stencil->code};
-    const bool is_large = nbytes >= kSmall;
-    if (is_large) {
-        if (const auto seen = state->places.find(place); seen != state->places.end()) {
-            const Seen before = seen->second;  // the map may change while the GIL is released
-            uint8_t digest[16];
-            run(nbytes, [&] { ts_hash(bytes, nbytes, digest); });
-            if (!std::memcmp(digest, before.digest, sizeof digest)) return before.text;
-        }
-    }
+    if (nbytes < kSmall) return false;
+    const auto seen = state->places.find({address, stencil->count, stencil->code});
+    if (seen == state->places.end()) return false;
+    *found = seen->second;  // the map may change while the GIL is released
+    uint8_t digest[16];
+    run(nbytes, [&] { ts_hash(reinterpret_cast<const void*>(uintptr_t(address)), nbytes, digest); });
+    return !std::memcmp(digest, found->digest, sizeof digest);
+}
+
+// What lies at the place, noted for this step; and a copy of it where there is a target.
+Seen read(PenState* state, const Stencil* stencil, uint64_t address, uint64_t target) {
+    const int64_t nbytes = stencil->count * stencil->width;
+    const auto* bytes = reinterpret_cast<const void*>(uintptr_t(address));
     Taken found;
     int64_t size = 0;
-    run(nbytes, [&] { size = ts_take(bytes, stencil->count, stencil->code, 1, nullptr, &found); });
-    std::string text(found.text, size_t(size));
-    if (is_large) {
-        Seen& seen = state->places[place];
-        std::memcpy(seen.digest, found.digest, sizeof seen.digest);
-        seen.text = text;
-    }
-    return text;
+    run(nbytes, [&] {
+        size = ts_take(bytes, stencil->count, stencil->code, 1, reinterpret_cast<void*>(uintptr_t(target)), &found);
+    });
+    Seen seen;
+    std::memcpy(seen.digest, found.digest, sizeof seen.digest);
+    seen.text.assign(found.text, size_t(size));
+    if (nbytes >= kSmall) state->places[{address, stencil->count, stencil->code}] = seen;
+    return seen;
+}
+
+// The members `hash` to `stats` of a line.
+std::string content_of(PenState* state, const Stencil* stencil, uint64_t address) {
+    Seen found;
+    return recall(state, stencil, address, &found) ? found.text : read(state, stencil, address, 0).text;
+}
+
+PyObject* as_tuple(const Seen& seen) {
+    return Py_BuildValue("y#y#", seen.text.data(), Py_ssize_t(seen.text.size()),
+                         reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest));
 }
 
 void add_line(Pen* pen, const Stencil* stencil, const std::string& number, const std::string& content) {
@@ -253,6 +266,27 @@ PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     }
     const long long waiting = write_at(self, stencil, address);
     return waiting < 0 ? nullptr : PyLong_FromLongLong(waiting);
+}
+
+// (stencil, address) -> (text, digest) of what this step has met there and is still the same; else None
+PyObject* pen_recall(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "recall(stencil, address)");
+    const uint64_t address = PyLong_AsUnsignedLongLongMask(args[1]);
+    Seen found;
+    if (PyErr_Occurred()) return nullptr;
+    const auto* self = reinterpret_cast<Pen*>(object);
+    if (!recall(self->state, reinterpret_cast<Stencil*>(args[0]), address, &found)) Py_RETURN_NONE;
+    return as_tuple(found);
+}
+
+// (stencil, address, target) -> (text, digest) of what lies there, and a copy of it at the target
+PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 3 || Py_TYPE(args[0]) != stencil_type) {
+        return PyErr_Format(PyExc_TypeError, "copy(stencil, address, target)");
+    }
+    const uint64_t address = PyLong_AsUnsignedLongLongMask(args[1]), target = PyLong_AsUnsignedLongLongMask(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    return as_tuple(read(reinterpret_cast<Pen*>(object)->state, reinterpret_cast<Stencil*>(args[0]), address, target));
 }
 
 // (step, its number, its serial, numbers, pass_on, send) -> None; memory is used again for other values
@@ -291,6 +325,8 @@ PyMethodDef kPenMethods[] = {
     {"begin", pen_begin, METH_VARARGS, nullptr},
     {"find", fast<pen_find>(), METH_FASTCALL, nullptr},
     {"write", fast<pen_write>(), METH_FASTCALL, nullptr},
+    {"recall", fast<pen_recall>(), METH_FASTCALL, nullptr},
+    {"copy", fast<pen_copy>(), METH_FASTCALL, nullptr},
     {"drain", pen_drain, METH_NOARGS, nullptr},
     {"end", pen_end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
