@@ -3,6 +3,7 @@
 A hook that asks its fast path first records what the collector would.
 """
 
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -178,3 +179,19 @@ def test_threads_share_a_pen_and_nothing_is_lost(tmp_path: Path) -> None:
     records = open_run(tmp_path / "run").records
     assert sorted(each.seq for each in records) == list(range(5 * 18))
     assert len({each.key for each in records}) == 5 * 18
+
+
+def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(self: taker.Taker, where: tuple[Port, Any], address: int) -> None:
+        met.append(where[0].site)
+        if met[-1] == "1:in[input]":
+            signal.raise_signal(signal.SIGINT)
+
+    met: list[str] = []
+    monkeypatch.setattr(taker.Taker, "_send_at", send)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
+        model(torch.randn(2, 8))
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(2, 8))
+    assert met[1:] == ["0:in[input]", "0:out", "1:in[input]"]

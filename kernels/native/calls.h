@@ -22,6 +22,13 @@ class Owned {
     PyObject* object_;
 };
 
+// Forgets an exception; false for one that is not for us to catch, such as the user's interrupt.
+inline bool forgive() {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    PyErr_Clear();
+    return true;
+}
+
 // Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2.
 constexpr int64_t kBrief = 1 << 20;
 

@@ -97,8 +97,10 @@ bool take(Pen* pen, const Leaf& leaf) {
 }
 
 bool take_all(Pen* pen, const Leaves& leaves) {
+    const long long serial = pen->serial;
     for (const Leaf& leaf : leaves) {
-        if (!pen->open.step || !take(pen, leaf)) return false;  // another thread has ended the step meanwhile
+        const bool is_over = !pen->open.step || pen->serial != serial;  // another thread has ended the step meanwhile
+        if (is_over || !take(pen, leaf) || PyErr_Occurred()) return false;
     }
     return true;
 }
@@ -114,8 +116,7 @@ PyObject* answer(PyObject* object, PyObject* const* args, size_t flags, PyObject
         self->serial = self->pen->serial;
         is_taken = take_all(self->pen, leaves);
     }
-    PyErr_Clear();  // whoever looks closer says what is the matter
-    return PyBool_FromLong(is_taken);
+    return forgive() ? PyBool_FromLong(is_taken) : nullptr;  // whoever looks closer says what is the matter
 }
 
 // FastPath(pen)
