@@ -3,7 +3,6 @@
 A hook that asks its fast path first records what the collector would.
 """
 
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -185,7 +184,7 @@ def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypat
     def send(self: taker.Taker, where: tuple[Port, Any], address: int) -> None:
         met.append(where[0].site)
         if met[-1] == "1:in[input]":
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     met: list[str] = []
     monkeypatch.setattr(taker.Taker, "_send_at", send)
