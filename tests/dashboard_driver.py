@@ -25,7 +25,7 @@ class Driver:
 
     async def _answer(self):
         await self.pilot.pause()
-        for _ in range(1000):
+        for _ in range(6000):  # a bound only
             if self.screen.settled:
                 break
             await asyncio.sleep(0.01)

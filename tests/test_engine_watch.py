@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jobs import wait_until
 
 from tapscope.engine.pulse import Doing, Pulse, pulse_in
 from tapscope.engine.watch import LOADING, LOOKS, Watch, Watched, stack_in, state_of, tracer_of
@@ -123,6 +124,7 @@ def test_who_is_held_by_a_debugger_is_waited_for(
     program = Program(tmp_path, HELD[how])
     try:
         if how == "by a tracer":
+            wait_until(lambda: tracer_of(program.process.pid) == os.getpid(), "the program is traced")
             program.stop()
             assert (state_of(program.process.pid), tracer_of(program.process.pid)) == ("t", os.getpid())
         else:
