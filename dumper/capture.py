@@ -1,6 +1,7 @@
 """Capture: a tensor as bytes of our own, so that a later in-place change does not show."""
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,35 +111,35 @@ def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Take
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return _take_elsewhere(tensor, layout, memo, sink)
     address, nbytes, dtype = _address(tensor, layout), layout.nbytes, layout.dtype
-    if nbytes >= SMALL and (known := memo.recall(address, nbytes, dtype)) is not None:
-        payload = memo.payload(known[1], nbytes)
-        if payload is not None:
-            return *known, payload, None
-    slot = sink.reserve(nbytes)
-    if slot is None:
-        return None
-    try:
-        known = summary.take(address, layout.count, dtype, slot.address)
-    except BaseException:
-        sink.cancel(slot)
-        raise
-    if nbytes >= SMALL:
-        memo.note(address, nbytes, dtype, *known)
-    return _unless_known(*known, slot, memo, sink)
+    known = memo.recall(address, nbytes, dtype) if nbytes >= SMALL else None
+    taken = _copied(known, nbytes, memo, sink, summary.take, address, layout.count, dtype)
+    if nbytes >= SMALL and taken is not None:
+        memo.note(address, nbytes, dtype, taken[0], taken[1])
+    return taken
 
 
 def take_by(pen: Any, address: int, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
     """As :func:`take`, for a tensor at ``address`` that lies as the layout's stencil says: a native pen reads it."""
-    nbytes = layout.nbytes
-    if (known := pen.recall(layout.stencil, address)) is not None:
-        payload = memo.payload(known[1], nbytes)
-        if payload is not None:
-            return *known, payload, None
+    known = pen.recall(layout.stencil, address)
+    return _copied(known, layout.nbytes, memo, sink, pen.copy, layout.stencil, address)
+
+
+def _copied(
+    known: tuple[bytes, bytes] | None,
+    nbytes: int,
+    memo: Memo,
+    sink: Sink,
+    copy: Callable[..., tuple[bytes, bytes]],
+    *what: Any,
+) -> Taken | None:
+    """What is ``known`` already, where its bytes are on their way; else what ``copy(*what, target)`` tells of them."""
+    if known is not None and (payload := memo.payload(known[1], nbytes)) is not None:
+        return *known, payload, None
     slot = sink.reserve(nbytes)
     if slot is None:
         return None
     try:
-        text, digest = pen.copy(layout.stencil, address, slot.address)
+        text, digest = copy(*what, slot.address)
     except BaseException:
         sink.cancel(slot)
         raise

@@ -62,8 +62,10 @@ def _plain(value: Any, port: "Port") -> Any:
     if port.keep is None or port.choice.sentinel is not None or not port.announced:
         raise Unknowable
     text = plain_value(value)
-    if text["type"] == "object":
-        return literal_of(port, type(value), encode_line(text))
-    if type(value) not in _EXACT:
+    is_object = text["type"] == "object"
+    if not is_object and type(value) not in _EXACT:
         raise Unknowable
-    return literal_of(port, value, encode_line(text))
+    found = literal_of(port, type(value) if is_object else value, encode_line(text))
+    if found is None:
+        raise Unknowable
+    return found

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tapscope.dumper.stamp import Stamp
     from tapscope.dumper.steps import OpenStep
 
-_MANY = 64  # lines that wait here at most: until they are queued only a crash can lose them
-
 
 class Lines(NamedTuple):
     """Records on their way, as the text that will lie on disk."""
@@ -57,7 +55,7 @@ class Pen:
     def fast_path(self) -> Any:
         """What one hook asks first, see kernels/native/fastpath.cpp; None where there is no C++ library."""
         functions = library.functions()
-        return None if functions is None or self.native is None else functions.fast_path(self.native)
+        return functions.fast_path(self.native) if functions is not None and self.native is not None else None
 
     def begin(self, stamp: "Stamp", numbers: Iterator[int]) -> None:
         """A step begins, and ``stamp`` is that of the firings which come first at their sites, without tags.
@@ -71,10 +69,8 @@ class Pen:
 
     def write(self, stencil: Any, tensor: Any) -> bool:
         """Write the record of a plain tensor that lies as :func:`stencil_of` was told; False for any other."""
-        waiting: int = self.native.write(stencil, tensor)
-        if waiting >= _MANY:
-            self.pass_on()
-        return waiting > 0
+        is_written: bool = self.native.write(stencil, tensor)
+        return is_written
 
     def find(self, stencil: Any, tensor: Any) -> int:
         """Address of the elements of such a tensor, one after the other; 0 for any other."""
@@ -111,8 +107,8 @@ def stencil_of(port: "Port", layout: "Layout") -> Any:
 
 
 def literal_of(port: "Port", value: Any, text: bytes) -> Any:
-    """The lines of ``port`` for a plain value (or all objects of a class), whose JSON is ``text``."""
-    functions = library.functions()
-    assert functions is not None
+    """The same for a plain value (or all objects of a class), whose JSON is ``text``; None where there is no pen."""
+    if (functions := library.functions()) is None:
+        return None
     head, tail = f',"site":{port.site_text},"step":'.encode(), port.model_text.encode() + b',"value":' + text
     return functions.stencil(head, tail, value, (), 0, 0, -1)

@@ -15,8 +15,6 @@
 namespace ts {
 namespace {
 
-constexpr long long kMany = 64;  // lines that wait in a pen at most: until they are queued only a crash can lose them
-
 struct FastPath {
     PyObject_HEAD
     Pen* pen;
@@ -88,12 +86,7 @@ bool take(Pen* pen, const Leaf& leaf) {
         const Owned send(Py_NewRef(pen->open.send)), at(PyLong_FromUnsignedLongLong(leaf.address));
         return at && (Owned(PyObject_CallFunctionObjArgs(send.get(), leaf.where, at.get(), nullptr)), true);
     }
-    const long long waiting = write_at(pen, leaf.stencil, leaf.address);
-    if (waiting >= kMany) {
-        const Owned pass_on(Py_NewRef(pen->open.pass_on));
-        Owned(PyObject_CallNoArgs(pass_on.get()));
-    }
-    return waiting > 0;
+    return write_at(pen, leaf.stencil, leaf.address);
 }
 
 bool take_all(Pen* pen, const Leaves& leaves) {

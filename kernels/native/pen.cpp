@@ -23,6 +23,8 @@ namespace {
 
 constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
 
+constexpr long long kMany = 64;  // lines that wait here at most: until they are queued only a crash can lose them
+
 // ---- Stencil
 
 // Stencil(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
@@ -254,17 +256,14 @@ PyObject* pen_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     return PyLong_FromUnsignedLongLong(found ? address : 0);
 }
 
-// (stencil, tensor) -> lines that wait, this one too; 0 when the tensor is not for this pen, and nothing was written
+// (stencil, tensor) -> whether its line was written; the tensor is not for this pen otherwise
 PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "write(stencil, tensor)");
     auto* self = reinterpret_cast<Pen*>(object);
     auto* stencil = reinterpret_cast<Stencil*>(args[0]);
     uint64_t address = 0;
-    if (!self->open.step || !find(self, stencil, args[1], &address)) {
-        return forgive() ? PyLong_FromLong(0) : nullptr;  // whoever looks closer says what is the matter
-    }
-    const long long waiting = write_at(self, stencil, address);
-    return waiting < 0 ? nullptr : PyLong_FromLongLong(waiting);
+    const bool is_written = self->open.step && find(self, stencil, args[1], &address) && write_at(self, stencil, address);
+    return forgive() ? PyBool_FromLong(is_written) : nullptr;  // whoever looks closer says what is the matter
 }
 
 // (stencil, address) -> (text, digest) of what this step has met there and is still the same; else None
@@ -371,16 +370,20 @@ bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address)
     return true;
 }
 
-long long write_at(Pen* pen, const Stencil* stencil, uint64_t address) {
+bool write_at(Pen* pen, const Stencil* stencil, uint64_t address) {
     const uint64_t generation = pen->state->generation;
     const std::string content = stencil->is_literal ? "" : content_of(pen->state, stencil, address);
-    if (generation != pen->state->generation) return 0;  // another thread has ended the step meanwhile
+    if (generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
     const Owned number(PyIter_Next(pen->open.numbers));
     const Owned text(number ? PyObject_Str(number.get()) : nullptr);
     const char* digits = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
-    if (!digits) return -1;
+    if (!digits) return false;
     add_line(pen, stencil, digits, content);
-    return pen->waiting;
+    if (pen->waiting >= kMany) {
+        const Owned pass_on(Py_NewRef(pen->open.pass_on));
+        Owned(PyObject_CallNoArgs(pass_on.get()));
+    }
+    return true;
 }
 
 bool add_pen(PyObject* module) {

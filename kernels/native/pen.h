@@ -65,8 +65,9 @@ bool is_ordinary(const Pen* pen);
 // Whether the tensor is plain memory that lies as the stencil's did, and where; an exception may be set if not.
 bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address);
 
-// Writes the line of such a tensor: lines that wait now; 0 when its step has ended meanwhile; -1 with an exception set.
-long long write_at(Pen* pen, const Stencil* stencil, uint64_t address);
+// Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has ended
+// meanwhile. An exception may be set either way.
+bool write_at(Pen* pen, const Stencil* stencil, uint64_t address);
 
 extern PyTypeObject *stencil_type, *pen_type;
 
