@@ -180,6 +180,28 @@ def test_threads_share_a_pen_and_nothing_is_lost(tmp_path: Path) -> None:
     assert len({each.key for each in records}) == 5 * 18
 
 
+@pytest.mark.parametrize("keep", ["stats", "full"])
+def test_what_torch_func_makes_has_no_memory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
+
+    def lines(out: Path) -> list[bytes]:
+        with Dumper(model, out, keep=keep):
+            model(x)
+            torch.func.grad(lambda x: model(x).sum())(x)
+            torch.func.jvp(model, (x,), (x,))
+            torch.func.functionalize(model)(x)
+            torch.func.vmap(model, in_dims=1)(torch.randn(4, 3, 8))  # of the same shape inside
+            model(x)
+        return [line for file in out.glob("**/*.jsonl") for line in file.read_bytes().splitlines() if b'"sent"' in line]
+
+    penned = lines(tmp_path / "penned")
+    monkeypatch.setattr(pen.Pen, "begin", lambda *about: None)
+    assert penned == lines(tmp_path / "plain")
+    assert [b'"sent":6,"dropped":0,"failed":0' in line for line in penned] == [True, False, False, False, False, True]
+
+
 def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def send(self: taker.Taker, where: tuple[Port, Any], address: int) -> None:
         met.append(where[0].site)
