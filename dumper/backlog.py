@@ -44,7 +44,7 @@ class Backlog:
         self._num_sent = 0  # batches that are not yet acknowledged
         self._flush = False
         self._stalled = False
-        self._ring_bell: Callable[[], None] | None = None  # while the pipeline sleeps: wakes it
+        self._is_asleep = False  # the pipeline waits elsewhere than in take()
         self.nudge: Callable[[], None] = lambda: None
         """Has the pipeline look around soon; takes no lock, for a signal handler."""
 
@@ -169,8 +169,8 @@ class Backlog:
     def _call_pipeline(self) -> None:
         """There may be something to send; the lock must be held."""
         self.lock.notify_all()
-        if self._ring_bell is not None:
-            self._ring_bell()
+        if self._is_asleep:
+            self.nudge()
 
     def _admits(self, nbytes: int) -> bool:
         if self.dead:
@@ -216,16 +216,16 @@ class Backlog:
             self._num_sent += 1
             return items
 
-    def sleep(self, ring_bell: Callable[[], None]) -> bool:
-        """The pipeline waits elsewhere than in :meth:`take`, until ``ring_bell`` or :meth:`awake`; False: not now."""
+    def sleep(self) -> bool:
+        """The pipeline waits elsewhere than in :meth:`take`, until :attr:`nudge` or :meth:`awake`; False: not now."""
         with self.lock:
-            self._ring_bell = None if self._ready() else ring_bell
-            return self._ring_bell is not None
+            self._is_asleep = not self._ready()
+            return self._is_asleep
 
     def awake(self) -> None:
-        """The pipeline needs no bell any more."""
+        """The pipeline needs no nudge any more."""
         with self.lock:
-            self._ring_bell = None
+            self._is_asleep = False
 
     def sent(self, num_batches: int) -> None:
         """What :meth:`take` gave became this many batches, each of which is acknowledged on its own."""

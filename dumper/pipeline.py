@@ -161,7 +161,7 @@ class Pipeline:
 
     def _take(self) -> list[Item]:
         """What is to be sent now. With nothing under way it sleeps until there is something to send or to hear."""
-        if self._sent or self._closing or not self.backlog.sleep(self._bell.ring):
+        if self._sent or self._closing or not self.backlog.sleep():
             return self.backlog.take(_PAUSE_S)
         self._bell.wait(_SLEEP_S)
         self.backlog.awake()

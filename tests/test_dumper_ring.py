@@ -174,17 +174,21 @@ def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
 def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> None:
     rung: list[int] = []
     backlog = Backlog(10**9, None, None)
-    assert backlog.sleep(lambda: rung.append(1))
+    backlog.nudge = lambda: rung.append(turn)
+    turn = 1
+    assert backlog.sleep()
     backlog.append(b"{}\n")
     for _ in range(BATCH_RECORDS - 1):
         assert backlog.put(pending(None))
     assert not rung  # it may wait for more
     assert backlog.put(pending(None))
     assert rung == [1]
-    assert not backlog.sleep(lambda: rung.append(2))  # there is something to send now
+    turn = 2
+    assert not backlog.sleep()  # there is something to send now
     assert len(backlog.take(0)) == BATCH_RECORDS
     backlog.append(b"{}\n")
-    assert backlog.sleep(lambda: rung.append(3))
+    turn = 3
+    assert backlog.sleep()
     backlog.flush()
     backlog.awake()
     backlog.flush()
