@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from contextlib import AbstractContextManager, _GeneratorContextManager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tapscope.dumper.dumper import Dumper
 from tapscope.dumper.environment import changes_of
 from tapscope.dumper.experiment import Experiment, Naming
 from tapscope.dumper.schedule import StepBlock
+from tapscope.dumper.told import number_of
 from tapscope.dumper.watch import Handle
 from tapscope.errors import ConfigError, TapscopeError
 from tapscope.observe import RankInfo, StepInfo
@@ -70,8 +72,7 @@ class ProcessDumper(Dumper):
         ListenError or RecorderError.
         """
         self._read()
-        places = {name: value for name, value in changes.items() if name in experiment.FIELDS}
-        others = {name: value for name, value in changes.items() if name not in experiment.FIELDS}
+        places, others = _parted(changes)
         if places and self._recording is not None:
             raise ConfigError(f"{min(places)!r} is fixed while a run is open; reset(name) goes on in another one")
         chosen = {name: getattr(self._experiment, name) for name in experiment.FIELDS} | places
@@ -81,7 +82,11 @@ class ProcessDumper(Dumper):
         self._open_if_wanted()
 
     def configure_default(self, **changes: Any) -> None:
-        """As :meth:`configure`, for what the environment does not set."""
+        """As :meth:`configure`, for what the environment does not set; what it does set is checked all the same."""
+        self._read()
+        places, others = _parted(changes)
+        Experiment(**places)
+        self.config.updated(others)
         unset = {
             name: value for name, value in changes.items() if not os.environ.get(f"TAPSCOPE_{name.upper()}", "").strip()
         }
@@ -102,22 +107,10 @@ class ProcessDumper(Dumper):
         super().reset(name)
 
     def get_state(self) -> dict[str, Any]:
-        """What is going on, as JSON types: config, step (number of the next one), run, rank, http, problem."""
+        """See :meth:`Dumper.get_state`; and ``experiment``: where runs go, and how they are called."""
         self._read()
-        recording = self._recording
-        link = recording.link if recording is not None else None
-        problem = None if link is None else link.backlog.dead
-        return {
-            "config": self.config.to_json(),
-            "experiment": {name: _plain(getattr(self._experiment, name)) for name in experiment.FIELDS},
-            "open": recording is not None,
-            "run": None if recording is None or recording.run is None else str(recording.run),
-            "rank": self.info.rank,
-            "world_size": self.info.world_size,
-            "step": self.next_step,
-            "http": self.http,
-            "problem": problem,
-        }
+        places = {name: _plain(getattr(self._experiment, name)) for name in experiment.FIELDS}
+        return super().get_state() | {"experiment": places}
 
     # ---- use
 
@@ -175,7 +168,8 @@ class ProcessDumper(Dumper):
         return super().step(**about)
 
     def metric(self, name: str, value: float) -> None:
-        """Record a named number of the step that an explicit value would belong to now."""
+        """Record a named number of the step that an explicit value would belong to now; StepError for what is none."""
+        value = number_of(name, value)
         recording = self._recording
         if recording is not None and recording.regime.explicit is not None:
             step = recording.schedule.current()
@@ -237,6 +231,16 @@ class ProcessDumper(Dumper):
         super()._abandon()
         self._is_settled = True
         self._guard = threading.RLock()  # may have been held when the process forked
+
+
+def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where runs go, and settings of :class:`DumperConfig`; raises ConfigError for what is neither."""
+    settings = (*experiment.FIELDS, *(each.name for each in fields(DumperConfig)))
+    for name in changes:
+        if name not in settings:
+            raise ConfigError(f"{name!r} is no setting; settings are {', '.join(settings)}")
+    places = {name: value for name, value in changes.items() if name in experiment.FIELDS}
+    return places, {name: value for name, value in changes.items() if name not in experiment.FIELDS}
 
 
 def _plain(value: Any) -> Any:

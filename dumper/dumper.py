@@ -132,16 +132,37 @@ class Dumper(ValueCalls, StepCalls):
         """``HOST:PORT`` of the HTTP control, when asked for and open."""
         return self._latest.http if self._latest is not None else None
 
+    def get_state(self) -> dict[str, Any]:
+        """What is going on, as JSON types: config, step (number of the next one), run, rank, http, problem."""
+        recording = self._recording
+        link = recording.link if recording is not None else None
+        return {
+            "config": self.config.to_json(),
+            "open": recording is not None,
+            "run": None if recording is None or recording.run is None else str(recording.run),
+            "rank": self.info.rank,
+            "world_size": self.info.world_size,
+            "step": self.next_step,
+            "http": self.http,
+            "problem": None if link is None else link.backlog.dead,
+        }
+
     # ---- changes ----------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, *, name: str = "") -> Handle:
         """Watch one more model, under ``name`` where there are several; gives a handle with ``remove()``.
 
-        Raises ConfigError for what is no model or is watched already, and RuleError for a rule that matches no site.
+        Raises ConfigError for what is no model, is watched already, or has the name of another that is, and RuleError
+        for a rule that matches no site.
         """
         (watch,) = [Watch(each, name) for each in _models_of(model).values()]
         if any(each.model is model for each in self._watches):
             raise ConfigError("model: this one is watched already")
+        if any(each.name == name and each.model is not None for each in self._watches):
+            raise ConfigError(
+                f"name={name!r}: another model is watched by it, and their records could not be told apart; give "
+                "attach() another name, or remove() the other's handle first"
+            )
         self._watches.append(watch)
         recording = self._recording
         if recording is not None:

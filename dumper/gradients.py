@@ -36,9 +36,12 @@ class Gradients:
         """Take the gradient of ``tensor`` at ``port`` (a ``.grad`` port) when it comes; never raises.
 
         Does nothing where there will be none: the tensor requires no gradient, or autograd is off. Without ``claim``
-        the occurrence is settled only when the gradient comes: it may never.
+        the occurrence is settled only when the gradient comes: it may never. A recomputation that is handed the very
+        tensor of its forward (a non-reentrant checkpoint's input) adds nothing: there is one gradient.
         """
         if not tensor.requires_grad or not torch.is_grad_enabled():
+            return
+        if not claim and self._has_hook(tensor, port):
             return
         try:
             hook = _Hook(self, self._run, port, stamp)
@@ -66,6 +69,11 @@ class Gradients:
         if collector is None or hook.run != self._run or os.getpid() != self._pid:
             return
         collector.take(hook.port, gradient, hook.next_stamp())
+
+    def _has_hook(self, tensor: torch.Tensor, port: "Port") -> bool:
+        """Whether the forward waits for the gradient of this very tensor at that port."""
+        hooks = tensor._backward_hooks or {}
+        return any(type(each) is _Hook and each.port is port and each.run == self._run for each in hooks.values())
 
     def _watch_leaf(self, leaf: torch.Tensor, hook: "_Hook") -> None:
         """A leaf outlives the step: hooks of earlier forwards must not stay on it."""

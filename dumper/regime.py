@@ -205,5 +205,5 @@ def _there(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
     modules = Glob(f"{head}:*")
     near = [path for path in ports if head and modules.matches(f"{path}:out") and ports[path]] if colon else []
     if near:
-        return f"ports of {near[0]} are {', '.join(dict.fromkeys(ports[near[0]]))}"
+        return f"ports of {near[0] or 'the model itself'} are {', '.join(dict.fromkeys(ports[near[0]]))}"
     return describe_layers(f"{path}:out" for path in ports)

@@ -3,9 +3,11 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 from tapscope.dumper.recording import Recording
 from tapscope.dumper.schedule import StepBlock
+from tapscope.dumper.told import number_of, told
 from tapscope.errors import StepError
 from tapscope.observe import RowRun, StepInfo
 
@@ -28,22 +30,18 @@ class StepCalls:
         """``with dumper.step():`` is one step of the host; alone, ``dumper.step()`` ends an iteration.
 
         Everything that fires inside belongs to the step; ``kind`` is ``warmup`` or ``dummy`` for one whose values mean
-        nothing (see ``skip_dummy``). Steps do not nest (StepError). With the strict policy, raises
-        RecorderError when anything was lost.
+        nothing (see ``skip_dummy``). ``grid`` is the shape of the token axes, ``token_ids`` has one number for each
+        of the ``rows`` (sequences, tensors or arrays). Raises StepError for what is none of that; steps do not nest
+        (StepError). With the strict policy, raises RecorderError when anything was lost.
         """
-        if wrong := [run for run in rows if not isinstance(run, RowRun) or not isinstance(run.request, str)]:
-            raise StepError(f"rows: {wrong[0]!r} is no tapscope.observe.RowRun with a text for its request")
-        if kind not in (None, "warmup", "dummy"):
-            raise StepError(f"kind={kind!r}: must be warmup or dummy, or None for an ordinary step")
+        info = told(0, phase=phase, grid=grid, rows=rows, token_ids=token_ids, kind=kind)
         recording = self._require("step()")
 
         def begin() -> StepInfo:
             recording.schedule.unturn()
-            number = recording.schedule.number
-            ids = tuple(token_ids)
-            info = StepInfo(step=number, phase=phase, grid=tuple(grid), rows=tuple(rows), token_ids=ids, kind=kind)
-            self.before_step(info)
-            return info
+            numbered = replace(info, step=recording.schedule.number)
+            self.before_step(numbered)
+            return numbered
 
         if (step := recording.schedule.turn()) is not None:
             recording.check_strict(step)
@@ -79,12 +77,18 @@ class StepCalls:
             self._recording.schedule.finish({}, aborted)
 
     def micro(self, number: int) -> AbstractContextManager[None]:
-        """What fires inside belongs to this micro-batch of the open step, from 0; gradients follow their forward."""
+        """What fires inside belongs to this micro-batch of the open step, from 0; gradients follow their forward.
+
+        Raises StepError for another number, or outside a step.
+        """
+        if type(number) is not int or number < 0:
+            raise StepError(f"micro({number!r}): must be a whole number from 0")
         recording = self._recording
         return recording.schedule.micro(number) if recording is not None else contextlib.nullcontext()
 
     def metric(self, name: str, value: float) -> None:
-        """Record a named number of the current step; outside a step raises StepError."""
+        """Record a named number of the current step; raises StepError outside a step, and for what is no number."""
+        value = number_of(name, value)
         step = self._recording.collector.step if self._recording is not None else None
         if self._recording is None or step is None:
             raise StepError(f"metric {name!r} came outside a step; call it inside `with dumper.step():`")

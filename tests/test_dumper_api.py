@@ -476,6 +476,23 @@ def test_attached_models_come_and_go(tmp_path: Path) -> None:
     assert sorted({(r.key.model, r.key.step) for r in run.records}) == [("", 0), ("head", 0)]
 
 
+def test_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same(tmp_path: Path) -> None:
+    first, second = build(), build()
+    with Dumper(first, tmp_path / "run", keep="stats") as dumper:
+        with pytest.raises(ConfigError, match="another model is watched by it"):
+            dumper.attach(second)
+        dumper.attach(second, name="draft").remove()
+        dumper.attach(nn.Linear(2, 2), name="draft")  # is freed at once
+        dumper.attach(second, name="draft")
+        state = dumper.get_state()
+        assert (state["open"], state["step"], state["config"]["keep"]) == (True, 0, "stats")
+        with dumper.step():
+            second(first(torch.ones(1, 8)))
+    keys = [r.key for r in open_run(tmp_path / "run").records]
+    assert len(keys) == len(set(keys))
+    assert {key.model for key in keys} == {"", "draft"}
+
+
 # ---- the dumper of the process
 
 
@@ -572,6 +589,11 @@ def test_configure_default_gives_way_to_the_environment(tmp_path: Path, monkeypa
     for wrong in ({"exp_name": "a/b"}, {"exp_name": ".."}, {"cleanup_previous": "yes"}, {"nothing": 1}):
         with pytest.raises(ConfigError):
             dumper.configure(**wrong)
+    for wrong in ({"keep": "fulll"}, {"exp_name": "a/b"}, {"nothing": 1}):
+        with pytest.raises(ConfigError):
+            dumper.configure_default(**wrong)
+    with pytest.raises(ConfigError, match="settings are dir, exp_name, cleanup_previous, enabled, keep"):
+        dumper.configure(nothing=1)
 
 
 def test_opening_in_the_background_keeps_what_came_first(tmp_path: Path) -> None:

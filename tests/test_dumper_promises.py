@@ -348,6 +348,45 @@ def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
                 pass
 
 
+@pytest.mark.parametrize(
+    ("about", "rule"),
+    [
+        ({"phase": None}, "phase=None: must be a text"),
+        ({"grid": 17}, "grid=17: must be a sequence of whole numbers"),
+        ({"grid": (1, -1)}, "must be the lengths of the token axes"),
+        ({"rows": None}, "rows=None: must be a list"),
+        ({"rows": [RowRun("a", -1, 3, 0, 0)]}, "must be whole numbers from 0"),
+        ({"rows": [RowRun("a", 0, 5, 0, 2)], "grid": (2, 3)}, r"slot 6, but grid=\(2, 3\) has 6 slots"),
+        ({"rows": [RowRun("a", 0, 5, 0, 0)], "token_ids": [1, 2]}, "token_ids has 2 numbers, but rows has 5 rows"),
+        ({"token_ids": ["a"]}, "token_ids=.*whole numbers"),
+    ],
+)
+def test_a_step_that_no_reader_would_take_is_refused_where_it_is_told(
+    tmp_path: Path, about: dict[str, Any], rule: str
+) -> None:
+    model = build()
+    with Dumper(model, tmp_path / "run") as dumper:
+        with pytest.raises(StepError, match=rule):
+            dumper.step(**about)
+        with dumper.step():
+            model(torch.ones(1, 8))
+            for call in (lambda: dumper.micro(-1), lambda: dumper.metric("loss", "low"), lambda: dumper.metric(1, 2)):
+                with pytest.raises(StepError):
+                    call()
+    assert sorted(open_run(tmp_path / "run").steps) == [0]
+
+
+def test_rows_of_a_step_may_be_told_by_tensors_and_arrays(tmp_path: Path) -> None:
+    model, ids = build(), torch.arange(6)
+    with Dumper(model, tmp_path / "run") as dumper:
+        for told in (ids, ids.numpy(), list(ids.numpy())):
+            with dumper.step(grid=torch.Size([2, 3]), rows=[RowRun("a", 0, 6, 0, 0)], token_ids=told):
+                model(torch.ones(1, 8))
+                dumper.metric("loss", torch.tensor(0.5))
+    run = open_run(tmp_path / "run")
+    assert [run.steps[step][0].info.token_ids for step in range(3)] == [tuple(range(6))] * 3
+
+
 def test_what_was_flushed_is_in_the_run_while_it_is_open(tmp_path: Path) -> None:
     model = build()
     with torch.no_grad(), Dumper(model, tmp_path / "run") as dumper:

@@ -1,7 +1,7 @@
 """Training: recomputation told apart from the forward, parameters and what the optimiser uses."""
 
 import importlib.util
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,22 @@ def test_gradients_inside_a_reentrant_checkpoint_belong_to_the_occurrence_they_r
     assert len(back) == 2
     for occurrence, gradient in enumerate(gradients):
         np.testing.assert_array_equal(back[Key("layers.0:out.grad", 0, occurrence=occurrence)], gradient.numpy())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_add_no_gradient_to_those_of_the_plain_model(tmp_path: Path, reentrant: bool) -> None:
+    """A non-reentrant one hands its recomputation the very tensor, or leaf, that the forward waits at already."""
+    found = {}
+    stack = Stack(reentrant=reentrant)
+    plain = nn.Sequential(OrderedDict(layers=nn.Sequential(*stack.layers)))
+    for name, model in (("checkpointed", stack), ("plain", plain)):
+        model.zero_grad()
+        with Dumper(model, tmp_path / name, keep="off", rules=["layers.*:in[*].grad=full"]) as dumper, dumper.step():
+            model(batch(0)).square().sum().backward()
+        found[name] = values(open_run(tmp_path / name), BACKWARD)
+    assert found["checkpointed"].keys() == found["plain"].keys()
+    for key, value in found["plain"].items():
+        np.testing.assert_array_equal(found["checkpointed"][key], value)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
