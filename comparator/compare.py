@@ -215,7 +215,7 @@ def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
         examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
         raise NothingInCommonError(
             f"{baseline.path} and {target.path} have no site in common: e.g. {examples[0]} against {examples[1]}; "
-            "were they captured from models of one architecture?"
+            "were they captured from models of one architecture? (--map FILE says which names mean the same)"
         )
     if rows.known and not rows.num_pairs:
         facts = [*rows.problems, *(f"request {f.request} parts at position {f.position}" for f in rows.forks)]

@@ -124,7 +124,7 @@ class Examiner:
             return Look(Examined(**facts | {"problem": _no_rows(ready.plan.counts)}))
         used, pair = ready.used, facts["pair"]
         replicas = check_replicas(used)
-        known: _Facts = {"replicas": replicas.problem}
+        known: _Facts = {"replicas": replicas.problem, "replica_place": replicas.place}
         known["notes"] = (*ready.notes, replicas.note) if replicas.note else ready.notes
         is_exact = are_exact(pair.baseline.first.dtype, pair.target.first.dtype)
         if all(w.has_values for w in used) or all(map(ready.equal_by_hash, ready.plan.joins)):

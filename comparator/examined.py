@@ -46,6 +46,8 @@ class Examined:
     detail: "Detail | None" = None
     replicas: str = ""
     """What is wrong with the replicas of one side, if anything."""
+    replica_place: Place | None = None
+    """Where that is."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Of the notes, those that say why values may be wrong."""

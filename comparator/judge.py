@@ -69,7 +69,8 @@ class Judge:
         how = self.inputs[node].how
         if one.replicas:
             notes = (one.replicas,)
-            return _finding(one, order, Verdict.DIFFERS, test="replicas", error=1.0, judged_by="equality", notes=notes)
+            how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
+            return replace(_finding(one, order, Verdict.DIFFERS, **how_far, notes=notes), worst=one.replica_place)
         rule = find_rule(self._standards.rules, (one.site, *(side.site for side in (one.baseline, one.target) if side)))
         odd = one.numbers.nonfinite_mismatch if one.numbers is not None else 0
         if odd and not (rule is not None and rule.sees_nonfinite):

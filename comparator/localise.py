@@ -72,6 +72,8 @@ def localise(
 
 def onset(finding: Finding) -> int:
     """The first target step in which a bad finding shows; 0 where the steps do not tell."""
+    if finding.test == "replicas" and finding.worst is not None:
+        return finding.worst.step  # the replica that is compared with the other run may be right
     largest = max((s.error for s in finding.steps), default=0.0)
     tests: tuple[Callable[[StepResult], bool], ...] = (
         lambda s: s.nonfinite > 0,

@@ -61,8 +61,8 @@ class Report:
 
     @property
     def closest_call(self) -> Finding | None:
-        """The finding with the largest error beside its floor, among those that pass."""
-        passing = [f for f in self.findings if f.verdict is Verdict.CLOSE and f.floor > 0.0]
+        """The finding with the largest error beside its floor, among those that pass by it."""
+        passing = [f for f in self.findings if f.verdict is Verdict.CLOSE and f.floor > 0.0 and f.test != "rule"]
         return max(passing, key=lambda f: f.ratio, default=None)
 
     @property

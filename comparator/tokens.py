@@ -30,7 +30,7 @@ def tokens_of(
     examiner: Examiner, one: Examined, finding: Finding, step: int
 ) -> tuple[tuple[TokenError, ...], int, Place | None]:
     """(the first rows beyond the floor in a target step, how many there are in all steps, the worst of that step)."""
-    if finding.basis != "values" or one.pair.baseline is None or one.pair.target is None:
+    if finding.basis != "values" or one.pair.baseline is None or one.pair.target is None or _is_elsewhere(finding):
         return (), 0, finding.worst
     ready = examiner.preparer.prepare(one.pair)
     try:
@@ -59,3 +59,8 @@ def tokens_of(
         for row in here[:MAX_TOKENS]
     ]
     return tuple(found), int(beyond.sum()), place_of(measured, worst, ready, examiner.preparer.row_map)
+
+
+def _is_elsewhere(finding: Finding) -> bool:
+    """Whether a replica is wrong beside the one that was compared, which is right."""
+    return finding.test == "replicas" and finding.numbers is not None and finding.numbers.equal == finding.numbers.count

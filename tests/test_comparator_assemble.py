@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import Finding, Verdict, compare
+from tapscope.comparator.report.answer import answer
 from tapscope.dims import parse
 from tapscope.observe import RowRun
 from tapscope.run import open_run
@@ -111,6 +112,21 @@ def test_replicas_that_differ_fail_though_rank_0_agrees(tmp_path: Path) -> None:
     found = finding(tmp_path, whole, {0: whole, 1: other}, "t h # tp:replicated", {"tp": 2})
     assert found.verdict is Verdict.DIFFERS
     assert "replicas over tp differ in t: ranks 0, 1" in found.notes[0]
+
+
+def test_where_replicas_part_is_where_the_answer_points(tmp_path: Path) -> None:
+    steps = [values(ROWS, 8, seed=seed) for seed in range(4)]
+    with RunFactory(tmp_path / "b") as base, RunFactory(tmp_path / "t", mesh={"tp": 2}) as target:
+        for i, whole in enumerate(steps):
+            rows = [RowRun("a", ROWS * i, ROWS, 0, 0)]
+            other = whole.copy()
+            other[3, 5] += 4.0 * (i >= 2)
+            for run, value in ((base, whole), (target, {0: whole, 1: other})):
+                run.step(grid=(ROWS,), rows=rows, token_ids=range(ROWS))
+                run.put("norm:out", value, dims="t h # tp:replicated")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert answer(report)[1] == "where     step 2, rank 1; worst at [3,5]"
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])

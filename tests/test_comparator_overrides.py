@@ -1,5 +1,6 @@
 """Dims and meshes given at compare time count, match something, and are refused where they cannot be meant."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 from factories import RunFactory
 
-from tapscope.cli import main
+from tapscope.cli import comparison, main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.comparator.mapfile import DimsEntry
 from tapscope.comparator.overrides import MeshEntry, parse_dims, parse_mesh
+from tapscope.comparator.report.answer import answer
+from tapscope.comparator.report.flags import flags
 from tapscope.errors import ConfigError, DimsError, RuleError, TapscopeError
 from tapscope.observe import RowRun
 from tapscope.run import open_run
@@ -144,3 +147,46 @@ def test_a_twin_for_the_floor_is_read_with_the_dims_and_the_mesh_of_the_baseline
     flags = ["--mesh", "baseline:tp=2", "--dims", "baseline:mlp=t n[tp]", "--dims", "target:mlp=t n"]
     assert main(["diff", *runs, *flags]) == 0
     assert main(["diff", *runs, *flags, "--floor", str(tmp_path / "twin")]) == 0
+
+
+def test_the_flags_of_a_comparison_ask_for_it_again(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "a map.yaml"
+    file.write_text("dims:\n  - {site: '*mlp:out', dims: 't h[tp]', side: target}\n")
+    words = [
+        "--site",
+        "*:out",
+        "--skip",
+        "norm",
+        "--layers",
+        "0-2,5",
+        "--steps",
+        "0",
+        "--ranks",
+        "0-1",
+        "--map",
+        str(file),
+    ]
+    words += [
+        "--map",
+        str(file),
+        "--shift-steps",
+        "-1",
+        "--dims",
+        "baseline:*=t h",
+        "--mesh",
+        "target:pp=2,tp=4",
+        "--rule",
+        "mlp=rel < 1",
+    ]
+    words += ["--rtol", "0.1", "--atol", "1e-05", "--floor", "twin", "--margin", "2.5", "--detail", "--allow-partial"]
+    parser = argparse.ArgumentParser()
+    comparison.add_flags(parser)
+    options = comparison.options_of(parser.parse_args(words))
+    assert sorted(flags(options)) == sorted(words)
+    assert comparison.options_of(parser.parse_args(flags(options))) == options
+    assert flags(comparison.options_of(parser.parse_args([]))) == []
+
+
+def test_the_next_command_compares_the_same_way(runs: tuple[Path, Path]) -> None:
+    report = diff(runs, dims=(parse_dims("target:mlp=t h[tp]"),))
+    assert answer(report)[-1] == f"next      tapscope view {runs[0]} {runs[1]} --dims 'target:mlp=t h[tp]'"

@@ -7,6 +7,7 @@ from tapscope import text
 from tapscope.comparator.coverage import UNLIKE
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.localise import Divergence
+from tapscope.comparator.report.flags import flags
 from tapscope.site import compact_ranges, layer_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def _how_close(report: "Report") -> str:
     closest = report.closest_call
     if closest is None:
         if any(f.verdict is Verdict.CLOSE for f in report.findings):
-            return "everything within the tolerance"
+            by_rule = any(f.test == "rule" for f in report.findings)
+            return "everything obeys the rules" if by_rule else "everything within the tolerance"
         return "every compared value is equal"
     return (
         f"the largest error is {share(closest.ratio)} of what rounding explains, at {closest.site} ({_amount(closest)})"
@@ -191,4 +193,4 @@ def _next(report: "Report") -> str:
         return f"tapscope show {shlex.quote(report.target.path)} {shlex.quote(site)} --step {divergence.step}"
     if _odd(report) is not None or report.coverage.partial:
         return f"tapscope info {shlex.quote(report.target.path)}"
-    return f"tapscope view {shlex.quote(report.baseline.path)} {shlex.quote(report.target.path)}"
+    return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])

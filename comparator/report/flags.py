@@ -1,0 +1,52 @@
+"""Flags: the words of a command line that ask for the same comparison once more."""
+
+from collections.abc import Iterable, Iterator
+
+from tapscope.comparator.options import MARGIN, CompareOptions
+from tapscope.site import compact_ranges
+
+
+def flags(options: CompareOptions, *, sites: bool = True) -> list[str]:
+    """The flags of `tapscope diff` and `view` that give these options; without ``--site`` where ``sites`` is false.
+
+    Dims, meshes and rules are written as they are read, so a shell has still to quote them (``shlex.join``).
+    """
+    return [*_selection(options, sites), *_matching(options), *_judgement(options)]
+
+
+def _selection(options: CompareOptions, sites: bool) -> Iterator[str]:
+    yield from _repeated("--site", options.sites if sites else ())
+    yield from _repeated("--skip", options.skip)
+    for name in ("layers", "steps", "ranks"):
+        numbers = getattr(options, name)
+        if numbers is not None:
+            yield from (f"--{name}", compact_ranges(numbers))
+    if options.shift_steps:
+        yield from ("--shift-steps", str(options.shift_steps))
+
+
+def _matching(options: CompareOptions) -> Iterator[str]:
+    yield from _repeated("--map", options.mapping.files)
+    yield from _repeated("--dims", (f"{_side(e.side)}{e.site}={e.dims}" for e in options.dims))
+    meshes = (f"{_side(e.side)}{','.join(f'{axis}={size}' for axis, size in e.sizes)}" for e in options.mesh)
+    yield from _repeated("--mesh", meshes)
+
+
+def _judgement(options: CompareOptions) -> Iterator[str]:
+    for name in ("rtol", "atol", "floor"):
+        value = getattr(options, name)
+        if value is not None:
+            yield from (f"--{name}", str(value))
+    if options.margin != MARGIN:
+        yield from ("--margin", str(options.margin))
+    yield from _repeated("--rule", (f"{rule.site}={rule.require}" for rule in options.rules))
+    yield from (f"--{name.replace('_', '-')}" for name in ("detail", "allow_partial") if getattr(options, name))
+
+
+def _repeated(flag: str, values: Iterable[str]) -> Iterator[str]:
+    for value in values:
+        yield from (flag, value)
+
+
+def _side(side: str) -> str:
+    return "" if side == "both" else f"{side}:"
