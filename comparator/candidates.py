@@ -1,8 +1,9 @@
 """Candidates: the dims that could be meant for a site, from its axes and from where its ranks stand."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
+from math import prod
 
 from tapscope.axes import Dim, Dims, Section, Shard, Size
 from tapscope.comparator.places import Coords
@@ -20,14 +21,53 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
     for base in _named(series, other):
         stated = {shard.axis for _, shard in base.shards()} | set(base.replicated)
         plain = replace(base, dims=tuple(map(_unsharded, base.dims)), replicated=())
-        for start, known in ((base, stated), (plain, set[str]())):
+        for start, known in [(base, stated), (plain, set[str]())][: 1 if base == plain else 2]:
             for over in _telling_apart(places, axes, known):
+                sizes = {axis: len({place.get(axis) for place in places}) for axis in axes}
                 for choice in product(*(_ways(start, axis) for axis in over)):
-                    yield _with(start, over, choice)
+                    made = _with(start, over, choice)
+                    if len(over) < 3:
+                        yield made
+                        yield from _too_wide(made, series, other, sizes)
+                    elif not any(_is_section(how) for how, _ in choice) and _is_as_wide(made, series, other, sizes):
+                        yield made  # three axes have hundreds of ways
                 if len(over) == 1:
                     num = len({place.get(over[0]) for place in places})
                     yield from _query_key_value(start, base, series.first.shape, Shard(over[0]), num)
         yield from _cropped(base, other)
+
+
+def fused_candidates(
+    recorded: Series, other: Series, places: Sequence[Coords], axes: Sequence[str], axis: int
+) -> Iterator[Dims]:
+    """Dims of a fused tensor: what it holds is known, so that only the mesh axes along it are not."""
+    for base in _named(recorded, other):
+        plain = replace(base, dims=tuple(map(_unsharded, base.dims)))
+        for over in _telling_apart(places, axes, set()):
+            yield _with(plain, over, [("", axis % plain.ndim)] * len(over))
+
+
+def _features(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+    """(tensor axis, its length put together, its length on the other side) where that is whole."""
+    shape = other.first.shape
+    if len(other.firings[0].records) == 1 and len(shape) == dims.ndim == len(series.first.shape):
+        for at, dim in enumerate(dims.dims):
+            if dim.names not in _NOT_FEATURES:
+                parts = prod(sizes.get(shard.axis, 1) for shard in dim.shards if not shard.partial)
+                yield at, series.first.shape[at] * parts, shape[at]
+
+
+def _is_as_wide(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int]) -> bool:
+    return all(mine == whole for _, mine, whole in _features(dims, series, other, sizes))
+
+
+def _too_wide(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int]) -> Iterator[Dims]:
+    """Where shards are longer than the whole: some are copies (key/value heads), or the rest is padding."""
+    for at, mine, whole in _features(dims, series, other, sizes):
+        dim = dims.dims[at]
+        if dim.shards and mine > whole > 0 and dim.size is None and not dim.sections:
+            for size in ([Size(whole, mine // whole)] if mine % whole == 0 else []) + [Size(whole)]:
+                yield replace(dims, dims=(*dims.dims[:at], replace(dim, size=size), *dims.dims[at + 1 :]))
 
 
 def _unsharded(dim: Dim) -> Dim:
@@ -35,9 +75,9 @@ def _unsharded(dim: Dim) -> Dim:
 
 
 def _telling_apart(places: Sequence[Coords], axes: Sequence[str], known: set[str]) -> list[tuple[str, ...]]:
-    """The smallest sets of one or two further axes that, with those known, give every rank a place of its own."""
+    """The smallest sets of up to three further axes that, with those known, give every rank a place of its own."""
     free = [axis for axis in axes if axis not in known]
-    for num in (1, 2):
+    for num in (1, 2, 3):
         found = [
             over
             for over in combinations(free, num)
@@ -75,6 +115,10 @@ def _ways(dims: Dims, axis: str) -> list[_Way]:
     return ways
 
 
+def _is_section(how: str) -> bool:
+    return how.endswith("sections")
+
+
 def _may_be_sections(dim: Dim) -> bool:
     return (
         not dim.shards and not dim.sections and dim.size is None and dim.names not in (("1",), ("t",), ("b",), ("s",))
@@ -87,7 +131,7 @@ def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
         dim = parts[at]
         if how == "replicated":
             replicated.append(axis)
-        elif how.endswith("sections") and not dim.sections:
+        elif _is_section(how) and not dim.sections:
             names = tuple(f"{dim.names[0]}{i}" for i in range(int(how[0])))
             parts[at] = Dim(names, (*dim.shards, Shard(axis)), sections=tuple(map(Section, names)))
         else:

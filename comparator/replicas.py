@@ -109,7 +109,7 @@ def _ratio(one: float | None, two: float | None) -> float:
 def _row_errors(rows: RowMeasures) -> np.ndarray[Any, Any]:
     scale = np.maximum(rows.sum_sq_baseline, np.median(rows.sum_sq_baseline))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.sqrt(rows.sum_sq_diff / scale)
+        return np.asarray(np.sqrt(rows.sum_sq_diff / scale))
 
 
 def _gain(rows: RowMeasures) -> float:

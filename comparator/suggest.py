@@ -8,12 +8,15 @@ from itertools import islice
 from tapscope.axes import STAGES, Dims
 from tapscope.comparator.align import Join, Plan
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.candidates import candidates
+from tapscope.comparator.candidates import candidates, fused_candidates
+from tapscope.comparator.fused import annotated
+from tapscope.comparator.hints import Hints
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Opened, WidthError, measure
 from tapscope.comparator.pieces import leaves
 from tapscope.comparator.places import active
 from tapscope.comparator.prepare import Prepared, Preparer
+from tapscope.comparator.recipe import Part
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.series import Series
 from tapscope.errors import DataError, DimsError
@@ -80,20 +83,20 @@ class Suggester:
         for side, (series, other) in enumerate(((pair.baseline, pair.target), (pair.target, pair.baseline))):
             assert series is not None
             assert other is not None
-            if series.recipe is None and other.recipe is None and series.first.shape:
+            if series.first.shape and (series.recipe is None or isinstance(series.recipe, Part)):
                 said.append(self._try_side(pair, side, series, other))
         fits = next((text for text in said if "fit" in text), "")
         return fits or (next((text for text in said if text), "") if broken else "")
 
     def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
-        places = [self.preparer.places[side].coords[r.key.rank] for r in series.firings[0].records]
+        recorded = series.sources[0] if series.sources else series
+        places = [self.preparer.places[side].coords[r.key.rank] for r in recorded.firings[0].records]
         axes = [axis for axis in active(places) if axis != "rank" and axis not in STAGES]
-        found = [
-            tried
-            for dims in islice(candidates(series, other, places, axes), _MOST)
-            if (tried := self._measured(pair, side, dims)) is not None
-        ]
-        name, every = ("baseline", "target")[side], _LAYER.sub("*", series.site)
+        meant = candidates(series, other, places, axes)
+        if isinstance(series.recipe, Part):
+            meant = fused_candidates(recorded, other, places, axes, series.recipe.fused.axis)
+        found = [tried for dims in islice(meant, _MOST) if (tried := self._measured(pair, side, dims)) is not None]
+        name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
         agreeing = [t for t in found if t.error <= AGREES]
         best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
         if best is not None:
@@ -108,7 +111,10 @@ class Suggester:
     def _measured(self, pair: Pair, side: int, dims: Dims) -> _Tried | None:
         """None where the dims cannot lay the pair's sides over each other."""
         text = str(dims)
-        changed = [_first_with(one, text if i == side else None) for i, one in enumerate((pair.baseline, pair.target))]
+        hints = Hints(mesh=self.preparer.places[side].sizes)
+        changed = [
+            _first_with(one, text if i == side else None, hints) for i, one in enumerate((pair.baseline, pair.target))
+        ]
         try:
             ready = self.preparer.prepare(replace(pair, baseline=changed[0], target=changed[1]))
         except DimsError:
@@ -133,9 +139,14 @@ def _other(name: str) -> str:
     return "target" if name == "baseline" else "baseline"
 
 
-def _first_with(series: Series | None, dims: str | None) -> Series:
-    """The first firing alone, with other dims."""
+def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series:
+    """The first firing alone, with other dims; of a part of a fused tensor that tensor's."""
     assert series is not None
+    if series.sources:
+        sources = tuple(_first_with(one, dims, hints) for one in series.sources)
+        if isinstance(series.recipe, Part):
+            sources = tuple(annotated(one, series.recipe.fused, hints) for one in sources)
+        return replace(series, sources=sources, firings=sources[0].firings)
     firing = series.firings[0]
     if dims is not None:
         firing = replace(firing, records=tuple(replace(r, dims=dims) for r in firing.records))

@@ -199,6 +199,9 @@ def test_dims_that_do_not_explain_the_ranks_are_said(tmp_path: Path, dims: str) 
         ("t h # tp:replicated", "t h[tp]", {"tp": 2}),
         ("t h[tp,ep]", "t h[tp]", {"tp": 2, "ep": 2}),
         ("t h[tp] # ep:replicated", "t h[tp]", {"tp": 2, "ep": 2}),
+        ("t[cp:zigzag] h[tp] # ep:replicated", None, {"cp": 2, "ep": 2, "tp": 2}),
+        ("t h=12x2[tp]", None, {"tp": 4}),
+        ("t h=12[tp]", None, {"tp": 5}),
     ],
 )
 def test_a_shard_that_no_dims_explain_is_told_which_would(

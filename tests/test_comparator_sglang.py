@@ -1,6 +1,7 @@
 """Directories of SGLang's dumper are runs: on either side of a comparison, to look at, and as bad as they come."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,17 @@ def test_a_bug_in_one_projection_is_named(model: Any, base: Path, tmp_path: Path
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.module == "model.layers.1.self_attn.v_proj"
+
+
+def test_fused_shards_without_dims_are_told_the_dims_with_which_all_agrees(
+    model: Any, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = serve_llama(model, tmp_path / "dump", PROMPTS, tp=2, annotate=False)
+    notes = [note for f in diff(base, dump).findings for note in f.notes if "would fit" in note]
+    told = sorted({part for note in notes for part in re.findall(r"--dims '([^']+)'", note)})
+    assert [text.partition("=")[0].rpartition(".")[2] for text in told] == ["gate_up_proj:out", "qkv_proj:out"]
+    assert cli.main(["diff", str(base), str(dump), *(word for text in told for word in ("--dims", text))]) == 0
+    assert "agrees" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
