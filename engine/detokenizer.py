@@ -1,13 +1,14 @@
-"""Detokenizer: the text of one request as its tokens come, cut at stop strings. Torch-free: a front end uses it too.
+"""Detokenizer: the text of one request as its tokens come, cut where it stops. Torch-free: a front end uses it too.
 
 Two things are held back: half a character, whose other bytes are tokens to come, and text that may be the beginning of
-a stop string. Everything that has been given out stays as it is.
+a stop string or expression. Everything that has been given out stays as it is.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.stop_text import StopText
 from tapscope.engine.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
@@ -21,18 +22,18 @@ class TextDelta:
     text: str
     """New text that is certain."""
     num_tokens: int
-    """Tokens taken: fewer than were given when a stop string was complete before the last."""
+    """Tokens taken: fewer than were given when the text ended before the last."""
     matched: str | None = None
-    """The stop string that ended the text."""
+    """The stop string or expression that ended the text."""
 
 
 class Detokenizer:
-    """One request's; ``params`` says which stop strings count and whether special tokens show."""
+    """One request's; ``params`` says what ends its text and whether special tokens show."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._decoder = _Decoder(tokenizer, params.skip_special_tokens)
         self._params = params
-        self._held = ""
+        self._stops = StopText(params) if params.stops_on_text else None
         self._num_tokens = 0
         self._done = False
 
@@ -41,40 +42,31 @@ class Detokenizer:
 
         ``end_token``: the token that ended the generation, the last one; it shows only under ``include_stop``.
         """
+        if self._done:
+            return TextDelta("", 0)
         texts: list[str] = []
         shown = len(ids)
         if end_token is not None and ids and ids[-1] == end_token and not self._params.include_stop:
             shown -= 1
         for count, token in enumerate(ids[:shown], start=1):
-            if self._done:
-                return TextDelta("", 0)
             matched = self._take(self._decoder.push(token), texts)
             if matched is not None:
                 return TextDelta("".join(texts), count, matched)
-        matched = None
-        if final and not self._done:
-            matched = self._take(self._decoder.flush(), texts)
-            texts.append(self._held)
-            self._held, self._done = "", True
+        matched = self._take(self._decoder.flush(), texts, final=True) if final else None
         return TextDelta("".join(texts), len(ids), matched)
 
-    def _take(self, new: str, texts: list[str]) -> str | None:
-        """Put what is certain after ``new`` to ``texts``; the stop string that is complete, if one is."""
+    def _take(self, new: str, texts: list[str], *, final: bool = False) -> str | None:
+        """Put what is certain after ``new`` to ``texts``; what ended the text, if something did."""
         self._num_tokens += 1
-        if self._num_tokens <= self._params.min_new_tokens or not self._params.stop:
-            texts.append(new)
-            return None
-        text = self._held + new
-        found = _first_stop(text, self._params.stop)
-        if found is None:
-            keep = _num_open(text, self._params.stop)
-            self._held = text[len(text) - keep :]
-            texts.append(text[: len(text) - keep])
-            return None
-        start, stop = found
-        texts.append(text[: start + len(stop)] if self._params.include_stop else text[:start])
-        self._held, self._done = "", True
-        return stop
+        if self._stops is None:
+            text, matched = new, None
+        elif self._num_tokens <= self._params.min_new_tokens:
+            text, matched = self._stops.skip(new), None
+        else:
+            text, matched = self._stops.take(new, final=final)
+        texts.append(text)
+        self._done = final or matched is not None
+        return matched
 
 
 class _Decoder:
@@ -125,19 +117,3 @@ class _Decoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """(start, stop string) of the one that is complete first, the longest of those; None when there is none."""
-    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
-    if not found:
-        return None
-    end, _, stop = min(found)
-    return end - len(stop), stop
-
-
-def _num_open(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that a stop string begins with."""
-    longest = min(len(text), max(map(len, stops)) - 1)
-    ends = (text[len(text) - size :] for size in range(longest, 0, -1))
-    return next((len(end) for end in ends if any(stop.startswith(end) for stop in stops)), 0)

@@ -49,7 +49,7 @@ class Driver:
             priority=priority,
             capture=capture,
         )
-        if params.stop and self._tokenizer is None:
+        if params.stops_on_text and self._tokenizer is None:
             raise UsageError(f"{self._engine.config.model} has no tokenizer.json; stop strings need one")
         self._engine.submit(request)
         self._assemblies[name] = Assembly(name, request.prompt_ids, self._tokenizer, params)

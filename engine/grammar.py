@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tapscope.engine.ebnf import translate
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.errors import UsageError
 from tapscope.text import short
@@ -114,6 +115,9 @@ def _llguidance() -> Any:
 def _grammar(kind: str, text: str) -> str:
     """In llguidance's own form."""
     matcher = _llguidance().LLMatcher
+    if kind == "ebnf":
+        form = translate(text)
+        kind, text = ("grammar" if form.kind == "lark" else form.kind), form.text
     if kind == "regex":
         return str(matcher.grammar_from_regex(text))
     if kind == "grammar":

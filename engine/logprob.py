@@ -12,5 +12,7 @@ class TokenLogprob:
     """Natural logarithm."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability), most likely first."""
+    chosen: tuple[tuple[int, float], ...] = ()
+    """The same of the tokens that the request names, in its order."""
     full: tuple[float, ...] | None = None
     """Of every token of the vocabulary, where the request asked for it."""

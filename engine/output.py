@@ -98,15 +98,24 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _plain_logprob(item: TokenLogprob | None) -> list[Any] | None:
-    return None if item is None else [item.token_id, item.logprob, item.top, item.full]
+    return None if item is None else [item.token_id, item.logprob, item.top, item.chosen, item.full]
 
 
 def _build_logprob(item: list[Any] | None) -> TokenLogprob | None:
     if item is None:
         return None
-    token_id, logprob, top, full = item
-    pairs = tuple((int(other), float(value)) for other, value in top)
-    return TokenLogprob(token_id=token_id, logprob=logprob, top=pairs, full=None if full is None else tuple(full))
+    token_id, logprob, top, chosen, full = item
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=logprob,
+        top=_build_pairs(top),
+        chosen=_build_pairs(chosen),
+        full=None if full is None else tuple(full),
+    )
+
+
+def _build_pairs(items: list[list[Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple((int(token), float(value)) for token, value in items)
 
 
 class Assembly:

@@ -1,19 +1,30 @@
-"""What POST /generate asks for and how it is answered, in the form of SGLang's native API."""
+"""What POST /generate asks for, in the form of SGLang's native API."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from math import isfinite
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tapscope.engine.logprob import TokenLogprob
-from tapscope.engine.output import Output
+from tapscope.engine.checks import is_count, require
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.bodies import GenerateBody
 from tapscope.errors import UsageError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _RENAMED = {"no_stop_trim": "include_stop", "sampling_seed": "seed"}
-_IGNORED = ("spaces_between_special_tokens",)  # older tokenizers' only
+_BESIDE = ("spaces_between_special_tokens", "stream_interval")  # the first: older tokenizers' only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsWanted:
+    """What is to be told of the log-probabilities of one generation."""
+
+    asked: bool = False
+    top: int = 0
+    """So many of the most likely tokens."""
+    start: int = -1
+    """The first prompt token that is told of; -1 for none."""
+    token_ids: tuple[int, ...] = ()
+    """Further tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +34,9 @@ class Wanted:
     prompt: str | tuple[int, ...]
     params: SamplingParams
     request_id: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
-    """How its answers look."""
-
-    logprobs: bool = False
-    top: bool = False
-    logprob_start: int = -1
-    decode: Callable[[int], str] | None = None
-    """Gives the text of a token; None where texts were not asked for."""
-    weight_version: str = "default"
+    logprobs: LogprobsWanted = LogprobsWanted()
+    stream_interval: int = 1
+    """Tokens between two events of a stream, but for the first and the last."""
 
 
 def wanted(body: GenerateBody) -> list[Wanted]:
@@ -43,14 +45,16 @@ def wanted(body: GenerateBody) -> list[Wanted]:
     many = body.sampling_params
     if isinstance(many, list) and len(many) != len(prompts):
         raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
-    each = many if isinstance(many, list) else [many] * len(prompts)
-    names = _request_ids(body, len(prompts))
     found = []
-    for prompt, values, name in zip(prompts, each, names, strict=True):
-        params = _sampling(values, body)
+    each = zip(prompts, _for_each(many, len(prompts)), _logprobs(body, len(prompts)), strict=True)
+    for (prompt, values, told), name in zip(each, _request_ids(body, len(prompts)), strict=True):
+        params, interval = _sampling(values, told, body), _stream_interval(values)
         for index in range(params.n):
             own = name if name is None or params.n == 1 else f"{name}-{index}"
-            found.append(Wanted(prompt=prompt, params=params.child(index), request_id=own))
+            one = Wanted(
+                prompt=prompt, params=params.child(index), request_id=own, logprobs=told, stream_interval=interval
+            )
+            found.append(one)
     return found
 
 
@@ -60,82 +64,50 @@ def is_batch(body: GenerateBody, count: int) -> bool:
     return count > 1 or isinstance(body.text, list) or (ids is not None and isinstance(ids[0], list))
 
 
-def answer(output: Output, latency_s: float, style: Style, *, has_text: bool) -> dict[str, Any]:
-    """One element of the answer, of all that has come so far."""
-    meta: dict[str, Any] = {
-        "id": output.request,
-        "prompt_tokens": output.prompt_tokens,
-        "completion_tokens": len(output.token_ids),
-        "cached_tokens": output.cached_tokens,
-        "finish_reason": _finish_reason(output),
-        "e2e_latency": latency_s,
-        "weight_version": style.weight_version,
-        "dp_rank": output.dp_rank,
-    }
-    if output.routed_experts is not None:
-        meta["routed_experts"] = output.routed_experts.text
-        meta["routed_experts_shape"] = output.routed_experts.shape
-    if style.logprobs or output.logprobs or output.prompt_logprobs:  # asked for in the body or among the parameters
-        meta |= _logprobs(output, style)
-    return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
-
-
-def _finish_reason(output: Output) -> dict[str, Any] | None:
-    if output.finish_reason is None:
-        return None
-    reason: dict[str, Any] = {"type": output.finish_reason}
-    if output.finish_reason == "stop":
-        reason["matched"] = output.matched
-    elif output.finish_reason == "length":
-        reason["length"] = len(output.token_ids)
-    elif output.reason:
-        reason["message"] = output.reason
-    return reason
-
-
-def _logprobs(output: Output, style: Style) -> dict[str, Any]:
-    """SGLang's lists: [log-probability, token id, text or null], prompt tokens from ``logprob_start`` on."""
-    given = output.logprobs or ()
-    meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
-    prompt = (output.prompt_logprobs or ())[max(0, style.logprob_start) :]
-    head = [None, output.prompt_head, _text(output.prompt_head, style)]  # which nothing predicts
-    meta["input_token_logprobs"] = [head if item is None else _triple(item, style) for item in prompt]
-    if style.top or any(item.top for item in (*given, *filter(None, prompt))):
-        meta["output_top_logprobs"] = [_top(item, style) for item in given]
-        meta["input_top_logprobs"] = [None if item is None else _top(item, style) for item in prompt]
-    if any(item.full for item in given):
-        meta["output_full_logprobs"] = [[v if isfinite(v) else None for v in item.full or ()] for item in given]
-    return meta
-
-
-def _triple(item: TokenLogprob, style: Style) -> list[Any]:
-    return _entry(item.token_id, item.logprob, style)
-
-
-def _top(item: TokenLogprob, style: Style) -> list[list[Any]]:
-    return [_entry(token, value, style) for token, value in item.top]
-
-
-def _entry(token: int, logprob: float, style: Style) -> list[Any]:
-    """JSON knows no infinity: what cannot be drawn has null."""
-    return [logprob if isfinite(logprob) else None, token, _text(token, style)]
-
-
-def _text(token: int | None, style: Style) -> str | None:
-    return None if style.decode is None or token is None else style.decode(token)
-
-
-def _sampling(values: Mapping[str, Any], body: GenerateBody) -> SamplingParams:
+def _sampling(values: Mapping[str, Any], told: LogprobsWanted, body: GenerateBody) -> SamplingParams:
     given = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
-    for name in _IGNORED:
+    for name in _BESIDE:
         given.pop(name, None)
+    if given.get("json_schema") == "$$ANY$$":
+        given["json_schema"] = '{"type": "object"}'
     if body.return_routed_experts:
         given["routed_experts"] = True
-    params = SamplingParams.build({"max_new_tokens": DEFAULT_MAX_NEW_TOKENS} | given)
-    if not body.return_logprob:
-        return params
-    prompt = body.top_logprobs_num if body.logprob_start_len >= 0 else None
-    return replace(params, logprobs=body.top_logprobs_num, prompt_logprobs=prompt)
+    if told.asked:
+        given |= {"logprobs": told.top, "prompt_logprobs": told.top if told.start >= 0 else None}
+        given["token_ids_logprob"] = told.token_ids
+    return SamplingParams.build({"max_new_tokens": DEFAULT_MAX_NEW_TOKENS} | given)
+
+
+def _logprobs(body: GenerateBody, count: int) -> list[LogprobsWanted]:
+    ids = body.token_ids_logprob
+    each_ids: list[Any] = ids if ids and isinstance(ids[0], list) else [ids or []] * count
+    columns = {
+        "return_logprob": _for_each(body.return_logprob, count),
+        "top_logprobs_num": _for_each(body.top_logprobs_num, count),
+        "logprob_start_len": _for_each(body.logprob_start_len, count),
+        "token_ids_logprob": each_ids,
+    }
+    for name, column in columns.items():
+        if len(column) != count:
+            raise UsageError(f"{name!r} has {len(column)} entries for {count} prompts; give one each, or one for all")
+    found = [
+        LogprobsWanted(asked=asked, top=top, start=start, token_ids=tuple(tokens))
+        for asked, top, start, tokens in zip(*columns.values(), strict=True)
+    ]
+    if any(each.token_ids and not each.asked for each in found):
+        raise UsageError("'token_ids_logprob' is told beside the tokens' own log-probabilities; set 'return_logprob'")
+    return found
+
+
+def _for_each(value: Any, count: int) -> list[Any]:
+    return value if isinstance(value, list) else [value] * count
+
+
+def _stream_interval(values: Mapping[str, Any]) -> int:
+    value = values.get("stream_interval")
+    value = 1 if value is None else value
+    require(UsageError, is_count(value), "stream_interval", value, "it must be a whole number of at least 1")
+    return int(value)
 
 
 def _prompts(body: GenerateBody) -> list[str | tuple[int, ...]]:
@@ -148,7 +120,9 @@ def _prompts(body: GenerateBody) -> list[str | tuple[int, ...]]:
 def _request_ids(body: GenerateBody, count: int) -> list[str | None]:
     if body.rid is None:
         return [None] * count
-    names = body.rid if isinstance(body.rid, list) else [body.rid]
+    if isinstance(body.rid, str):
+        return [body.rid] if count == 1 else [f"{body.rid}-{index}" for index in range(count)]
+    names = body.rid
     if len(names) != count:
         raise UsageError(f"'rid' has {len(names)} request ids for {count} prompts; give one each")
     if len(set(names)) < count:

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 from tapscope.engine.checks import is_number, require
+from tapscope.engine.stop_program import compiled
 from tapscope.errors import UsageError
 
 _MAX_N = 128
+_MAX_EXPRESSIONS = 16
 _COLDEST = 1e-5  # below it logits would overflow; it makes no difference
 _SEED_BITS = 64
 _require = partial(require, UsageError)
@@ -49,6 +51,8 @@ class SamplingParams:
     """Generations of the prompt, each with draws of its own."""
     stop: tuple[str, ...] = ()
     """Texts that end the generation once they appear in its text."""
+    stop_regex: tuple[str, ...] = ()
+    """Regular expressions (Python's) that end the generation once they match something in its text."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the generation, beside the model's end tokens; ``ignore_eos`` does not concern them."""
     ignore_eos: bool = False
@@ -61,6 +65,8 @@ class SamplingParams:
     """Give log-probabilities of the sampled tokens, and of so many most likely ones beside each."""
     prompt_logprobs: int | None = None
     """The same for every token of the prompt but the first, which nothing predicts."""
+    token_ids_logprob: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are given wherever ``logprobs`` and ``prompt_logprobs`` give some."""
     full_logprobs: bool = False
     """Give the log-probabilities of the whole vocabulary at every generated token."""
     logprobs_mode: str = "raw"
@@ -73,6 +79,8 @@ class SamplingParams:
     """The whole text matches this regular expression."""
     grammar: str | None = None
     """The whole text is of this grammar, in llguidance's Lark form."""
+    ebnf: str | None = None
+    """The whole text is of this grammar, in the EBNF of llama.cpp (GBNF) and XGrammar; its rule is ``root``."""
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -115,9 +123,14 @@ class SamplingParams:
         return self.logprobs is not None or self.full_logprobs
 
     @property
+    def stops_on_text(self) -> bool:
+        """Whether something in the text ends it: then a tokenizer is needed."""
+        return bool(self.stop or self.stop_regex)
+
+    @property
     def constraint(self) -> tuple[str, str] | None:
-        """(kind, text) of the constraint on the output: json_schema, regex or grammar."""
-        given = ((name, getattr(self, name)) for name in _CONSTRAINTS)
+        """(kind, text) of the constraint on the output: json_schema, regex, grammar or ebnf."""
+        given = ((name, getattr(self, name)) for name in CONSTRAINTS)
         return next(((name, text) for name, text in given if text is not None), None)
 
     @classmethod
@@ -140,9 +153,9 @@ class SamplingParams:
 
     def _coerce(self) -> None:
         """Put lists, whole numbers, JSON's text keys and schema objects into the types of the fields."""
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_regex", "stop_token_ids", "token_ids_logprob"):
             value = getattr(self, name)
-            rule = "it must be a text or a list of texts" if name == "stop" else "it must be a list of token ids"
+            rule = "it must be a list of token ids" if "token" in name else "it must be a text or a list of texts"
             _require(isinstance(value, str | Sequence), name, value, rule)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -176,11 +189,19 @@ class SamplingParams:
     def _check_stops(self) -> None:
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "each must be a text that is not empty")
-        for token in self.stop_token_ids:
-            _require(type(token) is int and token >= 0, "stop_token_ids", token, "each must be a token id")
+        for name in ("stop_token_ids", "token_ids_logprob"):
+            for token in getattr(self, name):
+                _require(type(token) is int and token >= 0, name, token, "each must be a token id")
+        rule = "they are told beside logprobs, prompt_logprobs or full_logprobs; ask for one of these too"
+        told = self.wants_logprobs or self.prompt_logprobs is not None
+        _require(told or not self.token_ids_logprob, "token_ids_logprob", self.token_ids_logprob, rule)
+        _require(len(self.stop_regex) <= _MAX_EXPRESSIONS, "stop_regex", self.stop_regex, f"at most {_MAX_EXPRESSIONS}")
+        for text in self.stop_regex:
+            _require(isinstance(text, str), "stop_regex", text, "each must be a text, a regular expression")
+            compiled(text)
 
     def _check_constraint(self) -> None:
-        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         for name in given:
             text = getattr(self, name)
             _require(isinstance(text, str) and text != "", name, text, "it must be a text that is not empty")
@@ -214,7 +235,7 @@ _NUMBERS = (
     ("presence_penalty", -2.0, 2.0, "from -2 to 2"),
     ("frequency_penalty", -2.0, 2.0, "from -2 to 2"),
 )
-_CONSTRAINTS = ("json_schema", "regex", "grammar")
+CONSTRAINTS = ("json_schema", "regex", "grammar", "ebnf")
 
 
 def _token_key(key: Any) -> Any:

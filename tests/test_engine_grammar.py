@@ -1,5 +1,7 @@
 """Constrained output: whatever a random model would like to say, its text parses and is what the schema allows."""
 
+import functools
+import itertools
 import json
 import re
 import sys
@@ -7,11 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import llguidance
 import pytest
 from checkpoints import make_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
 from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.ebnf import translate
+from tapscope.engine.ebnf_reader import Alternatives, Characters, Node, Reference, Repeat, Sequence, read
 from tapscope.errors import UsageError
 
 
@@ -80,6 +87,85 @@ def test_a_grammar_in_lark_form(llm: LLM) -> None:
         assert re.fullmatch(r"\(" * depth + r"\d{1,3}" + r"\)" * depth, text)
 
 
+def _texts(rules: dict[str, Node], alphabet: str, longest: int) -> frozenset[str]:
+    """Every text of a grammar up to a length, as the least fixed point of its rules."""
+    known: dict[str, frozenset[str]] = dict.fromkeys(rules, frozenset())
+
+    def joined(left: frozenset[str], right: frozenset[str]) -> frozenset[str]:
+        return frozenset(a + b for a in left for b in right if len(a + b) <= longest)
+
+    def of(node: Node) -> frozenset[str]:
+        match node:
+            case Characters(ranges, negated):
+                return frozenset(c for c in alphabet if any(a <= ord(c) <= b for a, b in ranges) != negated)
+            case Reference(name):
+                return known[name]
+            case Sequence(items):
+                return functools.reduce(joined, map(of, items), frozenset([""]))
+            case Alternatives(options):
+                return frozenset().union(*map(of, options))
+            case Repeat(item, low, high):
+                inner, times = of(item), low + longest if high is None else high
+                powers = list(itertools.accumulate(range(times), lambda so_far, _: joined(so_far, inner), initial={""}))
+                return frozenset().union(*powers[low:])
+
+    while True:
+        after = {name: of(node) for name, node in rules.items()}
+        if after == known:
+            return known["root"]
+        known = after
+
+
+def _alternatives(depth: int) -> st.SearchStrategy[str]:
+    atoms = st.sampled_from(['"a"', '"ab"', '"ba"', '""', "[ab]", "[^b]", ".", "root", "x"])
+    if depth:
+        atoms = atoms | _alternatives(depth - 1).map("({})".format)
+    item = st.tuples(atoms, st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{1,2}"])).map("".join)
+    return st.lists(st.lists(item, min_size=1, max_size=3).map(" ".join), min_size=1, max_size=2).map(" | ".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(root=_alternatives(2), other=_alternatives(1))
+def test_an_ebnf_grammar_has_exactly_its_texts_in_llguidances_form(bytewise: Any, root: str, other: str) -> None:
+    grammar = f'root ::= {root} | "c"\nx ::= {other} # more\n'
+    form, wanted = translate(grammar), _texts(read(grammar), "abc", 4)
+    make = llguidance.LLMatcher.grammar_from_regex if form.kind == "regex" else llguidance.LLMatcher.grammar_from_lark
+    begun = llguidance.LLMatcher(bytewise, make(form.text), log_level=0)
+    assert not begun.is_error()
+    found, todo = set(), [("", begun)]
+    while todo:
+        text, matcher = todo.pop()
+        found |= {text} if matcher.is_accepting() else set()
+        for letter in "abc" if len(text) < 4 else "":
+            after = matcher.deep_copy()
+            if after.consume_token(ord(letter)):
+                todo.append((text + letter, after))
+    assert found == wanted
+
+
+@pytest.fixture(scope="module")
+def bytewise() -> Any:
+    """A tokenizer whose tokens are bytes."""
+
+    class Bytes:
+        eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+        tokens = (*(bytes([value]) for value in range(256)), b"<eos>")
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+
+
+def test_an_output_is_of_its_ebnf_grammar(llm: LLM) -> None:
+    nested = 'root ::= "(" root ")" | number\nnumber ::= [0-9]{1,3} # digits'
+    for text in (g.text for g in llm.generate([[5]] * 3, [_params(seed, ebnf=nested) for seed in range(3)])):
+        depth = text.count("(")
+        assert re.fullmatch(r"\(" * depth + r"\d{1,3}" + r"\)" * depth, text)
+    (flat,) = llm.generate([[5]], _params(1, ebnf='root ::= [a-z]{2,4} "z\\u00e9"'))  # no lexeme takes the z away
+    assert re.fullmatch("[a-z]{2,4}zé", flat.text)
+
+
 def test_a_complete_output_ends_at_once_and_an_open_one_by_an_end_token(llm: LLM) -> None:
     (whole,) = llm.generate([[5]], SamplingParams(max_new_tokens=64, regex="abcd"))
     assert (whole.text, whole.finish_reason, whole.matched) == ("abcd", "stop", None)
@@ -115,6 +201,14 @@ def test_length_may_cut_a_constrained_output(llm: LLM) -> None:
         ({"regex": r"(?=a)b"}, "invalid regex"),
         ({"regex": r"a[^\s\S]"}, "no text of this model's tokens satisfies it"),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
+        ({"ebnf": "root ::= x"}, "there is no rule x; there are root"),
+        ({"ebnf": 'x ::= "a"'}, "it has no rule root"),
+        ({"ebnf": 'root ::= "a'}, 'line 1, column 12: a literal needs its closing "'),
+        ({"ebnf": 'root ::=\n  "a" )'}, "line 2, column 7: here must be the name of a rule"),
+        ({"ebnf": r'root ::= "\q"'}, "there is no escape"),
+        ({"ebnf": "root ::= [z-a]"}, "z-a runs backwards"),
+        ({"ebnf": "root ::= " + "(" * 2000}, "groups are nested more than 100 deep"),
+        ({"ebnf": 'root ::= "a" x\nx ::= root'}, "the texts of rule root have no end"),
     ],
 )
 def test_a_constraint_that_cannot_be_met_is_refused_at_submit(

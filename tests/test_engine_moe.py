@@ -20,8 +20,9 @@ from moe_checkpoints import FAMILIES, make_moe
 from tapscope.cli import main
 from tapscope.comparator import Verdict, compare
 from tapscope.engine import LLM
+from tapscope.engine.native_answer import Style, answer
 from tapscope.engine.output import Output
-from tapscope.engine.protocol import Style, answer, wanted
+from tapscope.engine.protocol import wanted
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.bodies import GenerateBody
 from tapscope.errors import CheckpointError, ConfigError, UsageError
@@ -216,7 +217,7 @@ def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
     assert item.params.routed_experts
     with LLM(path) as llm:
         whole = functools.reduce(Output.followed_by, llm.stream(PROMPTS[0], params=item.params))
-    meta = answer(whole, 0.1, Style(), has_text=True)["meta_info"]
+    meta = answer(whole, 0.1, item.logprobs, Style(), has_text=True)["meta_info"]
     ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(meta["routed_experts_shape"])
     tokens = [*PROMPTS[0], *whole.token_ids][:-1]
     assert torch.equal(torch.from_numpy(ids.copy()).sort(-1).values.long(), choices(path, tokens))

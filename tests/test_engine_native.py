@@ -301,3 +301,66 @@ def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
     assert served.generate(input_ids=[5, 6], sampling_params=GREEDY).json()["output_ids"] == expected
+
+
+def test_stop_expressions_and_ebnf_over_http(served: Served) -> None:
+    params = {"max_new_tokens": 60, "temperature": 2.0, "sampling_seed": 1}
+    params |= {"ebnf": 'root ::= digit{4} "-x" [a-c]{3}\ndigit ::= [0-9]'}
+    whole = served.generate(input_ids=[5], sampling_params=params).json()
+    assert re.fullmatch("[0-9]{4}-x[a-c]{3}", whole["text"])
+    params |= {"stop_regex": [r"\W[xy]", "never"], "stream_interval": 2}
+    cut = served.generate(input_ids=[5], sampling_params=params).json()
+    assert cut["text"] == whole["text"][:4]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"\W[xy]"}
+    events = list(served.stream(input_ids=[5], sampling_params=params | {"no_stop_trim": True}))
+    assert events[-1]["text"] == whole["text"][:6]
+    free = GREEDY | {"stream_interval": 3}
+    counts = [e["meta_info"]["completion_tokens"] for e in served.stream(input_ids=[5], sampling_params=free)]
+    assert counts[-1] == 8
+    assert all(later - earlier >= 3 for earlier, later in pairwise(counts[:-1]))
+    schema = {"max_new_tokens": 90, "json_schema": "$$ANY$$", "logit_bias": {"96": 50}}  # ends soon: "}"
+    assert json.loads(served.generate(input_ids=[5], sampling_params=schema).json()["text"]) == {}
+
+
+def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Served, path: Path) -> None:
+    body = {"input_ids": [[5, 6, 7], [8, 9]], "sampling_params": GREEDY | {"max_new_tokens": 2}, "rid": "both"}
+    body |= {"return_logprob": [True, False], "token_ids_logprob": [[9, 500], []], "logprob_start_len": [0, -1]}
+    first, second = served.generate(**body, log_metrics=True, session_id="mine", routed_dp_rank=0).json()
+    assert [each["meta_info"]["id"] for each in (first, second)] == ["both-0", "both-1"]
+    assert "output_token_logprobs" not in second["meta_info"]
+    tokens = [5, 6, 7, *first["output_ids"]]
+    expected = reference_logits(path, tokens).log_softmax(-1)
+    head, *inputs = first["meta_info"]["input_token_ids_logprobs"]
+    assert head is None
+    found = inputs + first["meta_info"]["output_token_ids_logprobs"]
+    assert len(found) == 4
+    for position, told in enumerate(found):
+        assert [(token, text) for _, token, text in told] == [(9, None), (500, None)]
+        assert [value for value, *_ in told] == pytest.approx(expected[position, [9, 500]].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"sampling_params": {"stop_regex": "(a"}}, "stop_regex='(a': it is no regular expression"),
+        ({"sampling_params": {"ebnf": "root ::= x"}}, "there is no rule x"),
+        ({"sampling_params": {"ebnf": 'root ::= "a"', "regex": "a"}}, "regex and ebnf are given"),
+        ({"sampling_params": {"stream_interval": 0}}, "stream_interval=0"),
+        ({"sampling_params": {"structural_tag": "{}"}}, "no sampling parameter 'structural_tag'"),
+        ({"token_ids_logprob": [1]}, "set 'return_logprob'"),
+        (
+            {"token_ids_logprob": [512], "return_logprob": True},
+            "holds 512; token ids run from 0 to 511",
+        ),
+        ({"token_ids_logprob": [[1], [2]], "return_logprob": True}, "'token_ids_logprob' has 2 entries for 1 prompts"),
+        ({"return_logprob": [True, True]}, "'return_logprob' has 2 entries for 1 prompts"),
+        ({"top_logprobs_num": [-1], "return_logprob": True}, "must be a whole number from 0, or a list of such"),
+        ({"routed_dp_rank": 0, "data_parallel_rank": 1}, "name two replicas"),
+        ({"routed_dp_rank": 7}, "one replica, 0"),
+        ({"log_metrics": False}, None),
+    ],
+)
+def test_wrong_fields_of_sglang_are_refused(served: Served, body: dict[str, Any], message: str | None) -> None:
+    response = served.generate(input_ids=[5], **body)
+    assert response.status_code == 400 if message else 200
+    assert message is None or message in response.json()["error"]["message"]

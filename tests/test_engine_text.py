@@ -1,6 +1,8 @@
 """Text as tokens come: half characters and beginnings of stop strings wait, all else is given out at once."""
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from checkpoints import tokenizer_json
@@ -12,6 +14,7 @@ from tokenizers import decoders, models, normalizers
 from tapscope.engine import SamplingParams
 from tapscope.engine.detokenizer import Detokenizer
 from tapscope.engine.tokenizer import Tokenizer
+from tapscope.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,76 @@ def test_what_may_begin_a_stop_string_waits_until_it_is_certain(byte_level: Toke
 def test_stop_strings_do_not_stop_before_min_new_tokens(byte_level: Tokenizer) -> None:
     ids = [byte_level.encode(char)[0] for char in "abab"]
     assert _stream(byte_level, ids, stop=["ab"], min_new_tokens=2) == (["a", "b", "", ""], "ab")
+
+
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\s", "é", "😀"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("|".join).map("(?:{})".format),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{1,2}", "+?"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+    ),
+    max_leaves=6,
+)
+
+
+def _first_match(text: str, expression: str) -> tuple[int, int] | None:
+    """By the definition: what is complete first as characters come, the longest of these, by Python's own judgement."""
+    for end in range(1, len(text) + 1):
+        for start in range(end):
+            if re.match(rf"(?:{expression})\Z", text[start:end]):
+                return start, end
+    return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text("ab é😀", max_size=16), expression=EXPRESSIONS, keep=st.booleans())
+def test_a_stop_expression_cuts_the_text_at_what_it_matches_first(
+    byte_level: Tokenizer, text: str, expression: str, keep: bool
+) -> None:
+    if re.match(rf"(?:{expression})\Z", ""):
+        with pytest.raises(UsageError, match="matches the empty text"):
+            SamplingParams(stop_regex=expression)
+        return
+    ids = byte_level.encode(text)
+    deltas, matched = _stream(byte_level, ids, stop_regex=expression, include_stop=keep)
+    found = _first_match(text, expression)
+    assert "".join(deltas) == (text if found is None else text[: found[keep]])
+    assert matched == (None if found is None else expression)
+
+
+def test_what_may_begin_a_stop_expression_waits_and_conditions_see_what_stands_around(byte_level: Tokenizer) -> None:
+    def stream(text: str, **params: Any) -> tuple[list[str], str | None]:
+        return _stream(byte_level, [byte_level.encode(char)[0] for char in text], **params)
+
+    assert stream("xaab", stop_regex="a{2}c") == (["x", "", "", "aab"], None)
+    assert stream("x12.", stop_regex=r"\d+\.") == (["x", "", "", ""], r"\d+\.")
+    assert stream("xab cab", stop_regex=r"\bcab\b") == (["x", "a", "b", " ", "", "", ""], r"\bcab\b")  # the end is one
+    assert stream("cabs", stop_regex=r"cab\b") == (["", "", "", "cabs"], None)
+    assert stream("x\nab", stop_regex=r"(?m)^ab") == (["x", "\n", "", ""], "(?m)^ab")
+    assert stream("xEnd", stop_regex=["(?i)end", "q"], stop=["zz"]) == (["x", "", "", ""], "(?i)end")
+    assert stream("abab", stop_regex="ab", min_new_tokens=2) == (["a", "b", "", ""], "ab")
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("(ab", "no regular expression: missing )"),
+        ("a*", "matches the empty text"),
+        ("(?=a)b", "look-around is not supported"),
+        (r"(a)\1", "a reference to a group is not supported"),
+        ("a++b", "an atomic group is not supported"),
+        ("ab$", "the end of a text that still grows ends nothing"),
+        ("((((a{1000}){1000}){1000}){1000}){1000}", "more than 500 characters and choices"),
+        ("(" * 2000 + "a" + ")" * 2000, "nested too deeply"),
+        ("a" * 6000, "it has 6000 characters"),
+        (7, "each must be a text"),
+    ],
+)
+def test_a_stop_expression_that_cannot_be_searched_for_is_refused(expression: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        SamplingParams(stop_regex=[expression])
+    assert len(str(caught.value)) < 300
 
 
 def test_the_end_token_shows_only_where_it_is_asked_for(byte_level: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from tapscope.engine.api.sampling import make_params
 from tapscope.engine.api.tool_parsers import PYTHON_TAG
 from tapscope.engine.api.tools import NO_TOOLS, Tools
 from tapscope.engine.chat_template import ChatTemplate, Message
-from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.sampling_params import CONSTRAINTS, SamplingParams
 from tapscope.errors import RequestError
 
 
@@ -37,7 +37,7 @@ class Conversation:
     @property
     def constraint(self) -> str | None:
         """What the sampling parameters hold the answer to."""
-        return next((name for name in ("json_schema", "regex", "grammar") if self.sampling.get(name)), None)
+        return next((name for name in CONSTRAINTS if self.sampling.get(name)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +108,7 @@ def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> No
 
 def _no_thoughts(template: ChatTemplate, talk: Conversation) -> dict[str, Any]:
     """A constraint holds from the first token on, so that a model which can be told not to think is told so."""
-    is_constrained = talk.tools.is_forced or any(
-        talk.sampling.get(name) for name in ("json_schema", "regex", "grammar")
-    )
+    is_constrained = talk.tools.is_forced or any(talk.sampling.get(name) for name in CONSTRAINTS)
     reads = template.reads("enable_thinking", tools=bool(talk.tools.definitions))
     return {"enable_thinking": False} if is_constrained and reads else {}
 

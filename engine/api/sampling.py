@@ -19,7 +19,9 @@ EXTRA = (
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "stop_regex",
     "regex",
+    "ebnf",
 )
 """Fields beyond OpenAI's, as vLLM and SGLang name them (`extra_body` of the openai package)."""
 ROUTING = ("priority", "rid")
@@ -48,7 +50,9 @@ def read_sampling(fields: Fields, defaults: Mapping[str, float]) -> dict[str, An
         "ignore_eos": fields.flag("ignore_eos"),
         "skip_special_tokens": fields.flag("skip_special_tokens", True),
         "include_stop": fields.flag("include_stop_str_in_output"),
+        "stop_regex": fields.texts("stop_regex"),
         "regex": fields.text("regex"),
+        "ebnf": fields.text("ebnf"),
     }
     given = {name: value for name, value in values.items() if value is not None}
     return {"temperature": 1.0} | dict(defaults) | given

@@ -47,7 +47,9 @@ _SAMPLING: Schema = {
     "ignore_eos": _FLAG,
     "skip_special_tokens": _FLAG,
     "include_stop_str_in_output": _FLAG,
+    "stop_regex": _NAMES,
     "regex": _TEXT,
+    "ebnf": _TEXT,
     "response_format": _body(
         ["type"], {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _OBJECT}
     ),

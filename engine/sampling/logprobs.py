@@ -19,6 +19,8 @@ class Wanted:
     token: int
     """Whose log-probability."""
     num_top: int
+    chosen: tuple[int, ...] = ()
+    """Further tokens, whose log-probabilities are wanted too."""
     full: bool = False
 
 
@@ -41,5 +43,6 @@ def _some(scores: Tensor, wanted: Sequence[Wanted]) -> Iterator[TokenLogprob]:
             token_id=item.token,
             logprob=chosen[i],
             top=tuple(zip(ids[i][: item.num_top], likely[i][: item.num_top], strict=True)),
+            chosen=tuple(zip(item.chosen, values[i, list(item.chosen)].tolist(), strict=True)) if item.chosen else (),
             full=tuple(values[i].tolist()) if item.full else None,
         )

@@ -45,8 +45,8 @@ class Sampler:
         if params.n > 1:
             raise UsageError(f"request {request.id!r} asks for n={params.n}; submit a request for each params.child(i)")
         last = self._vocab_size - 1
-        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            wrong = next((token for token in tokens if token > last), None)
+        for name in ("logit_bias", "stop_token_ids", "token_ids_logprob"):
+            wrong = next((token for token in getattr(params, name) if token > last), None)
             if wrong is not None:
                 raise UsageError(f"{name} holds {wrong}; token ids run from 0 to {last}")
         for name in ("logprobs", "prompt_logprobs"):

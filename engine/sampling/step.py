@@ -38,7 +38,10 @@ class SampledStep:
         """Give the requests the log-probabilities they asked for, once they have taken their tokens."""
         for mode, scores in (("raw", self._raw), ("processed", self._scores)):
             rows = [(row, r) for row, r in enumerate(self._requests) if _is_due(r) and r.params.logprobs_mode == mode]
-            wanted = [Wanted(row, r.tokens[-1], r.params.logprobs or 0, r.params.full_logprobs) for row, r in rows]
+            wanted = [
+                Wanted(row, r.tokens[-1], r.params.logprobs or 0, r.params.token_ids_logprob, r.params.full_logprobs)
+                for row, r in rows
+            ]
             for (_, request), logprob in zip(rows, token_logprobs(scores, wanted), strict=True):
                 request.logprobs.append(logprob)
         self._tell_prompts()
@@ -47,11 +50,11 @@ class SampledStep:
         """Rows of a prompt predict its next token. A position that is computed again is not told again."""
         row = 0
         for share, request in self._shares:
-            if request.params.prompt_logprobs is not None:
+            if (num_top := request.params.prompt_logprobs) is not None:
                 first = share.position + len(share.tokens) - share.num_logits + 1  # what the first row predicts
                 known = max(1, len(request.prompt_logprobs))
                 wanted = [
-                    Wanted(row + i, request.prompt_ids[first + i], request.params.prompt_logprobs)
+                    Wanted(row + i, request.prompt_ids[first + i], num_top, request.params.token_ids_logprob)
                     for i in range(share.num_logits)
                     if known <= first + i < len(request.prompt_ids)
                 ]

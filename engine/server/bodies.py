@@ -13,9 +13,14 @@ Sampling = Annotated[dict[str, Any], WithJsonSchema(_SAMPLING_SCHEMA)]
 
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 Ids = Annotated[list[int], Field(min_length=1)]
+Count = Annotated[int, Field(ge=0)]
+From = Annotated[int, Field(ge=-1)]
+_EACH = ", or a list of such, one for each prompt"
+_START = "must be a whole number from -1 (no prompt tokens)" + _EACH
+_CHOSEN = "must be a list of token ids, or a list of such lists, one for each prompt"
 _TEXT = "must be a text or a list of at least one text"
 _IDS = "must be a list of token ids or a list of such lists, none of them empty"
-_RID = "must be a text, or a list of texts, one for each prompt"
+_RID = "must be a text (of several prompts: what their ids begin with), or a list of texts, one for each prompt"
 _PARAMS = "must be a JSON object, or a list of them, one for each prompt"
 
 
@@ -27,20 +32,37 @@ class GenerateBody(BaseModel):
     sampling_params: Annotated[Sampling | list[Sampling], rule(_PARAMS)] = Field(default_factory=dict)
     rid: Annotated[Name | list[Name] | None, rule(_RID)] = None
     stream: Annotated[bool, rule("must be true or false")] = False
-    return_logprob: Annotated[bool, rule("must be true or false")] = False
-    logprob_start_len: Annotated[int, Field(ge=-1), rule("must be a whole number from -1 (no prompt tokens)")] = -1
-    top_logprobs_num: Annotated[int, Field(ge=0), rule("must be a whole number from 0")] = 0
+    return_logprob: Annotated[bool | list[bool], rule("must be true or false" + _EACH)] = False
+    logprob_start_len: Annotated[From | list[From], rule(_START)] = -1
+    top_logprobs_num: Annotated[Count | list[Count], rule("must be a whole number from 0" + _EACH)] = 0
+    token_ids_logprob: Annotated[list[Count] | list[list[Count]] | None, rule(_CHOSEN)] = None
     return_text_in_logprobs: Annotated[bool, rule("must be true or false")] = False
     capture: Annotated[Literal["stats", "full"] | None, rule("must be 'stats' or 'full'")] = None
     return_routed_experts: Annotated[bool, rule("must be true or false")] = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), rule("must be a whole number")] = 0
     data_parallel_rank: Annotated[int | None, rule("must be the number of a DP replica, from 0")] = None
+    routed_dp_rank: Annotated[int | None, rule("must be the number of a DP replica, from 0")] = None
+    log_metrics: Annotated[Literal[True], rule("must be true: /metrics counts every request")] = True
+    session_id: Any = None
+    conversation_id: Any = None
+    custom_labels: Any = None
+    external_trace_header: Any = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "GenerateBody":
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("the body needs exactly one of 'text' and 'input_ids'")
+        if (
+            None not in (self.data_parallel_rank, self.routed_dp_rank)
+            and self.data_parallel_rank != self.routed_dp_rank
+        ):
+            raise ValueError("'data_parallel_rank' and 'routed_dp_rank' name two replicas; give one of them")
         return self
+
+    @property
+    def replica(self) -> int | None:
+        """The DP replica that is asked for, under either name."""
+        return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
 
 
 class AbortBody(BaseModel):

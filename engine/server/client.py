@@ -71,7 +71,7 @@ class EngineClient:
         """
         self.require_usable()
         params = params or SamplingParams()
-        if params.stop and self.tokenizer is None:
+        if params.stops_on_text and self.tokenizer is None:
             raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
         watch = Stopwatch()
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)

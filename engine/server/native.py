@@ -13,8 +13,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope._version import __version__
+from tapscope.engine.native_answer import Style, answer
 from tapscope.engine.output import Output
-from tapscope.engine.protocol import Style, Wanted, answer, is_batch, wanted
+from tapscope.engine.protocol import Wanted, is_batch, wanted
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.asking import capture_of, options_of, replica_of
 from tapscope.engine.server.bodies import AbortBody, GenerateBody, WeightsBody
@@ -54,7 +55,7 @@ def _add_generate(router: APIRouter, state: FrontState) -> None:
         items, client = wanted(body), state.client
         style = _style(body, state)
         options = options_of(priority=body.priority, capture=body.capture or capture_of(request))
-        asked = replica_of(request) if body.data_parallel_rank is None else body.data_parallel_rank
+        asked = replica_of(request) if body.replica is None else body.replica
         wholes = _wholes(client, items, style, options, asked)
         if body.stream:
             indexed = is_batch(body, len(items))
@@ -179,12 +180,16 @@ async def _wholes(
         client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items
     ]
     sums: dict[int, Output] = {}
+    told = [-i.stream_interval for i in items]
     outputs = merged(streams)
     try:
         async for index, output in outputs:
             sums[index] = sums[index].followed_by(output) if index in sums else output
-            has_text = client.tokenizer is not None
-            yield index, answer(sums[index], time.perf_counter() - started, style, has_text=has_text)
+            one, whole, has_text = items[index], sums[index], client.tokenizer is not None
+            if whole.finish_reason is None and len(whole.token_ids) - told[index] < one.stream_interval:
+                continue
+            told[index] = len(whole.token_ids)
+            yield index, answer(whole, time.perf_counter() - started, one.logprobs, style, has_text=has_text)
     finally:
         await outputs.aclose()
 
@@ -193,9 +198,6 @@ def _style(body: GenerateBody, state: FrontState) -> Style:
     tokenizer = state.client.tokenizer
     decodes = body.return_text_in_logprobs and tokenizer is not None
     return Style(
-        logprobs=body.return_logprob,
-        top=body.top_logprobs_num > 0,
-        logprob_start=body.logprob_start_len,
         decode=(lambda token: tokenizer.decode([token])) if decodes and tokenizer is not None else None,
         weight_version=state.weight_version,
     )
