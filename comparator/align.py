@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, structs
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows
@@ -20,27 +21,25 @@ from tapscope.site import compact_ranges
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """Rows of one firing that meet rows of another."""
 
     baseline: int
     """Index of the firing."""
     target: int
-    baseline_rows: Rows = field(default_factory=lambda: slice(None))
-    target_rows: Rows = field(default_factory=lambda: slice(None))
+    baseline_rows: Rows = slice(None)
+    target_rows: Rows = slice(None)
     pairs: Array | None = None
     """Their row pairs in the RowMap; None when the tensors are compared whole."""
     aligned: bool = True
     """Whether every valid row meets the row at its own index, so that equal bytes are equal rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What of a site is compared with what, and what is left over."""
 
     joins: tuple[Join, ...] = ()
-    counts: RowCounts = field(default_factory=RowCounts)
+    counts: RowCounts = RowCounts()
     """Token rows; all 0 when compared whole."""
     missing: int = 0
     """Firings that lack a partner though the rows were computed on both sides, and nobody said why."""
@@ -196,8 +195,8 @@ def without_rows(plan: Plan, left_out: frozenset[int]) -> Plan:
         if keep.any():
             one, two = (_compact(_indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
             joins.append(Join(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
-    counts = replace(plan.counts, compared=plan.counts.compared - count)
-    return replace(plan, joins=tuple(joins), counts=counts)
+    counts = structs.replace(plan.counts, compared=plan.counts.compared - count)
+    return structs.replace(plan, joins=tuple(joins), counts=counts)
 
 
 def _indices(rows: Rows) -> Array:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tapscope import dims as dims_grammar
 from tapscope.comparator.merge import is_plain, merge
@@ -18,8 +19,7 @@ from tapscope.record import Record
 from tapscope.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Struct, frozen=True):
     """One firing as one tensor."""
 
     run: Run

@@ -56,7 +56,7 @@ def _renumbered(given: Numbered, named: Iterable[_Calls]) -> Numbered:
     for record in given.records:
         path = record.key.site.rpartition(":")[0]
         turn = turns.get(_place(path, record), {}).get(record.key.occurrence) if path in paths else None
-        records.append(record if turn is None else replace(record, key=record.key._replace(occurrence=turn)))
+        records.append(record if turn is None else record._replace(key=record.key._replace(occurrence=turn)))
     return replace(given, records=records)
 
 

@@ -1,10 +1,11 @@
 """Examine: everything about one matched pair of sites that can be known without looking at other sites."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from tapscope.comparator.channels import worst_channel
 from tapscope.comparator.examined import Examined, are_exact
@@ -150,10 +151,10 @@ class Examiner:
             return one
         if not one.problem:
             doubt = self._suggester.doubt(one.pair, ready, one.numbers.rel_l2 if one.numbers else 0.0)
-            return replace(one, notes=(doubt, *one.notes)) if doubt else one
+            return structs.replace(one, notes=(doubt, *one.notes)) if doubt else one
         broken = any(w.problem for w in (ready.left[0], ready.right[0]))
         advice = self._suggester.suggest(one.pair, broken=broken)
-        return replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)
+        return structs.replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)
 
     def _read(self, begun: "_Begun", opened: Opened, measured: Measured, seen: Overview) -> _Facts:
         """The members of :class:`Examined` that values give."""

@@ -1,7 +1,8 @@
 """Examined: everything about one matched pair of sites that can be known without looking at other sites."""
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
@@ -13,8 +14,7 @@ if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
+class Examined(Struct, frozen=True, kw_only=True):
     """One site before it is judged."""
 
     pair: Pair
@@ -27,7 +27,7 @@ class Examined:
     """Why nothing of it meets though nothing is wrong: it is left out of the findings."""
     basis: str = "none"
     layout: str = "whole"
-    rows: RowCounts = field(default_factory=RowCounts)
+    rows: RowCounts = RowCounts()
     missing: int = 0
     """Firings without a partner that nobody explained."""
     spread: Spread | None = None

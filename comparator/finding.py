@@ -1,8 +1,9 @@
 """Finding: what is known of one site after comparing it, and the verdict on it."""
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
@@ -51,8 +52,7 @@ _GLYPHS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Struct, frozen=True):
     """One run's part of a finding."""
 
     site: str
@@ -65,8 +65,7 @@ class Side:
     ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(Struct, frozen=True):
     """Global measures over everything that was read; differences are over positions finite on both sides."""
 
     max_abs: float
@@ -84,8 +83,7 @@ class Numbers:
     nonfinite_mismatch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Where something is."""
 
     step: int
@@ -107,8 +105,7 @@ class Place:
         return f"request {self.request}, position {self.position}{again}"
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """A finding's rows in one target step."""
 
     step: int
@@ -121,8 +118,7 @@ class StepResult:
     """Places where one side is not finite and the other is something else."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowCounts:
+class RowCounts(Struct, frozen=True):
     """What became of a finding's token rows."""
 
     compared: int = 0
@@ -134,8 +130,7 @@ class RowCounts:
     """Both runs computed it, one recorded it here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One matched pair of sites, or an orphan, over all steps and firings."""
 
     site: str
@@ -150,7 +145,7 @@ class Finding:
     """What was compared: ``values``, ``hash``, ``stats``, ``value`` (no tensor), or ``none``."""
     layout: str = "whole"
     """How token rows were found: ``annotated``, ``inferred`` or ``whole``; the weaker of the two sides."""
-    rows: RowCounts = field(default_factory=RowCounts)
+    rows: RowCounts = RowCounts()
     numbers: Numbers | None = None
     worst: Place | None = None
     """The row that is furthest off for its size."""

@@ -18,7 +18,8 @@ front of the site as if each had condition 1, so that a growth just below k at e
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.spread import QUANTILES, Largest, Spread
@@ -57,8 +58,7 @@ _NAMES = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak"
 """What the tests are called: one at each of the quantiles, and the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
+class Floor(Struct, frozen=True):
     """The largest errors that rounding explains, one for each test."""
 
     errors: tuple[float, ...]

@@ -6,7 +6,8 @@ dtypes and dims.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
+
+from msgspec import structs
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import is_mask, is_parameter
@@ -58,7 +59,7 @@ def _made_alike(whole: Whole, firing: Firing) -> Whole:
         return Whole(whole.run, records, Leaf(records[0]), whole.dims, "", (), whole.notes, whole.warnings)
     assert whole.piece is not None
     instead = {id(old): new for old, new in zip(whole.records, records, strict=True)}
-    return replace(whole, records=records, piece=_instead(whole.piece, instead))
+    return structs.replace(whole, records=records, piece=_instead(whole.piece, instead))
 
 
 def _instead(piece: Piece, records: Mapping[int, Record]) -> Piece:

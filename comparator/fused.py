@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from tapscope import dims as dims_grammar
 from tapscope.comparator.hints import Hints, sections_of
 from tapscope.comparator.names import common
@@ -179,10 +181,12 @@ def _with_dims(series: Series, axis: int, text: str) -> Series:
     words[axis] = text
     dims = " ".join(words) + (f" {hash_}{declared}" if hash_ else "")
     firings = tuple(
-        replace(f, records=tuple(replace(r, dims=dims if r.dims == series.first.dims else r.dims) for r in f.records))
+        structs.replace(
+            f, records=tuple(r._replace(dims=dims if r.dims == series.first.dims else r.dims) for r in f.records)
+        )
         for f in series.firings
     )
-    return replace(series, firings=firings)
+    return structs.replace(series, firings=firings)
 
 
 def fused_names(series: Mapping[str, Series]) -> Iterator[tuple[str, FusedSite]]:

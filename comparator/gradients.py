@@ -5,7 +5,8 @@ beside those of others, what they are summed to may cancel, and float16 has no r
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from tapscope import dtypes
 from tapscope.comparator.finding import Numbers
@@ -34,7 +35,7 @@ def of_loss(logits: Numbers | None) -> Spread:
     than 2 max|dz| of itself, that of the label included: an absolute error of the logits is a relative one here.
     """
     error = 2.0 * logits.max_abs if logits is not None else 0.0
-    return replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
+    return structs.replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
 
 
 def spilled(spread: Spread) -> Spread:
@@ -44,7 +45,9 @@ def spilled(spread: Spread) -> Spread:
     that one's size at least.
     """
     worst = spread.worst_everywhere()
-    return replace(worst, errors=(worst.errors[0], *(max(e, spread.errors[0] / SMALL_ROW) for e in worst.errors[1:])))
+    return structs.replace(
+        worst, errors=(worst.errors[0], *(max(e, spread.errors[0] / SMALL_ROW) for e in worst.errors[1:]))
+    )
 
 
 def stretch(spread: Spread, inputs: Sequence[Spread]) -> float:

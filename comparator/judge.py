@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Verdict
@@ -87,7 +89,7 @@ class Judge:
         )
         if rule is None:
             return judged
-        return replace(
+        return structs.replace(
             judged, notes=(*judged.notes, f"{rule.text} needs values, which were not kept: the floor decides")
         )
 
@@ -100,12 +102,12 @@ class Judge:
         values = measures_of(one.numbers, one.spread, judged.ratio)
         if rule.holds(values):
             verdict = Verdict.SAME if judged.verdict is Verdict.SAME and not one.num_unequal else Verdict.CLOSE
-            return replace(judged, verdict=verdict, test="rule", judged_by=f"rule {rule.text}")
+            return structs.replace(judged, verdict=verdict, test="rule", judged_by=f"rule {rule.text}")
         said = ", ".join(
             f"{name} is {values[name]:.4g}" for name in sorted(rule.require.names) if values[name] is not None
         )
         notes = (f"breaks the rule {rule.text}: {said}", *judged.notes)
-        return replace(
+        return structs.replace(
             judged, verdict=Verdict.DIFFERS, test="rule", judged_by=f"rule {rule.text}", growth=math.inf, notes=notes
         )
 

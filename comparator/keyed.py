@@ -5,9 +5,10 @@ places: in the step's own grid, as far as both have it and the rest is padding, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from tapscope.comparator.align import Join, Plan
 from tapscope.comparator.assemble import Whole
@@ -34,7 +35,7 @@ def with_keys(
 ) -> KeyedPair:
     """The joins whose keys meet; firings cut to the keys that both sides have."""
     if left[0].records[0].key.site.endswith(".grad") and _has_padding(left, rows.baseline):
-        return KeyedPair(replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
+        return KeyedPair(structs.replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
     like = steps.by_rows(2).of
     sides, kept = (list(left), list(right)), []
     for join in plan.joins:
@@ -46,10 +47,10 @@ def with_keys(
             kept.append(_aligned(join, one, two))
             sides[0][join.baseline], sides[1][join.target] = _cut(one, count), _cut(two, count)
     if plan.joins and not kept:
-        return KeyedPair(replace(plan, joins=(), apart=_ELSEWHERE), tuple(left), tuple(right))
+        return KeyedPair(structs.replace(plan, joins=(), apart=_ELSEWHERE), tuple(left), tuple(right))
     compared = sum(len(join.pairs) for join in kept if join.pairs is not None)
-    counts = replace(plan.counts, compared=compared)
-    return KeyedPair(replace(plan, joins=tuple(kept), counts=counts), tuple(sides[0]), tuple(sides[1]))
+    counts = structs.replace(plan.counts, compared=compared)
+    return KeyedPair(structs.replace(plan, joins=tuple(kept), counts=counts), tuple(sides[0]), tuple(sides[1]))
 
 
 _ELSEWHERE = "attention weights, whose keys lie at other places: the runs batch or pad otherwise"
@@ -88,13 +89,13 @@ def _keys(grid: StepRows, whole: Whole) -> "np.ndarray[tuple[int, int], np.dtype
 
 def _aligned(join: Join, one: Whole, two: Whole) -> Join:
     """Equal bytes are equal rows only where there is nothing to cut."""
-    return join if one.shape == two.shape else replace(join, aligned=False)
+    return join if one.shape == two.shape else structs.replace(join, aligned=False)
 
 
 def _cut(whole: Whole, count: int) -> Whole:
     if whole.piece is None or whole.shape[KEYS] == count:
         return whole
-    return replace(whole, piece=Cut(KEYS, 0, count, whole.piece))
+    return structs.replace(whole, piece=Cut(KEYS, 0, count, whole.piece))
 
 
 def _step(whole: Whole) -> int:

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows, StepRows
@@ -14,8 +14,7 @@ from tapscope.dims import Dims
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Where a site's token rows are; the same for all of its firings."""
 
     axes: tuple[int, ...] = ()

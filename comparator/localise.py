@@ -1,7 +1,9 @@
 """Localise: which site adds an error that its inputs do not have (the producer), and which only pass it on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, StepResult, Verdict
@@ -63,7 +65,7 @@ def localise(
         nodes = [min(bad, key=lambda n: (bad[n], n))]  # all is off from the first site on, or grew by small steps
     roles = {i: "downstream" for i, f in enumerate(findings) if f.verdict.is_bad} if nodes else {}
     roles |= {matched[n]: "producer" for n in nodes}
-    marked = [replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
+    marked = [structs.replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
     found = [_divergence(marked, matched, graph, inputs, n, bad[n]) for n in nodes]
     outdone = any(min(d.finding.growth, d.finding.ratio) > OUTDONE for d in found)
     found.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))

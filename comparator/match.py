@@ -4,6 +4,8 @@ remembers the pass that made it."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from tapscope.comparator.fusions import Fusions
 from tapscope.comparator.hints import Hints
 from tapscope.comparator.inputs import only_inputs
@@ -16,8 +18,7 @@ from tapscope.comparator.sums import sums
 from tapscope.comparator.usermap import UserMap
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """A matched pair, or an orphan that has one side only."""
 
     baseline: Series | None

@@ -3,11 +3,11 @@
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.align import Join
@@ -35,8 +35,7 @@ class Part(NamedTuple):
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Struct, frozen=True):
     """All joined rows of a site; arrays have one element a row, in one order."""
 
     rows: RowMeasures

@@ -1,13 +1,13 @@
 """Node: one matched site as the graph sees it, and what went into it."""
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """One matched site in execution order."""
 
     path: str
@@ -42,8 +42,7 @@ class Node:
         return not self.has_params and _POINTWISE.search(self.cls) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """What went into a site."""
 
     nodes: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,4 +73,4 @@ def _ranges(rows: Array) -> tuple[tuple[int, int], ...]:
 
 def with_rows(records: Sequence[Record], rows: tuple[tuple[int, int], ...]) -> tuple[Record, ...]:
     """The records as parts of one tensor of these token rows."""
-    return tuple(replace(record, rows=rows) for record in records)
+    return tuple(record._replace(rows=rows) for record in records)

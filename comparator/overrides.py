@@ -113,5 +113,5 @@ def _overridden(numbered: Numbered, entries: Sequence[DimsEntry], side: str, use
             chosen[site] = first[1] if first else None
             used |= {first[0]} if first else set()
         dims = chosen.get(site)
-        records.append(record if dims is None or record.dtype is None else replace(record, dims=dims))
+        records.append(record if dims is None or record.dtype is None else record._replace(dims=dims))
     return replace(numbered, records=records)

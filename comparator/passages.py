@@ -4,7 +4,6 @@ The model's own output is the last stage's and its input the first one's; the ot
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from tapscope.record import Record
 
@@ -39,4 +38,4 @@ def _named(record: Record, stage: Mapping[int, int], apart: Mapping[str, tuple[i
         return record
     bare, grad = port.removesuffix(".grad"), ".grad" if port.endswith(".grad") else ""
     named = f"{bare[:-1]}.stage{here}]" if bare.endswith("]") else f"{bare}[stage{here}]"
-    return replace(record, key=record.key._replace(site=f"{path}:{named}{grad}"))
+    return record._replace(key=record.key._replace(site=f"{path}:{named}{grad}"))

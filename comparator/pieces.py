@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.record import Record
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Struct, frozen=True):
     """One record as it lies."""
 
     record: Record
@@ -24,8 +23,7 @@ class Leaf:
         return self.record.shape
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """The part ``start:stop`` of a piece along one axis."""
 
     axis: int
@@ -40,8 +38,7 @@ class Cut:
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Struct, frozen=True):
     """Parts side by side along one axis."""
 
     axis: int
@@ -54,8 +51,7 @@ class Joined:
         return (*first[: self.axis], sum(p.shape[self.axis] for p in self.parts), *first[self.axis + 1 :])
 
 
-@dataclass(frozen=True, slots=True)
-class Summed:
+class Summed(Struct, frozen=True):
     """Summands of one whole. They are added in float32 where none is wider than 16 bits, else in float64; integers in
     int64."""
 
@@ -67,8 +63,7 @@ class Summed:
         return self.parts[0].shape
 
 
-@dataclass(frozen=True, slots=True)
-class Turned:
+class Turned(Struct, frozen=True):
     """A piece with its axes in another order: axis i is axis ``order[i]`` of the part."""
 
     order: tuple[int, ...]
@@ -80,8 +75,7 @@ class Turned:
         return tuple(self.part.shape[i] for i in self.order)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class Placed(Struct, frozen=True, eq=False):
     """Rows of a piece added into the rows of a longer one, in the types of :class:`Summed`; the others are 0."""
 
     axis: int

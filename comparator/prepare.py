@@ -3,6 +3,8 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from tapscope.comparator.align import Aligner, Join, Plan, without_rows
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.forms import form_of, is_typical, made_alike
@@ -21,8 +23,7 @@ from tapscope.comparator.turn import turned
 from tapscope.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Struct, frozen=True):
     """A pair ready to be measured."""
 
     left: tuple[Whole, ...]

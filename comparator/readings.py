@@ -6,8 +6,9 @@ it can be read in one way only. What can be read in several ways is not guessed 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import combinations
+
+from msgspec import structs
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows, StepRows
@@ -71,7 +72,13 @@ def _usual(pairs: list[_Layouts]) -> list[_Layouts]:
 
 def _without_keys(layout: Layout) -> Layout:
     """An annotation still says where the rows are; what was inferred of attention weights is void."""
-    return layout if not layout.keyed else replace(layout, keyed=False) if layout.source == "annotated" else Layout()
+    return (
+        layout
+        if not layout.keyed
+        else structs.replace(layout, keyed=False)
+        if layout.source == "annotated"
+        else Layout()
+    )
 
 
 def _is_unclear(layout: Layout, whole: Whole) -> bool:
@@ -176,7 +183,7 @@ def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _
         if len(ways) > 1:
             said = " or ".join(f"'{_dims(way, len(mine[0].shape))}'" for way in ways)
             problem = f"shape {tuple(mine[0].shape)} can be read as {said}: annotate its dims, e.g. --dims GLOB=DIMS"
-            settled[side] = replace(layout, problem=problem)
+            settled[side] = structs.replace(layout, problem=problem)
     return settled[0], settled[1]
 
 

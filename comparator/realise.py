@@ -1,8 +1,9 @@
 """Realise: the firings of a series as whole tensors, as they were recorded or made by its recipe; lazily, as pieces."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
+
+from msgspec import structs
 
 from tapscope.comparator.assemble import Whole, assemble
 from tapscope.comparator.hints import sections_of
@@ -29,13 +30,13 @@ def _combined(wholes: Sequence[Whole], recipe: Join | Sum) -> Whole:
     problem = next((w.problem for w in wholes if w.problem), "")
     pieces = tuple(w.piece for w in wholes if w.piece is not None)
     if problem or len(pieces) < len(wholes):
-        return replace(first, piece=None, problem=problem or "one of its parts could not be put together")
+        return structs.replace(first, piece=None, problem=problem or "one of its parts could not be put together")
     axis = recipe.fused.axis % len(first.shape) if isinstance(recipe, Join) and first.shape else None
     rests = {p.shape if axis is None else (*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces}
     if len(rests) > 1:
         shapes = ", ".join(str(tuple(p.shape)) for p in pieces)
-        return replace(first, piece=None, problem=f"its {len(pieces)} parts do not fit: shapes {shapes}")
-    return replace(
+        return structs.replace(first, piece=None, problem=f"its {len(pieces)} parts do not fit: shapes {shapes}")
+    return structs.replace(
         first,
         records=tuple(r for w in wholes for r in w.records),
         piece=Summed(pieces) if axis is None else Joined(axis, pieces),
@@ -48,20 +49,20 @@ def _combined(wholes: Sequence[Whole], recipe: Join | Sum) -> Whole:
 def _part(whole: Whole, fused: Fused, index: int | None) -> Whole:
     """One part of a fused tensor, or all in plain order."""
     if fused.problem or whole.piece is None:
-        return replace(whole, piece=None, problem=whole.problem or fused.problem)
+        return structs.replace(whole, piece=None, problem=whole.problem or fused.problem)
     if not whole.piece.shape:
-        return replace(whole, piece=None, problem="a single number holds no parts")
+        return structs.replace(whole, piece=None, problem="a single number holds no parts")
     axis = fused.axis % len(whole.piece.shape)
     width = whole.piece.shape[axis]
     sizes, groups = _sizes(whole, fused, axis)
     if sum(sizes) != width:
         said = " + ".join(map(str, sizes)) or f"{len(fused.parts)} equal parts"
         problem = f"{whole.records[0].key.site} has {width} features, but {', '.join(fused.parts)} need {said}"
-        return replace(whole, piece=None, problem=problem)
+        return structs.replace(whole, piece=None, problem=problem)
     chosen = range(len(sizes)) if index is None else (index,)
     parts = [_cut(whole.piece, axis, sizes, groups, i) for i in chosen]
     # What the dims say is about the fused tensor: its sections are taken apart now.
-    return replace(whole, piece=parts[0] if len(parts) == 1 else Joined(axis, tuple(parts)))
+    return structs.replace(whole, piece=parts[0] if len(parts) == 1 else Joined(axis, tuple(parts)))
 
 
 def _sizes(whole: Whole, fused: Fused, axis: int) -> tuple[tuple[int, ...], int]:

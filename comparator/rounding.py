@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
 
 from tapscope import dtypes
 from tapscope.comparator.examined import Examined
@@ -36,8 +37,7 @@ _MOVED = 2.0
 Params = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
+class _Case(Struct, frozen=True):
     """A numeric site with what its floor depends on."""
 
     spread: Spread
@@ -112,7 +112,7 @@ class Rounding:
         mixes = self._graph.inputs(node).how in ("around", "inside", "before")
         local = local_floor(case.given, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
         if is_sum:
-            whole = replace(whole, gain=whole.gain + summed_gain(case.given), channel=math.inf)
+            whole = structs.replace(whole, gain=whole.gain + summed_gain(case.given), channel=math.inf)
         if not (case.is_behind_flips or is_behind_culprit or is_back):
             return local, local.smaller(whole)
         wide, is_bounded = self._wide(node, case, condition, mixes=mixes)

@@ -7,7 +7,8 @@ and the tables are equal bit for bit; else nobody has said which rows meet, and 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from tapscope.comparator.align import Plan
 from tapscope.comparator.assemble import Whole
@@ -60,8 +61,8 @@ def with_order(plan: Plan, left: Sequence[Table | None], right: Sequence[Table |
         return plan
     said = "rows that lie in the order of a choice of experts, which is not the same in both runs, or holds padding"
     if kept:
-        return replace(plan, joins=tuple(kept), note=f"left out {said}")
-    return replace(plan, joins=(), apart=said)
+        return structs.replace(plan, joins=tuple(kept), note=f"left out {said}")
+    return structs.replace(plan, joins=(), apart=said)
 
 
 def _is_table(record: Record, rows: SideRows) -> bool:

@@ -1,7 +1,8 @@
 """Series: the records of a run by site: all firings of one site, on all ranks and steps, in execution order."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
 
 from tapscope.comparator.finding import Side
 from tapscope.comparator.recipe import Recipe
@@ -9,8 +10,7 @@ from tapscope.record import Record
 from tapscope.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Firing:
+class Firing(Struct, frozen=True):
     """One firing of a site, on all ranks."""
 
     step: int
@@ -22,8 +22,7 @@ class Firing:
     """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(Struct, frozen=True):
     """All firings of one site in one pass of one model, by step."""
 
     site: str
@@ -82,7 +81,9 @@ def origins(one: Series) -> Iterator[Key]:
 def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
     """A series whose values are made of those of ``sources``, where all of them fired; raises ValueError if nowhere."""
     shared = _shared(sources)
-    kept = [replace(one, firings=tuple(f for f in one.firings if (f.step, f.turn) in shared)) for one in sources]
+    kept = [
+        structs.replace(one, firings=tuple(f for f in one.firings if (f.step, f.turn) in shared)) for one in sources
+    ]
     if not shared:
         raise ValueError(f"{' and '.join(s.site for s in sources)} never fired together")
     last = max(kept, key=lambda s: s.order)

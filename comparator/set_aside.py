@@ -8,6 +8,8 @@ their error is handed on like any other (:attr:`~.examine.Examined.handed_on`).
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from tapscope.comparator.examine import Examiner
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding
@@ -55,13 +57,13 @@ def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
     examiner.preparer.leave_out(one.pair, rows)
     rest = examiner.examine(one.pair)
     if rest.problem:  # not one row is left
-        return replace(one, apart=f"every token row went to other experts at a near tie of {scores}")
+        return structs.replace(one, apart=f"every token row went to other experts at a near tie of {scores}")
     count = before - rest.rows.compared
     if not count:
         return one
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
-    return replace(rest, handed_on=one.spread, notes=(note, *rest.notes))
+    return structs.replace(rest, handed_on=one.spread, notes=(note, *rest.notes))
 
 
 def _is_of_choices(one: Examined, flip: Flip) -> bool:

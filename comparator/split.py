@@ -7,6 +7,8 @@ says which row of the other run each of its rows meets, however ragged the shard
 from collections.abc import Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from tapscope.comparator.grids import SideRows
 from tapscope.comparator.series import Firing, Series
 from tapscope.dims import Dims
@@ -22,7 +24,7 @@ def split_series(series: Series, rows: SideRows, coords: Mapping[int, Mapping[st
     firings = tuple(part for firing in parts for part in firing)
     if len(firings) == len(series.firings) or any(len(one.firings) != len(firings) for one in sources):
         return series
-    return replace(series, firings=firings, sources=sources)
+    return structs.replace(series, firings=firings, sources=sources)
 
 
 def _split(firing: Firing, rows: SideRows, coords: Mapping[int, Mapping[str, int]]) -> list[Firing]:
@@ -34,7 +36,7 @@ def _split(firing: Firing, rows: SideRows, coords: Mapping[int, Mapping[str, int
     if len(groups) == 1:
         return [firing]
     apart = _axes_between([[coords[r.key.rank] for r in group] for group in groups.values()])
-    return [replace(firing, records=tuple(records), apart=apart) for records in groups.values()]
+    return [structs.replace(firing, records=tuple(records), apart=apart) for records in groups.values()]
 
 
 def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:

@@ -6,10 +6,10 @@ rows and the worst element of each row do not.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct, structs
 
 from tapscope.kernels.native import Overview
 from tapscope.kernels.native.channels import QUIET, Channel
@@ -19,8 +19,7 @@ from tapscope.kernels.native.overview import median
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """How large the rows of the baseline are."""
 
     reach: float
@@ -31,8 +30,7 @@ class Sizes:
     """Of all rows together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(Struct, frozen=True):
     """Distribution of relative errors over rows."""
 
     num_rows: int
@@ -64,7 +62,7 @@ class Spread:
     def worst_everywhere(self) -> "Spread":
         """As if the typical row were as far off as the worst, and its elements too."""
         worst = (self.errors[-1],) * len(self.errors)
-        return replace(self, errors=worst, element=self.peak)
+        return structs.replace(self, errors=worst, element=self.peak)
 
 
 NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)

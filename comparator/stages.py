@@ -92,7 +92,7 @@ def _renumbered(run: Run, kind: Kind, given: Numbered) -> Numbered:
         if name != record.key.site:
             if record.key.site in given.sites:
                 sites.setdefault(name, given.sites[record.key.site])
-            record = replace(record, key=record.key._replace(site=name))
+            record = record._replace(key=record.key._replace(site=name))
         records.append(record)
     return Numbered(records, sites, (*given.notes, note))
 

@@ -2,8 +2,10 @@
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
+
+from msgspec import structs
 
 from tapscope.axes import STAGES, Dims
 from tapscope.comparator.align import Join, Plan
@@ -116,7 +118,7 @@ class Suggester:
             _first_with(one, text if i == side else None, hints) for i, one in enumerate((pair.baseline, pair.target))
         ]
         try:
-            ready = self.preparer.prepare(replace(pair, baseline=changed[0], target=changed[1]))
+            ready = self.preparer.prepare(structs.replace(pair, baseline=changed[0], target=changed[1]))
         except DimsError:
             return None
         if ready.problem or not ready.plan.joins:
@@ -149,8 +151,8 @@ def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series
         return replace(series, sources=sources, firings=sources[0].firings)
     firing = series.firings[0]
     if dims is not None:
-        firing = replace(firing, records=tuple(replace(r, dims=dims) for r in firing.records))
-    return replace(series, firings=(firing,))
+        firing = structs.replace(firing, records=tuple(r._replace(dims=dims) for r in firing.records))
+    return structs.replace(series, firings=(firing,))
 
 
 def _some_rows(ready: Prepared) -> Prepared:
@@ -159,7 +161,7 @@ def _some_rows(ready: Prepared) -> Prepared:
         rows[:_ROWS] if not isinstance(rows, slice) else _head(rows) for rows in (join.baseline_rows, join.target_rows)
     ]
     pairs = None if join.pairs is None else join.pairs[:_ROWS]
-    return replace(ready, plan=Plan((Join(join.baseline, join.target, few[0], few[1], pairs, aligned=False),)))
+    return structs.replace(ready, plan=Plan((Join(join.baseline, join.target, few[0], few[1], pairs, aligned=False),)))
 
 
 def _head(rows: slice) -> slice:

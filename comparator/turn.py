@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from tapscope.axes import Dim, Dims
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.layout import Layout
@@ -56,4 +58,4 @@ def _reordered(whole: Whole, places: Sequence[int], order: Sequence[int]) -> Who
     for place, axis in zip(places, order, strict=True):
         axes[place] = axis
     dims = replace(whole.dims, dims=tuple(whole.dims.dims[i] for i in axes))
-    return replace(whole, piece=Turned(tuple(axes), whole.piece), dims=dims)
+    return structs.replace(whole, piece=Turned(tuple(axes), whole.piece), dims=dims)

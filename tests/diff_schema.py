@@ -1,4 +1,4 @@
-"""The JSON Schema of `tapscope diff --json`, made from the dataclasses that are printed; no test in here."""
+"""The JSON Schema of `tapscope diff --json`, made from the classes that are printed; no test in here."""
 
 import ast
 import inspect
@@ -76,12 +76,17 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     hints, said = typing.get_type_hints(kind, localns={"Detail": Detail}), _said(kind)
     left_out, beside = _RENAMED.get(kind, ((), {}))
     found = {}
-    for each in fields(kind):
-        if each.name not in left_out:
-            found[each.name] = dict(_type(hints[each.name], defs))
-            if each.name in said:
-                found[each.name]["description"] = said[each.name]
+    for name in _fields(kind):
+        if name not in left_out:
+            found[name] = dict(_type(hints[name], defs))
+            if name in said:
+                found[name]["description"] = said[name]
     return found | beside
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    """Of a dataclass or a struct; none of anything else."""
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else getattr(kind, "__struct_fields__", ())
 
 
 @cache
@@ -112,7 +117,7 @@ def _type(hint: Any, defs: dict[str, Any]) -> dict[str, Any]:
         return dict(_NUMBER)
     if hint is type(None):
         return {"type": "null"}
-    if is_dataclass(hint):
+    if _fields(hint):
         name = hint.__name__  # type: ignore[union-attr]
         if name not in defs:
             defs[name] = {}

@@ -14,6 +14,7 @@ import pytest
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tapscope import dtypes
 from tapscope.cli import main
@@ -289,7 +290,7 @@ def many(tmp_path: Path) -> Report:
     two = write(tmp_path / "target", {"a:out": normal(ROWS, 8, seed=1)})
     found = report(one, two)
     sites = (f"model.layers.{i}.mlp:out" for i in range(5_000))
-    return replace(found, findings=tuple(replace(found.findings[0], site=site) for site in sites))
+    return replace(found, findings=tuple(structs.replace(found.findings[0], site=site) for site in sites))
 
 
 @pytest.mark.parametrize("top", [12, None])

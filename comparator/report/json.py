@@ -4,8 +4,7 @@ Numbers that are not finite are null, and ``nonfinite`` of the line says which t
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +53,7 @@ def _plain(value: Any, odd: list[float]) -> Any:
         return _plain(value.item(), odd)
     if isinstance(value, frozenset):
         return sorted(value)
-    members = _members(value) if is_dataclass(value) else value
+    members = _members(value) if _fields(value) else value
     if not isinstance(members, Mapping):
         return str(value)
     return {str(name): _plain(item, odd) for name, item in members.items()}
@@ -72,9 +71,15 @@ def _nulled(value: Any, path: str, found: dict[str, str]) -> Any:
     return value
 
 
+def _fields(value: Any) -> Iterable[str]:
+    """The names of the fields of a struct or a dataclass; empty for anything else."""
+    names: Iterable[str] = getattr(value, "__struct_fields__", ()) or getattr(value, "__dataclass_fields__", ())
+    return names
+
+
 def _members(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and what a reader would otherwise have to work out."""
-    found = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    """The fields, and what a reader would otherwise have to work out."""
+    found = {name: getattr(value, name) for name in _fields(value)}
     if isinstance(value, Finding):
         return {**found, "ratio": value.ratio}
     if isinstance(value, Place):

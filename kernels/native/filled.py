@@ -1,7 +1,6 @@
 """Filled: statistics and digests of records whose source keeps the values alone."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,4 +26,4 @@ def _fill(run: "Run", record: Record) -> Record:
         found = summarize_array(np.ascontiguousarray(run.array(record)))
     except RunCorruptError:
         return record
-    return replace(record, stats=record.stats or found.stats, hash=found.hash, bag=found.bag)
+    return record._replace(stats=record.stats or found.stats, hash=found.hash, bag=found.bag)

@@ -1,7 +1,6 @@
 """Record: one observation of one tensor, as it lies on disk and travels on the wire."""
 
 import json
-from dataclasses import dataclass
 from sys import intern
 from typing import Any, NamedTuple
 
@@ -61,8 +60,7 @@ class Slice(NamedTuple):
     """Local shape of the whole tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One observation."""
 
     key: Key
