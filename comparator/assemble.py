@@ -47,9 +47,10 @@ class Whole(Struct, frozen=True):
     @property
     def has_values(self) -> bool:
         """Whether the bytes of every part are on disk."""
-        if isinstance(self.piece, Leaf):
-            return self.piece.record.entry is not None
-        return self.piece is not None and all(r.entry is not None for r in leaves(self.piece))
+        piece = self.piece
+        if isinstance(piece, Leaf):
+            return piece.record.entry is not None
+        return piece is not None and all(r.entry is not None for r in leaves(piece))
 
     @property
     def digest(self) -> tuple[object, ...] | None:

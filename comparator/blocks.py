@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, leaves
 from tapscope.comparator.read import Select, read, view
@@ -21,7 +21,7 @@ _WIDEST = 1 << 20
 """Columns of a block that has to be copied to be read."""
 
 
-class Block(NamedTuple):
+class Block(Struct, frozen=True):
     """Some columns of the rows of a tensor. A complex number is two neighbouring columns."""
 
     offset: int
@@ -57,7 +57,7 @@ class Block(NamedTuple):
         return Columns(self, start - self.offset, stop - self.offset)
 
 
-class Columns(NamedTuple):
+class Columns(Struct, frozen=True):
     """Neighbouring columns of a block."""
 
     block: Block

@@ -30,13 +30,14 @@ def worst_channel(opened: Opened, measured: Measured) -> Channel:
     if last < 0:
         return QUIET
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_JOINS - 1)) for n in range(_MAX_JOINS)})]
-    sides = [(opened.left[join.baseline], opened.right[join.target]) for join, _, _ in parts]
+    sides = [(opened.left[join.baseline], opened.right[join.target]) for join in (part.join for part in parts)]
     widths = {sum(block.width for block in side) for pair in sides for side in pair}
     if len(widths) != 1 or not 1 < max(widths) <= _WIDEST:
         return QUIET
     sums, num_rows, (width,) = np.zeros((2, len(KINDS), *widths)), 0, widths
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
-    for (join, start, num), (left, right) in zip(parts, sides, strict=True):
+    for part, (left, right) in zip(parts, sides, strict=True):
+        join, start, num = part.join, part.first, part.num_rows
         at = _sample(num, width, len(parts))
         at = at[~odd[start + at]]
         _add(sums, left, right, (_chosen(join.baseline_rows, at), _chosen(join.target_rows, at)), num_rows)

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from tapscope.comparator.channels import worst_channel
 from tapscope.comparator.examined import Examined, are_exact
 from tapscope.comparator.finding import RowCounts
-from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Measured, Opened, WidthError, measure_all
 from tapscope.comparator.prepare import Prepared, Preparer
@@ -41,7 +41,7 @@ _Facts = dict[str, Any]
 """Members of :class:`Examined`."""
 
 
-class Look(NamedTuple):
+class Look(Struct, frozen=True):
     """A pair compared, before dims are suggested."""
 
     one: Examined
@@ -49,7 +49,7 @@ class Look(NamedTuple):
     """None where there is nothing to suggest."""
 
 
-class _Begun(NamedTuple):
+class _Begun(Struct, frozen=True):
     """A pair whose values have to be read."""
 
     ready: Prepared
@@ -105,9 +105,9 @@ class Examiner:
             "site": pair.site or pair.baseline.site,
             "baseline": side_of(pair.baseline, ready.left[0].shape),
             "target": side_of(pair.target, ready.right[0].shape),
-            "problem": ready.problem or _kinds(pair),
+            "problem": ready.problem or _kinds(pair.baseline.first.dtype, pair.target.first.dtype),
             "apart": ready.plan.apart,
-            "layout": _weaker(ready.layouts),
+            "layout": _weaker(ready.layouts[0].source, ready.layouts[1].source),
             "missing": ready.num_broken + ready.plan.missing,
             "rows": ready.plan.counts,
             "notes": ready.notes,
@@ -128,7 +128,7 @@ class Examiner:
         known: _Facts = {"replicas": replicas.problem, "replica_place": replicas.place}
         known["notes"] = (*ready.notes, replicas.note) if replicas.note else ready.notes
         is_exact = are_exact(pair.baseline.first.dtype, pair.target.first.dtype)
-        if all(w.has_values for w in used) or all(map(ready.equal_by_hash, ready.plan.joins)):
+        if all(whole.has_values for whole in used) or all(map(ready.equal_by_hash, ready.plan.joins)):
             return _Begun(ready, facts, known, is_exact)
         known |= _examine_stats(ready, known["notes"], is_exact)
         return Look(Examined(**facts | known), None if known.get("problem") else ready)
@@ -146,7 +146,7 @@ class Examiner:
     def advised(self, look: Look) -> Examined:
         """With the dims that would explain what could not be put together, where there are such; one pair after the
         other, for a suggestion depends on those before it."""
-        one, ready = look
+        one, ready = look.one, look.ready
         if ready is None:
             return one
         if not one.problem:
@@ -172,7 +172,7 @@ class Examiner:
         return {
             "numbers": numbers,
             "basis": "values",
-            "spread": spread_of(seen, channel, _sizes(site, measured), int(measured.rows.width.max())),
+            "spread": spread_of(seen, channel, _sizes(site, measured), measured.width),
             "worst": place_of(measured, seen.worst, ready, self.preparer.row_map),
             "steps": steps_of(measured, seen, ready.right),
             "unequal": tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if begun.is_exact else (),
@@ -190,14 +190,11 @@ class Examiner:
         return detail_of(ready, site, known[0] if known else None)
 
 
-def _kinds(pair: Pair) -> str:
+def _kinds(baseline: str, target: str) -> str:
     """What is wrong where one side alone is complex: their elements do not meet."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    names = pair.baseline.first.dtype or "", pair.target.first.dtype or ""
-    if (names[0] in COMPLEX) == (names[1] in COMPLEX):
+    if (baseline in COMPLEX) == (target in COMPLEX):
         return ""
-    return f"{names[0]} against {names[1]}: complex numbers do not meet real ones"
+    return f"{baseline} against {target}: complex numbers do not meet real ones"
 
 
 def _sizes(site: str, measured: Measured) -> Sizes | None:
@@ -230,8 +227,8 @@ def _examine_stats(ready: Prepared, seen: tuple[str, ...], is_exact: bool) -> _F
     }
 
 
-def _weaker(layouts: tuple[Layout, Layout]) -> str:
-    sources = {layout.source for layout in layouts}
+@lru_cache
+def _weaker(*sources: str) -> str:
     return next(s for s in ("inferred", "annotated", "whole") if s in sources)
 
 

@@ -1,5 +1,6 @@
 """Examined: everything about one matched pair of sites that can be known without looking at other sites."""
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -60,6 +61,7 @@ class Examined(Struct, frozen=True, kw_only=True):
         return are_exact(self.baseline.dtype, self.target.dtype)
 
 
+@lru_cache
 def are_exact(baseline: str | None, target: str | None) -> bool:
     """Whether values of these types must be equal, see :attr:`Examined.is_exact`."""
     return are_masks(baseline, target) or not (dtypes.is_float(baseline) or dtypes.is_float(target))

@@ -17,7 +17,8 @@ front of the site as if each had condition 1, so that a growth just below k at e
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -55,52 +56,51 @@ CHANNEL = 4.0
 """How much more of a channel's systematic error may come out of a module than went in."""
 
 _NAMES = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak")
-"""What the tests are called: one at each of the quantiles, and the others."""
+"""What the tests are called, in the order of :attr:`~.spread.Spread.tests`."""
 
 
 class Floor(Struct, frozen=True):
     """The largest errors that rounding explains, one for each test."""
 
-    errors: tuple[float, ...]
-    """At :data:`~.spread.QUANTILES`."""
-    element: float
-    peak: float
-    gain: float
-    channel: float
+    limits: tuple[float, ...]
+    """In the order of :attr:`~.spread.Spread.tests`."""
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """At :data:`~.spread.QUANTILES`."""
+        return self.limits[: len(QUANTILES)]
 
     def worst(self, spread: Spread) -> tuple[float, float, str]:
         """(error, floor, name) of the test whose error is largest beside its floor; of several the first."""
-        errors = (*spread.errors, abs(spread.gain), abs(spread.channel), spread.element, spread.peak)
-        floors = (*self.errors, self.gain, self.channel, self.element, self.peak)
-        scores = list(map(score, errors, floors))
-        at = scores.index(max(scores))
+        errors, floors = spread.tests, self.limits
+        found = scores(errors, floors)
+        at = found.index(max(found))
         return errors[at], floors[at], _NAMES[at]
 
     def smaller(self, other: "Floor") -> "Floor":
         """The stricter of both, test by test."""
-        return self._merge(other, min)
+        return Floor(tuple(map(min, self.limits, other.limits)))
 
-    def larger(self, other: "Floor") -> "Floor":
-        """The more generous of both, test by test."""
-        return self._merge(other, max)
+    def of_sum(self, gain: float) -> "Floor":
+        """Of a sum over rows, which may be off by as much more ``gain``, and in any channel."""
+        *errors, own, _, element, peak = self.limits
+        return Floor((*errors, own + gain, math.inf, element, peak))
 
-    def _merge(self, other: "Floor", pick: Callable[[float, float], float]) -> "Floor":
-        return Floor(
-            tuple(map(pick, self.errors, other.errors)),
-            pick(self.element, other.element),
-            pick(self.peak, other.peak),
-            pick(self.gain, other.gain),
-            pick(self.channel, other.channel),
-        )
+
+def scores(errors: Sequence[float], floors: Sequence[float]) -> list[float]:
+    """error / floor of each; no error is 0 whatever the floor."""
+    return [
+        0.0 if error == 0.0 else error / floor if floor > 0.0 else math.inf
+        for error, floor in zip(errors, floors, strict=True)
+    ]
 
 
 def score(error: float, floor: float) -> float:
-    """error / floor; no error is 0 whatever the floor."""
-    if error == 0.0:
-        return 0.0
-    return error / floor if floor > 0.0 else math.inf
+    """The same of one."""
+    return scores((error,), (floor,))[0]
 
 
+@lru_cache(maxsize=4096)
 def unit(baseline: str, target: str, reduction: int) -> float:
     """Relative error that one module adds, computed in both dtypes; ``reduction`` is the length of its sums."""
     coarse = max(dtypes.epsilon(baseline), dtypes.epsilon(target))
@@ -134,28 +134,36 @@ def local_floor(
         slack * condition * math.hypot(error, tail * base)
         for slack, tail, error in zip(SLACK, TAIL, inputs.errors, strict=True)
     ]
+    errors[0] *= few
     summed = condition * worst if sums_rows else 0.0  # one token may make a whole channel of the sum
     stretch = stretch * _narrow(spread)
-    tails = [stretch * error for error in errors[1:]]
+    if stretch != 1.0:
+        errors[1:] = [stretch * error for error in errors[1:]]
     return Floor(
-        _rising([errors[0] * few, *tails], limit, tail_limit),
-        min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), limit),
-        (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst),
-        _gain_floor(spread, inputs.gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
-        math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, inputs.channel)),
+        (
+            *_rising(errors, limit, tail_limit),
+            _gain_floor(spread, inputs.gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
+            math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, inputs.channel)),
+            min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), limit),
+            (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst),
+        )
     )
 
 
 def path_floor(modelled: float, spread: Spread, base: float, eps: float, tail_limit: float = ROW_LIMIT) -> Floor:
     """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``; ``tail_limit`` as
     of :func:`local_floor`."""
-    grown, narrow = PATH * modelled, _narrow(spread)
+    grown, few, narrow = PATH * modelled, _few(spread), _narrow(spread)
+    errors = [tail * grown * narrow for tail in TAIL]
+    errors[0] = few * grown
     return Floor(
-        _rising([_few(spread) * grown, *(tail * grown * narrow for tail in TAIL[1:])], ROW_LIMIT, tail_limit),
-        min(4.0 * _few(spread) * grown, ROW_LIMIT),
-        EXTREME * TAIL[-1] * grown * narrow,
-        _gain_floor(spread, grown, base, eps),
-        max(spread.channel_noise, eps, grown),
+        (
+            *_rising(errors, ROW_LIMIT, tail_limit),
+            _gain_floor(spread, grown, base, eps),
+            max(spread.channel_noise, eps, grown),
+            min(4.0 * few * grown, ROW_LIMIT),
+            EXTREME * TAIL[-1] * grown * narrow,
+        )
     )
 
 
@@ -172,12 +180,15 @@ def _narrow(spread: Spread) -> float:
     return max(1.0, NARROW / spread.width) if spread.width else 1.0
 
 
-def _rising(errors: Sequence[float], limit: float, tail_limit: float = 0.0) -> tuple[float, ...]:
+def _rising(errors: Sequence[float], limit: float, tail_limit: float = 0.0) -> list[float]:
     """Never stricter for the worst row than for the typical one, and never above the limit."""
-    found = [min(errors[0], limit)]
+    last = min(errors[0], limit)
+    found, most = [last], max(limit, tail_limit)
     for error in errors[1:]:
-        found.append(max(min(error, max(limit, tail_limit)), found[-1]))
-    return tuple(found)
+        error = most if most < error else error
+        last = last if last > error else error
+        found.append(last)
+    return found
 
 
 def _gain_floor(spread: Spread, inherited: float, base: float, eps: float) -> float:

@@ -6,6 +6,7 @@ dtypes and dims.
 """
 
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 
 from msgspec import structs
 
@@ -20,8 +21,12 @@ def form_of(series: Series) -> Hashable:
     """Equal forms are put together and laid out alike; None for what is made of several sites."""
     if series.recipe is not None:
         return None
-    site = series.site
-    return is_parameter(site), is_mask(site), *map(_form, series.firings)
+    return _kind(series.site.rpartition(":")[2]), *map(_form, series.firings)
+
+
+@lru_cache
+def _kind(port: str) -> tuple[bool, bool]:
+    return is_parameter(f":{port}"), is_mask(f":{port}")
 
 
 def _form(firing: Firing) -> Hashable:
@@ -50,7 +55,7 @@ def _is_simple(piece: Piece | None) -> bool:
 
 def made_alike(wholes: tuple[Whole, ...], series: Series) -> tuple[Whole, ...]:
     """The wholes of a series, after those of one of the same form."""
-    return tuple(map(_made_alike, wholes, series.firings))
+    return tuple([_made_alike(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
 
 
 def _made_alike(whole: Whole, firing: Firing) -> Whole:

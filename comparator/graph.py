@@ -8,6 +8,7 @@ backward the same holds of gradients, beside the values of the forward.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tapscope.comparator.names import PARTIAL
 from tapscope.comparator.node import Inputs, Node
@@ -30,14 +31,13 @@ class Graph:
         self._made: dict[tuple[str, bool], list[int]] = {}
         self._inside: dict[str, list[int]] = {}
         self._called = {node.path for node in nodes}
+        self._around_path: dict[str, str] = {}
         for i, node in enumerate(nodes):
             if node.is_input or node.is_state:
                 self._given.setdefault(node.path, []).append(i)
             elif node.numeric:
                 self._made.setdefault((self._enclosing(node.path), node.is_backward), []).append(i)
-            above = node.path
-            while above:
-                above = _parent(above)
+            for above in _ancestors(_parent(node.path)) if node.path else ():
                 self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes)
         """Layers that lie before each node."""
@@ -95,17 +95,18 @@ class Graph:
 
     def _enclosing(self, path: str) -> str:
         """The nearest module around another that is called; a list of modules never is, and can do nothing."""
-        above = _parent(path)
-        while above and above not in self._called:
-            above = _parent(above)
-        return above
+        known = self._around_path.get(path)
+        if known is None:
+            above = _ancestors(_parent(path)) if path else ("",)
+            known = self._around_path[path] = next((one for one in above if one in self._called), "")
+        return known
 
     def _same(self, index: int, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
         """The site that held these bytes first, on both sides or on one."""
         node = self.nodes[index]
         if node.is_state:
             return None
-        one, two = (holders[side].get(node.identities[side]) for side in (0, 1))
+        one, two = holders[0].get(node.identities[0]), holders[1].get(node.identities[1])
         if one is not None and one == two:
             return Inputs((one,), "same", 0)
         if not node.numeric:  # of integers that are equal on one side alone nobody knows whether they are the same
@@ -186,6 +187,16 @@ class Graph:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+@lru_cache(maxsize=1 << 16)
+def _ancestors(path: str) -> tuple[str, ...]:
+    """The path and those around it, from the inside out; the last is the root's, which is empty."""
+    found = [path]
+    while path:
+        path = _parent(path)
+        found.append(path)
+    return tuple(found)
 
 
 def is_within(path: str, ancestor: str) -> bool:

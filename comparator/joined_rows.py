@@ -1,6 +1,5 @@
 """Joined rows: rows of both sides that meet, handed to the kernel in place where they lie so, else copied in chunks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ class JoinedRows:
         ``masks``: where both sides let through is compared, in place of values.
         """
         num = _length(join.baseline_rows, left[0])
-        both = list(overlaps(left, right))
+        both = overlaps(left, right)
         if masks or any(one.values is None or two.values is None for _, one, two in both):
             self._compare()
             width = sum(max(one.block.width, two.block.width) for _, one, two in both)
@@ -116,13 +115,14 @@ def _picked(one: Array | None, rows_one: Rows, two: Array | None, rows_two: Rows
     )
 
 
-def overlaps(left: list[Block], right: list[Block]) -> Iterator[tuple[int, Columns, Columns]]:
+def overlaps(left: list[Block], right: list[Block]) -> list[tuple[int, Columns, Columns]]:
     """(offset, baseline columns, target columns) for every column range both sides hold in one block, in order."""
     if len(left) == len(right) == 1 or not any(block.width for block in left):
-        yield 0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width)
-        return
+        return [(0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width))]
+    found = []
     for a in left:
         for b in right:
             start, end = max(a.offset, b.offset), min(a.offset + a.width, b.offset + b.width)
             if start < end:
-                yield start, a.columns(start, end), b.columns(start, end)
+                found.append((start, a.columns(start, end), b.columns(start, end)))
+    return found

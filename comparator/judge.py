@@ -65,15 +65,15 @@ class Judge:
         return found
 
     def _is_behind(self, node: int) -> bool:
-        return not self._behind.isdisjoint(self.inputs[node].nodes)
+        return bool(self._behind) and not self._behind.isdisjoint(self.inputs[node].nodes)
 
     def _judge_matched(self, one: Examined, node: int, order: int, found: list[Finding], within: set[str]) -> Finding:
         how = self.inputs[node].how
         if one.replicas:
             notes = (one.replicas,)
             how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
-            return replace(_finding(one, order, Verdict.DIFFERS, **how_far, notes=notes), worst=one.replica_place)
-        rule = find_rule(self._standards.rules, (one.site, *(side.site for side in (one.baseline, one.target) if side)))
+            return structs.replace(_finding(one, order, Verdict.DIFFERS, **how_far, notes=notes), worst=one.replica_place)
+        rule = self._rule(one)
         odd = one.numbers.nonfinite_mismatch if one.numbers is not None else 0
         if odd and not (rule is not None and rule.sees_nonfinite):
             by: dict[str, Any] = {"test": "nonfinite", "judged_by": "equality", "inputs": how}
@@ -92,6 +92,11 @@ class Judge:
         return structs.replace(
             judged, notes=(*judged.notes, f"{rule.text} needs values, which were not kept: the floor decides")
         )
+
+    def _rule(self, one: Examined) -> Rule | None:
+        if not self._standards.rules:
+            return None
+        return find_rule(self._standards.rules, (one.site, *(side.site for side in (one.baseline, one.target) if side)))
 
     def _by_rule(self, one: Examined, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
         judged = (

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -26,7 +26,7 @@ class WidthError(Exception):
     """Rows that were to be compared have different widths; the text gives both shapes."""
 
 
-class Part(NamedTuple):
+class Part(Struct, frozen=True):
     """A join that was read."""
 
     join: Join
@@ -48,6 +48,8 @@ class Measured(Struct, frozen=True):
     parts: tuple[Part, ...] = ()
     num_hashed: int = 0
     """Elements that were not read because equal hashes already say they are equal."""
+    width: int = 0
+    """Elements of the widest row."""
 
     @property
     def total(self) -> Measure:
@@ -119,7 +121,7 @@ def measure_all(
     """The same of several pairs at once, in one native call where bytes lie in place, and what is raised of each; and
     the overview of each one's rows."""
     joined = JoinedRows(tolerance)
-    begun: list[tuple[tuple[Part, ...], int] | WidthError | DataError] = []
+    begun: list[tuple[tuple[Part, ...], int, int] | WidthError | DataError] = []
     bounds = [0]
     for opened in pairs:
         try:
@@ -138,23 +140,24 @@ def measure_all(
     return found, overviews(rows, at_worst, bounds)
 
 
-def _join(opened: Opened, joined: JoinedRows) -> tuple[tuple[Part, ...], int]:
-    """(the joins of a pair that have to be read, elements of those that hashes call equal)."""
+def _join(opened: Opened, joined: JoinedRows) -> tuple[tuple[Part, ...], int, int]:
+    """(the joins of a pair that have to be read, elements of those that hashes call equal, width of the widest row)."""
     ready = opened.ready
     baseline, target, layouts = ready.left, ready.right, ready.layouts
     names = baseline[0].dtype, target[0].dtype
     # The most negative number that hides a place is the dtype's own.
     masks = are_masks(*names) or (names[0] != names[1] and is_mask(baseline[0].records[0].key.site))
-    parts, hashed, first = list[Part](), 0, joined.num_rows
+    parts, hashed, width, first = list[Part](), 0, 0, joined.num_rows
     for join in ready.plan.joins:
         if ready.equal_by_hash(join):
             hashed += _num_elements(baseline[join.baseline], layouts[0], join)
             continue
         _check_width(baseline[join.baseline], target[join.target], layouts)
-        start = joined.num_rows - first
-        num_rows = joined.add(opened.left[join.baseline], opened.right[join.target], join, masks=masks)
+        start, left = joined.num_rows - first, opened.left[join.baseline]
+        num_rows = joined.add(left, opened.right[join.target], join, masks=masks)
         parts.append(Part(join, start, num_rows))
-    return tuple(parts), hashed
+        width = max(width, sum([block.width for block in left]) if num_rows else 0)
+    return tuple(parts), hashed, width
 
 
 def _num_elements(whole: Whole, layout: Layout, join: Join) -> int:

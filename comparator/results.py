@@ -52,22 +52,22 @@ def steps_of(measured: Measured, seen: Overview, right: Sequence[Whole]) -> tupl
 
 def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Place:
     """Where a measured row is."""
-    part, column = measured.part_at(row), int(measured.rows.argmax[row])
+    part = measured.part_at(row)
     join, at = part.join, row - part.first
     whole = ready.right[join.target]
-    step, baseline_step = (w.records[0].key.step for w in (whole, ready.left[join.baseline]))
-    rank = measured.ranks[measured.strip[row]] if _is_alone(whole) else None
+    step, baseline_step = whole.records[0].key.step, ready.left[join.baseline].records[0].key.step
+    rank = measured.ranks[measured.strip.item(row)] if _is_alone(whole) else None
     # The column is that of the largest distance, and there is none to a value that is not finite.
-    index = () if measured.rows.nonfinite_mismatch[row] else (column,)
+    index = () if measured.rows.nonfinite_mismatch.item(row) else (measured.rows.argmax.item(row),)
     if join.pairs is None:
         return Place(step, baseline_step, index=(at, *index), rank=rank)
-    pair = int(join.pairs[at])
+    pair = join.pairs.item(at)
     return Place(
         step,
         baseline_step,
-        rows.requests[int(rows.pair_request[pair])],
-        int(rows.pair_position[pair]),
-        int(rows.pair_visit[pair]),
+        rows.requests[rows.pair_request.item(pair)],
+        rows.pair_position.item(pair),
+        rows.pair_visit.item(pair),
         index,
         rank,
     )

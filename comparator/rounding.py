@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.examined import Examined
@@ -23,7 +23,7 @@ from tapscope.comparator.floor import (
 from tapscope.comparator.gradients import cancellation, losses, of_loss, spilled, stretch, underflow
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.names import is_partial, reduced
-from tapscope.comparator.spread import NOTHING, Largest, Spread, largest
+from tapscope.comparator.spread import NOTHING, Largest, Spread, given, largest, largest_of
 from tapscope.index import SiteInfo
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
@@ -41,7 +41,6 @@ class _Case(Struct, frozen=True):
     """A numeric site with what its floor depends on."""
 
     spread: Spread
-    inputs: tuple[Spread, ...]
     given: Largest
     """The largest errors of the inputs."""
     base: float
@@ -63,17 +62,21 @@ class Rounding:
         self, examined: Sequence[Examined], matched: Sequence[int], graph: Graph, sites: Mapping[str, SiteInfo]
     ) -> None:
         """``matched`` are the indices in ``examined`` of the graph's nodes."""
-        self._examined, self._matched, self._graph = examined, matched, graph
-        self._params = [params_of(examined[i], sites) for i in matched]
-        self._widest = max(
-            (r for p, n in zip(self._params, graph.nodes, strict=True) if (r := _reduction(n.cls, p))), default=_GUESS
-        )
+        self._examined, self._graph = [examined[i] for i in matched], graph
+        self._params = [params_of(one, sites) for one in self._examined]
+        self._reductions = [_reduction(n.cls, p) for n, p in zip(graph.nodes, self._params, strict=True)]
+        self._widest = max(filter(None, self._reductions), default=_GUESS)
         self._losses = losses(graph)
-        self._spreads = [self._spread(node) if graph.nodes[node].numeric else None for node in range(len(matched))]
+        self._spreads = [
+            (one.handed_on or one.spread or NOTHING) if node.numeric else None
+            for node, one in zip(graph.nodes, self._examined, strict=True)
+        ]
         """Of numeric nodes."""
+        self._given = [None if spread is None else given(spread) for spread in self._spreads]
+        """What the modules behind a numeric node are given with it."""
         self._modelled = [0.0] * len(matched)
         """Of nodes that have a case."""
-        self._behind_flips = [examined[i].handed_on is not None for i in matched]
+        self._behind_flips = [one.handed_on is not None for one in self._examined]
         """Whether token rows that took another way are in what a node holds."""
         self._cases: list[_Case | None] = []
         for node in range(len(matched)):
@@ -107,12 +110,12 @@ class Rounding:
         condition = self._condition[node]
         if self._graph.nodes[node].is_state:
             condition = _STATE
-        elif case.is_twin and all(s.is_zero for s in case.inputs):
+        elif case.is_twin and all(s.is_zero for s in self._inputs(node)):
             condition = min(condition, CONDITION_TWIN)
         mixes = self._graph.inputs(node).how in ("around", "inside", "before")
         local = local_floor(case.given, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
         if is_sum:
-            whole = structs.replace(whole, gain=whole.gain + summed_gain(case.given), channel=math.inf)
+            whole = whole.of_sum(summed_gain(case.given))
         if not (case.is_behind_flips or is_behind_culprit or is_back):
             return local, local.smaller(whole)
         wide, is_bounded = self._wide(node, case, condition, mixes=mixes)
@@ -123,7 +126,7 @@ class Rounding:
     def _wide(self, node: int, case: _Case, condition: float, *, mixes: bool) -> tuple[Floor, bool]:
         """(floor where errors may be all in a few rows: of tokens that took another way, or whose gradient is next to
         nothing; whether the model of the path bounds it)."""
-        this, inputs = self._graph.nodes[node], case.inputs
+        this, inputs = self._graph.nodes[node], self._inputs(node)
         moves = self._graph.inputs(node).how != "same" and not self._keeps_rows(node)
         if moves:
             inputs = tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in inputs)
@@ -149,8 +152,8 @@ class Rounding:
     def _stretch(self, node: int, case: _Case) -> float:
         """How much worse the condition of single rows may be: of any size where a sum goes over other tokens."""
         if not self._is_sum(node):
-            return stretch(case.spread, case.inputs)
-        origins = (self._examined[self._matched[i]] for i in self._graph.inputs(node).nodes)
+            return stretch(case.spread, self._inputs(node))
+        origins = (self._examined[i] for i in self._graph.inputs(node).nodes)
         return math.inf if any(one.is_exact and one.num_unequal for one in origins) else 1.0
 
     def _is_sum(self, node: int) -> bool:
@@ -163,39 +166,45 @@ class Rounding:
         this = self._graph.nodes[node]
         return not this.is_input and not self._is_sum(node) and (bool(self._params[node]) or this.is_pointwise)
 
-    def _spread(self, node: int) -> Spread:
-        one = self._examined[self._matched[node]]
-        return one.handed_on or one.spread or NOTHING
+    def _inputs(self, node: int) -> tuple[Spread, ...]:
+        """The spreads of what went into a node."""
+        found = tuple(s for s in map(self._spreads.__getitem__, self._graph.inputs(node).nodes) if s is not None)
+        return (*found, self._loss(node)) if node in self._losses else found
+
+    def _loss(self, node: int) -> Spread:
+        """What a loss hands on to the first of the gradients."""
+        return of_loss(self._examined[self._losses[node]].numbers)
 
     def _case(self, node: int) -> _Case | None:
-        one = self._examined[self._matched[node]]
+        one = self._examined[node]
         if one.is_exact or one.spread is None or one.baseline is None or one.target is None:
             return None
         inputs, names = self._graph.inputs(node), self._coarsest(node)
-        reduction = _reduction(self._graph.nodes[node].cls, self._params[node]) or self._reduction_inside(node)
+        reduction = self._reductions[node] or self._reduction_inside(node)
         # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
         summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self._params[node] else 1
         once = math.hypot(unit(*names, reduction), underflow(names, one.spread))
         base = once * math.sqrt(inputs.ops * summed)
         modelled = math.hypot(max(map(self._modelled.__getitem__, inputs.nodes), default=0.0), base)
-        spreads = tuple(s for s in map(self._spreads.__getitem__, inputs.nodes) if s is not None)
+        errors = [errors for errors in map(self._given.__getitem__, inputs.nodes) if errors is not None]
         if node in self._losses:
-            loss = of_loss(self._examined[self._matched[self._losses[node]]].numbers)
-            spreads, modelled = (*spreads, loss), math.hypot(modelled, loss.errors[-1])
+            loss = self._loss(node)
+            errors.append(given(loss))
+            modelled = math.hypot(modelled, loss.errors[-1])
         behind = any(map(self._behind_flips.__getitem__, inputs.nodes))
         eps = max(map(dtypes.epsilon, names))
-        return _Case(one.spread, spreads, largest(spreads), base, modelled, eps, names[0] == names[1], behind)
+        return _Case(one.spread, largest_of(errors), base, modelled, eps, names[0] == names[1], behind)
 
     def _coarsest(self, node: int) -> tuple[str, str]:
         """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""
         found = []
         for side in ("baseline", "target"):
-            names = [_dtype(self._examined[self._matched[node]], side)]
+            name = _dtype(self._examined[node], side)
             if self._graph.inputs(node).how == "captured":
                 origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].numeric)
-                given = [_dtype(self._examined[self._matched[i]], side) for i in origins]
-                names += [name for name in given if dtypes.epsilon(name) > _FLOAT32]
-            found.append(max(names, key=dtypes.epsilon))
+                others = [_dtype(self._examined[i], side) for i in origins]
+                name = max([name, *(n for n in others if dtypes.epsilon(n) > _FLOAT32)], key=dtypes.epsilon)
+            found.append(name)
         return found[0], found[1]
 
     def _reduction_inside(self, node: int) -> int:
@@ -207,7 +216,7 @@ class Rounding:
         kinds: dict[str, list[tuple[int, float]]] = {}
         for node, case in enumerate(self._cases):
             if case is not None and case.base and self._graph.inputs(node).nodes and not case.spread.is_zero:
-                kind = _LAYER.sub("*", self._examined[self._matched[node]].site, count=1)
+                kind = _LAYER.sub("*", self._examined[node].site, count=1)
                 kinds.setdefault(kind, []).append((node, observed_condition(case.spread, case.given, case.base)))
         found = [CONDITION] * len(self._cases)
         for likes in kinds.values():
@@ -234,6 +243,8 @@ def _reduction(cls: str, params: Params) -> int:
     """Length of the sums that a module with parameters makes; 0 where that is not known."""
     if "Embedding" in cls:
         return 1
+    if not params:
+        return 0
     matrices = [shape for shape in params.values() if len(shape) >= 2]
     if cls == "Conv1D":  # GPT-2's, which keeps its weight as [in, out]
         return max((shape[0] for shape in matrices), default=0)

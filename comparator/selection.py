@@ -44,7 +44,7 @@ def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: se
 def select_pairs(pairs: Sequence[Pair], options: CompareOptions) -> list[Pair]:
     """Pairs of which the selection means either side."""
     choice = Choice(options)
-    return [pair for pair in pairs if choice.means(pair.names())]
+    return list(pairs) if choice.is_everything else [pair for pair in pairs if choice.means(pair.names())]
 
 
 class Choice:
@@ -53,6 +53,11 @@ class Choice:
     def __init__(self, options: CompareOptions) -> None:
         self.wanted, self.unwanted = [Glob(g) for g in options.sites], [Glob(g) for g in options.skip]
         self._layers = options.layers
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing in particular is asked for."""
+        return not (self.wanted or self.unwanted) and self._layers is None
 
     def means(self, names: Collection[str]) -> bool:
         """Whether it means a site that goes by these names: one of them is asked for, and none is to be skipped."""

@@ -43,7 +43,7 @@ class Series(Struct, frozen=True):
     @property
     def num_records(self) -> int:
         """Records on all ranks."""
-        return sum(len(f.records) for f in self.firings)
+        return sum([len(f.records) for f in self.firings])
 
     @property
     def is_tensor(self) -> bool:
@@ -92,10 +92,10 @@ def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
     """What a finding says of a series whose first firing has, put together, this shape."""
-    first, sources = one.first, list(recorded(one)) if one.sources else [one]
-    ranks = [record.key.rank for firing in one.firings for record in firing.records]
-    count = sum(source.num_records for source in sources) if one.sources else len(ranks)
-    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(set(ranks))))
+    first, sources = one.first, list(recorded(one)) if one.sources else (one,)
+    ranks = {record.key.rank for firing in one.firings for record in firing.records}
+    count = sum([source.num_records for source in sources])
+    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(ranks)))
 
 
 def fire_together(sources: Sequence[Series]) -> bool:
@@ -118,15 +118,18 @@ def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
     found = []
     for (model, pass_, site), pile in piles.items():
         firings = tuple(
-            Firing(step, (micro, turn), tuple(sorted(pile[step, micro, turn], key=lambda r: r.key.rank)))
-            for step, micro, turn in sorted(pile)
+            [Firing(step, (micro, turn), _by_rank(pile[step, micro, turn])) for step, micro, turn in sorted(pile)]
         )
         first = firings[0].records[0]
         found.append(Series(site, (model, pass_), (stages.get(first.key.rank, 0), first.seq), firings))
     return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
 
 
+def _by_rank(records: list[Record]) -> tuple[Record, ...]:
+    return tuple(sorted(records, key=lambda r: r.key.rank)) if len(records) > 1 else tuple(records)
+
+
 def identity(series: Series | None) -> tuple[str, ...] | None:
     """The hashes of everything the series holds; None where one is not known."""
-    found = tuple(r.hash for f in series.firings for r in f.records) if series else ()
+    found = tuple([r.hash for f in series.firings for r in f.records]) if series else ()
     return None if None in found or not found else found  # type: ignore[return-value]

@@ -5,8 +5,8 @@ rows and the worst element of each row do not.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, structs
@@ -55,6 +55,11 @@ class Spread(Struct, frozen=True):
     """Elements of the widest row; 0 where that is not known."""
 
     @property
+    def tests(self) -> tuple[float, ...]:
+        """Every error that has a floor: at :data:`QUANTILES`, and the size of gain, channel, element and peak."""
+        return *self.errors, abs(self.gain), abs(self.channel), self.element, self.peak
+
+    @property
     def is_zero(self) -> bool:
         """Whether nothing differs."""
         return self.errors[-1] == 0.0
@@ -69,7 +74,7 @@ NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
 """The spread of equal tensors."""
 
 
-class Largest(NamedTuple):
+class Largest(Struct, frozen=True):
     """The largest errors of several spreads, each of its kind; all 0 of none."""
 
     errors: tuple[float, ...] = (0.0,) * len(QUANTILES)
@@ -81,15 +86,21 @@ class Largest(NamedTuple):
     gain_sd: float = 0.0
 
 
-def largest(spreads: Sequence[Spread]) -> Largest:
+def largest(spreads: Iterable[Spread]) -> Largest:
     """See :class:`Largest`."""
-    if not spreads:
+    return largest_of([given(one) for one in spreads])
+
+
+def largest_of(errors: Sequence[tuple[float, ...]]) -> Largest:
+    """The same of what each spread was :func:`given` as."""
+    if not errors:
         return Largest()
-    *errors, element, peak, gain, channel, gain_sd = map(max, zip(*map(_sizes_of_errors, spreads), strict=True))
-    return Largest(tuple(errors), element, peak, gain, channel, gain_sd)
+    *rows, element, peak, gain, channel, gain_sd = map(max, *errors, errors[0])  # of one alone, too
+    return Largest(tuple(rows), element, peak, gain, channel, gain_sd)
 
 
-def _sizes_of_errors(one: Spread) -> tuple[float, ...]:
+def given(one: Spread) -> tuple[float, ...]:
+    """The errors that a module is given with a value: the members of :class:`Largest`, one after the other."""
     channel = abs(one.channel)
     channel = channel if channel > one.channel_noise else 0.0
     return *one.errors, abs(one.element), abs(one.peak), abs(one.gain), channel, one.gain_sd

@@ -35,11 +35,13 @@ class Twin:
             return None
         margin = self.margin
         return Floor(
-            tuple(max(margin * e, tail * base) for e, tail in zip(spread.errors, TAIL, strict=True)),
-            max(margin * spread.element, 2.0 * base),
-            max(margin * spread.peak, EXTREME * base),
-            max(margin * abs(spread.gain), base, 0.5 * eps),
-            max(margin * abs(spread.channel), spread.channel_noise, eps),
+            (
+                *(max(margin * e, tail * base) for e, tail in zip(spread.errors, TAIL, strict=True)),
+                max(margin * abs(spread.gain), base, 0.5 * eps),
+                max(margin * abs(spread.channel), spread.channel_noise, eps),
+                max(margin * spread.element, 2.0 * base),
+                max(margin * spread.peak, EXTREME * base),
+            )
         )
 
 

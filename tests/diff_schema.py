@@ -3,6 +3,7 @@
 import ast
 import inspect
 import math
+import textwrap
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -92,7 +93,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 @cache
 def _said(kind: Any) -> dict[str, str]:
     """Field -> the string below it."""
-    body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0]
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
     for one, two in zip(body.body, body.body[1:], strict=False):

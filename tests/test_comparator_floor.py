@@ -145,7 +145,7 @@ def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: f
     assert all(x <= y for x, y in zip(floors[0].errors, floors[1].errors, strict=True))
     for floor in (*floors, path_floor(base, spread(base), base, 1e-7)):
         assert list(floor.errors) == sorted(floor.errors)
-        assert all(x > 0 for x in (*floor.errors, floor.element, floor.peak, floor.gain, floor.channel))
+        assert all(x > 0 for x in floor.limits)
     assert floors[0].worst(NOTHING)[0] == 0.0
 
 

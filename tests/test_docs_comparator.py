@@ -93,7 +93,7 @@ def test_the_story_names_what_was_done(story: list[tuple[str, list[str], int, li
     assert f"target = the baseline of {spoiled}.up_proj:out" in first[-1]
 
 
-def test_the_schema_is_that_of_the_dataclasses(request: pytest.FixtureRequest) -> None:
+def test_the_schema_is_that_of_the_classes(request: pytest.FixtureRequest) -> None:
     made = json.dumps(make_schema(), indent=1, ensure_ascii=False) + "\n"
     if request.config.getoption("update_snapshots"):
         SCHEMA.write_text(made)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 Array = np.ndarray[Any, Any]
 
@@ -22,8 +23,7 @@ INTEGERS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
+class Measure(Struct, frozen=True):
     """Two tensors compared, in global numbers. Differences and sums are over positions where both are finite."""
 
     max_abs: float
@@ -57,20 +57,20 @@ class Measure:
         most, sum_abs, diff, base, target, dot = sums
         equal, over, finite, nonfinite_baseline, nonfinite_target, mismatch, count = counts
         return cls(
-            max_abs=most,
-            worst_row=row,
-            worst_col=column,
-            mean_abs=sum_abs / finite if finite else 0.0,
-            rel_l2=relative_l2(diff, base),
-            rel=_share(diff, base, target),
-            cosine=_cosine(dot, base, target),
-            equal=equal,
-            count=count,
-            over=over,
-            finite=finite,
-            nonfinite_baseline=nonfinite_baseline,
-            nonfinite_target=nonfinite_target,
-            nonfinite_mismatch=mismatch,
+            most,
+            row,
+            column,
+            sum_abs / finite if finite else 0.0,
+            relative_l2(diff, base),
+            _share(diff, base, target),
+            _cosine(dot, base, target),
+            equal,
+            count,
+            over,
+            finite,
+            nonfinite_baseline,
+            nonfinite_target,
+            mismatch,
         )
 
 
@@ -83,7 +83,7 @@ def _field(name: str) -> Any:
     return property(lambda self: self.integers[whole])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class RowMeasures:
     """Two matrices compared row by row: one float64 or int64 array a field, one element a row.
 

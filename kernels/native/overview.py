@@ -3,11 +3,11 @@
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.kernels.native import library
 from tapscope.kernels.native.measure import FLOATS, INTEGERS, Measure, RowMeasures
@@ -21,8 +21,7 @@ SMALL_ROW = 0.25
 _LAYOUT = struct.Struct(f"={len(FLOATS) + len(QUANTILES) + 4}d{len(INTEGERS) + 3}q")  # struct Overview in overview.cpp
 
 
-@dataclass(frozen=True, slots=True)
-class Overview:
+class Overview(Struct, frozen=True):
     """What :func:`overviews` find."""
 
     total: Measure

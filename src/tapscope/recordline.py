@@ -16,7 +16,7 @@ from tapscope.member import MAX_AXES, MAX_COUNT
 from tapscope.record import FORWARD, Entry, Key, Record
 from tapscope.stats import Stats
 
-_Count = Annotated[int, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=0, le=MAX_COUNT - 1)]
 _DTYPES = {name: name for name in NAMES}
 
 
@@ -28,7 +28,7 @@ class _Line(Struct):
     site: str
     step: _Count
     dtype: str
-    shape: tuple[_Count, ...] = ()
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_AXES)] = ()
     occurrence: _Count = 0
     micro: _Count = 0
     pass_: str = msgspec.field(default=FORWARD, name="pass")
@@ -82,8 +82,6 @@ def _is_odd(found: _Line) -> bool:
     stats, entry = found.stats, found.entry
     return (
         not found.site.isascii()
-        or max(found.step, found.seq, *found.shape) >= MAX_COUNT
-        or len(found.shape) > MAX_AXES
         or (entry is not None and not 0 <= entry.nbytes < MAX_COUNT)
         or (
             stats is not None
