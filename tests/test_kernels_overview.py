@@ -1,11 +1,11 @@
 """The rows of a comparison as one: the C++ library finds what numpy finds, whatever the rows hold."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Struct
 
 from tapscope.kernels.native import RowMeasures, compare_rows, overview, overviews
 from tapscope.kernels.native.overview import median, overview_reference, quantiles
@@ -15,14 +15,14 @@ ODD = (0.0, 1.0, np.nan, np.inf, -np.inf, 1e300, 1e-300)
 
 def same(one: Any, two: Any) -> None:
     """Places and counts are equal, sums and what is made of them nearly."""
-    for field in dataclasses.fields(one):
-        left, right = getattr(one, field.name), getattr(two, field.name)
-        if dataclasses.is_dataclass(left):
+    for name in one.__struct_fields__:
+        left, right = getattr(one, name), getattr(two, name)
+        if isinstance(left, Struct):
             same(left, right)
         elif isinstance(left, bool | int):
-            assert left == right, field.name
+            assert left == right, name
         else:
-            np.testing.assert_allclose(left, right, rtol=1e-12, err_msg=field.name)
+            np.testing.assert_allclose(left, right, rtol=1e-12, err_msg=name)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 90), st.integers(0, 5), st.lists(st.sampled_from(ODD), max_size=6))
