@@ -72,7 +72,8 @@ class Judge:
         if one.replicas:
             notes = (one.replicas,)
             how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
-            return structs.replace(_finding(one, order, Verdict.DIFFERS, **how_far, notes=notes), worst=one.replica_place)
+            apart = _finding(one, order, Verdict.DIFFERS, **how_far, notes=notes)
+            return structs.replace(apart, worst=one.replica_place)
         rule = self._rule(one)
         odd = one.numbers.nonfinite_mismatch if one.numbers is not None else 0
         if odd and not (rule is not None and rule.sees_nonfinite):

@@ -148,7 +148,7 @@ def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series
         sources = tuple(_first_with(one, dims, hints) for one in series.sources)
         if isinstance(series.recipe, Part):
             sources = tuple(annotated(one, series.recipe.fused, hints) for one in sources)
-        return replace(series, sources=sources, firings=sources[0].firings)
+        return structs.replace(series, sources=sources, firings=sources[0].firings)
     firing = series.firings[0]
     if dims is not None:
         firing = structs.replace(firing, records=tuple(r._replace(dims=dims) for r in firing.records))
