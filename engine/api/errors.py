@@ -15,6 +15,19 @@ _ANTHROPIC = {
 }
 _OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _NOT_FOUND = "model_not_found"
+_STATUSES = {
+    400: ("The request cannot mean what it says, or can never run.", "temperature=-1.0: it must be a number from 0"),
+    401: ("An API key is needed.", "this needs an API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
+    403: (
+        "A web page of another origin asks.",
+        "a web page of 'http://a.example' may not use this server; use a program",
+    ),
+    404: ("No such route or model.", "the model 'other' does not exist here; this server has 'tiny'"),
+    405: ("The route takes another method.", "GET /generate: Method Not Allowed"),
+    413: ("The body is too long.", "the body is longer than 33554432 bytes"),
+    500: ("A step raised.", "the observer raised ValueError: no"),
+    503: ("It starts, is overloaded, or a rank is lost.", "the server is starting or has ended"),
+}
 
 
 def status_of(error: Exception) -> int:
@@ -33,6 +46,14 @@ def error_body(path: str, status: int, message: str, *, param: str | None = None
         kind = _OPENAI.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return {"error": {"message": message}}
+
+
+def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of the answers to ``path`` that are no success: their statuses, each with an example."""
+    return {
+        status: {"description": text, "content": {"application/json": {"example": error_body(path, status, example)}}}
+        for status, (text, example) in _STATUSES.items()
+    }
 
 
 def error_answer(path: str, error: Exception) -> tuple[int, Any]:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from tapscope.engine.api import schemas
+from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.messages import MessagesRequest, parse_count
 from tapscope.engine.api.messages_answer import MessagesAnswer
 from tapscope.engine.api.model import ServedModel
@@ -22,7 +23,7 @@ _EXAMPLE = _COUNTED | {"max_tokens": 16}
 
 def make_router(state: FrontState, asked: Asked) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
-    router = APIRouter(prefix="/v1/messages", tags=["anthropic"])
+    router = APIRouter(prefix="/v1/messages", tags=["anthropic"], responses=error_responses("/v1/messages"))
 
     @router.post("", openapi_extra=schemas.openapi_body(schemas.MESSAGES, _EXAMPLE), response_model=None)
     async def messages(request: Request) -> Any:

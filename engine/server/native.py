@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope._version import __version__
+from tapscope.engine.api.errors import error_responses
 from tapscope.engine.native_answer import Style, answer
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import Wanted, is_batch, wanted
@@ -39,7 +40,7 @@ _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
 def make_router(state: FrontState) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
-    router = APIRouter(tags=["native"])
+    router = APIRouter(tags=["native"], responses=error_responses("/generate"))
     _add_generate(router, state)
     _add_looks(router, state)
     _add_changes(router, state)

@@ -11,6 +11,7 @@ from tapscope.engine.api.chat import ChatRequest
 from tapscope.engine.api.chat_answer import ChatAnswer
 from tapscope.engine.api.completions import CompletionAnswer, CompletionRequest
 from tapscope.engine.api.embeddings import PARAMS, EmbeddingAnswer, EmbeddingRequest
+from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.api.model_list import model_card, model_list
 from tapscope.engine.api.prompting import Prompt, make_prompt
@@ -29,7 +30,7 @@ Outputs = AsyncGenerator[tuple[int, Output]]
 
 def make_router(state: FrontState, asked: Asked) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
-    router = APIRouter(prefix="/v1", tags=["openai"])
+    router = APIRouter(prefix="/v1", tags=["openai"], responses=error_responses("/v1/"))
     _add_chat(router, state, asked)
     _add_completions(router, state, asked)
     _add_embeddings(router, state, asked)
