@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,6 +40,9 @@ from tapscope.index import SiteInfo, uncollected
 from tapscope.kernels.native import filled
 from tapscope.run import Run, open_run
 
+if TYPE_CHECKING:
+    from tapscope.comparator.detail import Detail
+
 Progress = Callable[[int, int], None]
 """Called with (sites done, sites in all)."""
 
@@ -60,6 +64,17 @@ class Comparison:
             return None
         examiner = self._seen.examiner
         return closeup(examiner.preparer.prepare(one.pair), self._seen.rows, examiner.tolerance or (0.0, 0.0))
+
+    @np.errstate(all="ignore")
+    def detail(self, finding: Finding) -> "Detail | None":
+        """ULPs, percentiles, channels, … of a finding; None where there are no values or all are equal.
+
+        Raises DataError when they can no longer be read.
+        """
+        one = self._seen.examined[finding.order]
+        if one.detail is not None or one.basis != "values" or not one.num_unequal:
+            return one.detail
+        return self._seen.examiner.measure_detail(one.site, self._seen.examiner.preparer.prepare(one.pair))
 
 
 def compare(

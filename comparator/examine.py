@@ -178,11 +178,12 @@ class Examiner:
             "unequal": tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if begun.is_exact else (),
             "num_unequal": seen.num_unequal,
             "permuted": permuted,
-            "detail": self._detail(site, ready) if self.detail and seen.num_unequal else None,
+            "detail": self.measure_detail(site, ready) if self.detail and seen.num_unequal else None,
             "notes": (PERMUTED, *notes) if permuted else notes,
         }
 
-    def _detail(self, site: str, ready: Prepared) -> "Detail":
+    def measure_detail(self, site: str, ready: Prepared) -> "Detail":
+        """A pair with values on both sides once more, see :mod:`.detail`; raises DataError."""
         from tapscope.comparator.detail import detail_of
 
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]

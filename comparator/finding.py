@@ -63,6 +63,8 @@ class Side(Struct, frozen=True):
     num_records: int
     dims: str | None = None
     ranks: tuple[int, ...] = ()
+    parts: tuple[str, ...] = ()
+    """The sites that it was joined or added up from; empty where :attr:`site` alone is."""
 
 
 class Numbers(Struct, frozen=True):

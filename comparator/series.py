@@ -95,7 +95,8 @@ def side_of(one: Series, shape: tuple[int, ...]) -> Side:
     first, sources = one.first, list(recorded(one)) if one.sources else (one,)
     ranks = {record.key.rank for firing in one.firings for record in firing.records}
     count = sum([source.num_records for source in sources])
-    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(ranks)))
+    parts = tuple(source.site for source in sources) if len(sources) > 1 else ()
+    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(ranks)), parts)
 
 
 def fire_together(sources: Sequence[Series]) -> bool:

@@ -11,10 +11,11 @@ from tapscope.comparator import CompareOptions
 from tapscope.dashboard.diffing import DiffSource
 from tapscope.dashboard.keys import DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.screens.browse import BrowseScreen
-from tapscope.dashboard.screens.comparing import Open
 from tapscope.dashboard.screens.diff import DiffScreen
+from tapscope.dashboard.screens.measuring import Open
 from tapscope.dashboard.sources import RunSource
 from tapscope.dashboard.theme import DARK, LIGHT, NAMES
+from tapscope.dashboard.way import Way
 from tapscope.errors import TapscopeError
 from tapscope.run import open_run
 
@@ -78,9 +79,9 @@ def diff(
     for path in (baseline, target):
         open_run(path).close()
 
-    def open_source(swapped: bool, progress: Callable[[int, int], None]) -> DiffSource:
-        paths = (target, baseline) if swapped else (baseline, target)
-        return DiffSource.open(paths, options, progress)
+    def open_source(way: Way, progress: Callable[[int, int], None]) -> DiffSource:
+        paths = (target, baseline) if way.swapped else (baseline, target)
+        return DiffSource.open(paths, way.of(options), progress)
 
     name = f"{baseline.name} → {target.name}"
     return _run(TapscopeApp(theme=theme, keys=keys, open_diff=(open_source, name)))

@@ -6,14 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
-from tapscope.comparator import Closeup, CompareOptions, Comparison, Finding, compare_closely
+from rich.text import Text
+
+from tapscope.comparator import Closeup, CompareOptions, Comparison, Finding, Report, Verdict, compare_closely
 from tapscope.comparator.report.answer import answer, counts
+from tapscope.comparator.report.flags import flags
+from tapscope.comparator.report.table import account
 from tapscope.dashboard.sources import Header
 from tapscope.dashboard.strip import Group, group_of, groups
 from tapscope.run import Run, open_run
 from tapscope.site import Glob
 from tapscope.text import json_line, plural
+
+if TYPE_CHECKING:
+    from tapscope.comparator.detail import Detail
 
 SORTS = ("in order", "by error ÷ floor", "by max |Δ|")
 CACHED_CLOSEUPS = 32
@@ -27,6 +35,8 @@ class DiffQuery:
     """Name of a :class:`.strip.Group`; None for all."""
     step: int | None = None
     """Only what was compared in this target step; None for all."""
+    rank: int | None = None
+    """Only what is furthest off on this target rank; None for all."""
     find: str = ""
     only_bad: bool = False
     sort: str = SORTS[0]
@@ -40,7 +50,10 @@ class DiffSource:
         self.report = report = comparison.report
         self.groups: list[Group] = groups(report.findings)
         self.steps = tuple(sorted({s.step for f in report.findings for s in f.steps}))
+        self.ranks = tuple(sorted({rank for f in report.findings if (rank := rank_of(f)) is not None}))
+        """Target ranks on which findings are furthest off."""
         self.header = self._header()
+        self._details: dict[int, Detail | None] = {}
         self._closeups: OrderedDict[int, Closeup | None] = OrderedDict()
         self._lock = Lock()
 
@@ -85,6 +98,7 @@ class DiffSource:
             for f in self.report.findings
             if (query.group is None or group_of(f)[0] == query.group)
             and (query.step is None or any(s.step == query.step for s in f.steps))
+            and (query.rank is None or rank_of(f) == query.rank)
             and (not query.only_bad or f.verdict.is_bad)
             and (matches is None or matches(f))
         ]
@@ -115,9 +129,20 @@ class DiffSource:
                     self._closeups.popitem(last=False)
         return found
 
+    def detail(self, finding: Finding) -> "Detail | None":
+        """What is measured on demand; None where there are no values, or all are equal. Raises DataError."""
+        if finding.order not in self._details:
+            self._details[finding.order] = self._comparison.detail(finding)
+        return self._details[finding.order]
+
+    def account(self) -> list[Text]:
+        """What was covered, assumed and missing, and the answer."""
+        return list(account(self.report))
+
     def command(self, finding: Finding | None) -> str:
         """The command line that shows the same."""
         words = ["tapscope", "diff", *(str(run.path) for run in self._runs)]
+        words += flags(self.report.options, sites=finding is None)
         if finding is not None:
             words += ["--site", finding.site, "--all"]
         return shlex.join(words)
@@ -139,16 +164,37 @@ class DiffSource:
     def _header(self) -> Header:
         report = self.report
         partial = report.coverage.partial
-        state = "DIFFERS" if report.num_bad else "PARTIAL" if report.exit_code else "AGREES"
         open_runs = [h.name for h in (report.baseline, report.target) if h.is_open]
         facts = [
             counts(report),
-            " ".join(f"{h.dtype or '?'}" for h in (report.baseline, report.target)),
+            _standard(report.options),
+            " → ".join(dict.fromkeys(h.precision for h in (report.baseline, report.target) if h.dtype)),
             plural(len(self.steps), "step"),
             f"still open: {', '.join(open_runs)}" if open_runs else "",
         ]
         name = f"{report.baseline.name} → {report.target.name}"
-        return Header(name, tuple(fact for fact in facts if fact), state, tuple(partial))
+        return Header(name, tuple(fact for fact in facts if fact), _state(report), tuple(partial))
+
+
+def _state(report: Report) -> str:
+    """The outcome in one or two words."""
+    if any(f.verdict in (Verdict.DIFFERS, Verdict.NONFINITE) for f in report.findings):
+        return "DIFFERS"
+    return "NOT COMPARABLE" if report.num_bad else "PARTIAL" if report.exit_code else "AGREES"
+
+
+def _standard(options: CompareOptions) -> str:
+    """By what is judged, where that is not the model of rounding alone."""
+    words = [f"{name} {value:g}" for name in ("rtol", "atol") if (value := getattr(options, name))]
+    words += ["exact"] if options.tolerance == (0.0, 0.0) else []
+    words += [f"floor {options.floor.name}"] if options.floor is not None else []
+    num_rules = len(options.rules) + len(options.mapping.rules)
+    return " ".join(words + ([plural(num_rules, "rule")] if num_rules else []))
+
+
+def rank_of(finding: Finding) -> int | None:
+    """The target rank on which a finding is furthest off; None where all hold the same, or nothing is off."""
+    return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
 
 
 def _matcher(find: str) -> Callable[[Finding], bool]:

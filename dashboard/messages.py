@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from rich.text import Text
 from textual.message import Message
 
 from tapscope.comparator import Closeup, Finding
+from tapscope.comparator.detail import Detail
 from tapscope.dashboard.diffing import DiffQuery, DiffSource
 from tapscope.dashboard.digest import Digest
 from tapscope.dashboard.sources import Counts, Query, RunSource
@@ -88,6 +90,29 @@ class CloseupReady(Message):
 
     finding: Finding
     closeup: Closeup | None
+
+
+@dataclass
+class DetailReady(Message):
+    """A finding has been measured in detail, or a sentence says why it cannot be."""
+
+    finding: Finding
+    detail: Detail | None
+    problem: str = ""
+
+
+@dataclass
+class Said(Message):
+    """What a worker has done, in a sentence."""
+
+    sentence: str
+
+
+@dataclass
+class AccountReady(Message):
+    """What the run on the screen holds, as text."""
+
+    text: Text
 
 
 @dataclass

@@ -16,9 +16,8 @@ from tapscope.dashboard.digest import Corner, Digest, Histogram, Strip
 from tapscope.dashboard.notes import occasion, part
 from tapscope.dashboard.rows import RowMap, dims_words
 from tapscope.record import Record, Stats
-from tapscope.text import count, number, plural, shape, size
+from tapscope.text import block, count, number, plural, shape, size
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 ODD = "bold"
 DIM = "dim"
 
@@ -112,7 +111,7 @@ def spark(histogram: Histogram, cells: int) -> Text:
     starts = [i * len(histogram.counts) // num for i in range(num)] + [len(histogram.counts)]
     sums = [sum(histogram.counts[a:b]) for a, b in pairwise(starts)]
     top = math.log1p(max(sums))
-    return Text("".join(_block(math.log1p(value), top) for value in sums))
+    return Text("".join(block(math.log1p(value), top) for value in sums))
 
 
 def strip_text(strip: Strip, cells: int) -> Text:
@@ -121,14 +120,8 @@ def strip_text(strip: Strip, cells: int) -> Text:
     top = max(small.peaks, default=0.0)
     line = Text()
     for peak, bad in zip(small.peaks, small.bad, strict=True):
-        line.append("%" if bad else _block(peak, top), style=ODD if bad else "")
+        line.append("%" if bad else block(peak, top), style=ODD if bad else "")
     return line
-
-
-def _block(value: float, top: float) -> str:
-    if value <= 0 or top <= 0:
-        return "·"
-    return BLOCKS[min(math.floor(value / top * len(BLOCKS)), len(BLOCKS) - 1)]
 
 
 def summary_lines(digest: Digest, width: int) -> list[Text]:

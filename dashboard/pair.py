@@ -6,8 +6,10 @@ import numpy as np
 from rich.text import Text
 
 from tapscope import dtypes
-from tapscope.comparator import Closeup, Finding, Side
+from tapscope.comparator import Closeup, Finding, Side, Verdict
+from tapscope.comparator.detail import Detail
 from tapscope.comparator.report.answer import share
+from tapscope.comparator.report.details import sentences
 from tapscope.dashboard.digest import Strip
 from tapscope.dashboard.paint import DIM, flow, strip_text, value_text
 from tapscope.site import compact_ranges
@@ -46,7 +48,7 @@ def measure_lines(finding: Finding, width: int) -> list[Text]:
         bad = numbers.nonfinite_baseline, numbers.nonfinite_target
         items += [("% non-finite", f"{count(bad[0])} → {count(bad[1])}")] if any(bad) else []
         lines += flow(items, width)
-    if finding.worst is not None:
+    if finding.worst is not None and finding.verdict is not Verdict.SAME:
         rank = f", rank {finding.worst.rank}" if finding.worst.rank is not None else ""
         lines += flow([("worst", f"step {finding.worst.step}, {finding.worst.text()}{rank}")], width)
     return lines
@@ -55,6 +57,11 @@ def measure_lines(finding: Finding, width: int) -> list[Text]:
 def note_lines(finding: Finding) -> list[Text]:
     """What else was said of it."""
     return [Text(f"note: {note}") for note in finding.notes]
+
+
+def detail_lines(detail: Detail) -> list[Text]:
+    """ULPs, percentiles and histogram, channels, agreement of logits, choices of a router."""
+    return list(map(Text, sentences(detail)))
 
 
 def _sides(finding: Finding, width: int) -> list[Text]:
@@ -68,9 +75,11 @@ def _side(word: str, side: Side, width: int) -> Text:
     facts = f"{dtypes.short(side.dtype) if side.dtype else 'value'} {shape(side.shape)}"
     facts += f" · {side.dims}" if side.dims else ""
     line = Text(f"{word:<9}", style=DIM)
-    return line.append(
-        f"{middle(side.site, max(width - len(facts) - len(ranks) - 12, 20))}  {facts}{ranks}", style="not dim"
-    )
+    room = max(width - len(facts) - len(ranks) - 12, 20)
+    if not side.parts:
+        return line.append(f"{middle(side.site, room)}  {facts}{ranks}", style="not dim")
+    line.append(f"{facts}{ranks}, put together from", style="not dim")
+    return line.append("".join(f"\n{'':9}{middle(part, width - 9)}" for part in side.parts), style="not dim")
 
 
 def _judgement(finding: Finding) -> list[tuple[str, str]]:
@@ -131,5 +140,6 @@ def value_lines(seen: Closeup, width: int) -> list[Text]:
         return Text(f"{word:<9}" + "".join(f" {cell:>{wide}}" for cell in row[start : start + shown]), style=style)
 
     names = ("baseline", "target", "Δ")
-    said = f"step {int(seen.steps[seen.worst])}, row {seen.labels[seen.worst]}, the one that is off most"
+    said = f"step {int(seen.steps[seen.worst])}, row {seen.labels[seen.worst]}"
+    said += ", the one that is off most" if seen.max_abs[seen.worst] or seen.errors[seen.worst] else ": no row is off"
     return [Text(said, style=DIM), line("column", columns, DIM), *map(line, names, cells)]

@@ -1,13 +1,19 @@
 """Sources: what the browse screen asks of a run. Everything here may take long and is called from workers."""
 
+import re
 import shlex
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
+import numpy as np
+from rich.text import Text
+
 from tapscope import dtypes
+from tapscope.dashboard.account import account_of
 from tapscope.dashboard.digest import Digest, digest
 from tapscope.dashboard.notes import flags
 from tapscope.dashboard.oddity import oddity_of
@@ -160,6 +166,27 @@ class RunSource:
         else:
             words += ["--steps", str(query.step), "--ranks", str(query.rank)]
         return shlex.join(words)
+
+    def export(self, record: Record, folder: Path) -> str:
+        """Write a tensor as .npy, never over another file, and say so; types that numpy lacks become float32.
+
+        Raises RunCorruptError where its bytes are gone, and OSError.
+        """
+        values = self.run.array(record)
+        is_foreign = values.dtype.kind == "V" or values.dtype.name not in np.sctypeDict
+        stem = re.sub(r"[^\w.-]+", "_", record.key.site).strip("_.")
+        stem += f"-step{record.key.step}-rank{record.key.rank}-{record.key.occurrence}"
+        path = next(p for i in range(10**6) if not (p := folder / f"{stem}{f'-{i}' if i else ''}.npy").exists())
+        with path.open("xb") as file:
+            np.save(file, values.astype(np.float32) if is_foreign else values, allow_pickle=False)
+        return f"wrote {path}" + (f" (as float32, numpy has no {dtypes.short(record.dtype)})" if is_foreign else "")
+
+    def account(self) -> Text:
+        """What the run holds, what is odd or missing in it."""
+        sections = [(name, line) for name, lines in account_of(self.run).sections() for line in lines]
+        names = [name for name, _ in sections]
+        shown = (f"{'' if i and names[i - 1] == name else name:<10} {line}" for i, (name, line) in enumerate(sections))
+        return Text("\n".join(shown))
 
     def hint(self) -> str:
         """Which sites there are, for an empty search."""

@@ -1,6 +1,7 @@
 """Strip: layers against steps, one verdict a cell."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tapscope.comparator import Finding, StepResult, Verdict
@@ -30,11 +31,8 @@ class Group:
     """The worst of its findings."""
     steps: dict[int, Verdict]
     """The worst in each target step."""
-
-    @property
-    def label(self) -> str:
-        """``layer 12``, ``lm_head``, ``model``."""
-        return f"layer {self.name}" if self.is_layer else self.name.rpartition(".")[2] or "model"
+    label: str
+    """``layer 12``, ``lm_head``; ``(root)`` for the model itself."""
 
     def glyph(self, step: int) -> str:
         """One character for a step."""
@@ -59,7 +57,16 @@ def groups(findings: Sequence[Finding]) -> list[Group]:
     members: dict[tuple[str, bool], list[Finding]] = {}
     for finding in findings:
         members.setdefault(group_of(finding), []).append(finding)
-    return [Group(*who, worst([f.verdict for f in own]), _by_step(own)) for who, own in members.items()]
+    labels = _labels(members)
+    return [Group(*who, worst([f.verdict for f in own]), _by_step(own), labels[who]) for who, own in members.items()]
+
+
+def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
+    """The last component of a module's path, or where several end like that the whole path."""
+    last = {who: who[0].rpartition(".")[2] for who in names if not who[1]}
+    often = Counter(last.values())
+    found = {who: name if often[name] == 1 else who[0] for who, name in last.items()}
+    return {who: f"layer {who[0]}" if who[1] else found[who] or "(root)" for who in names}
 
 
 def _by_step(findings: Sequence[Finding]) -> dict[int, Verdict]:

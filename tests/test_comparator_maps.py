@@ -14,6 +14,7 @@ from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.mapfile import MapFile, read_maps
 from tapscope.comparator.names import FAMILIES
+from tapscope.dashboard.pair import measure_lines
 from tapscope.errors import ConfigError
 from tapscope.observe import RowRun
 from tapscope.run import open_run
@@ -196,6 +197,11 @@ def test_a_join_puts_parts_together(tmp_path: Path, turned: bool) -> None:
     sides = [parts, {"enc.0.ab:out": ROWS}][:: -1 if turned else 1]
     report = diff(tmp_path, *sides, "join: {'enc.*.ab': {from: ['enc.*.a', 'enc.*.b']}}")
     assert matched(report) == {"enc.0.ab:out": ("map join", "same")}
+    (finding,) = report.findings
+    sides = [side.parts for side in (finding.baseline, finding.target) if side is not None]
+    assert sides == [tuple(parts), ()][:: -1 if turned else 1]
+    shown = "\n".join(line.plain for line in measure_lines(finding, 60))
+    assert "fp32 3×12, put together from\n         enc.0.a:out\n         enc.0.b:out\n" in shown
 
 
 def test_sizes_and_a_port_may_be_given(tmp_path: Path) -> None:

@@ -299,6 +299,33 @@ def test_y_copies_the_command_that_shows_the_same(base):
     drive(base, steps)
 
 
+def test_e_writes_the_tensor_for_numpy_and_never_over_another(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def steps(d):
+        await d.press("e", "e")
+        assert "as float32, numpy has no bf16" in d.screen.bar.said
+        first, second = sorted(tmp_path.glob("*.npy"), key=lambda path: len(path.name))
+        assert first.name == "model.embed_tokens_out-step0-rank0-0.npy"
+        with open_run(base) as run:
+            assert (np.load(first) == run.array(d.record).astype(np.float32)).all()
+        assert first.read_bytes() == second.read_bytes()
+        await d.press("slash", *"layers.3:out", "enter", "e")
+        assert "no tensor here whose values were kept" in d.screen.bar.said
+
+    drive(base, steps)
+
+
+def test_i_says_what_the_run_holds(base):
+    async def steps(d):
+        await d.press("i")
+        shown = d.app.screen.query_one("#help-text").render().plain
+        assert "toy-llama" in shown
+        assert "% model.layers.2.self_attn.o_proj:out" in shown
+
+    drive(base, steps)
+
+
 def test_question_mark_opens_the_help_and_escape_closes_it(base):
     async def steps(d):
         for key in ("question_mark", "f1"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dashboard_driver import Driver
 from textual.widgets import Input
 
 from tapscope.comparator import CompareOptions, Verdict
+from tapscope.comparator.overrides import parse_dims
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.diffing import DiffSource
 from tapscope.dashboard.keys import DIFF_KEYS
@@ -18,6 +20,7 @@ from tapscope.dashboard.screens import comparing
 from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
 from tapscope.dashboard.strip import step_verdict
+from tapscope.dashboard.way import Way
 from tapscope.errors import NothingInCommonError
 
 PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
@@ -31,12 +34,24 @@ def spoil(values):
     return values
 
 
+SHARDED = "model.layers.2.mlp.gate_proj:out"
+
+
+def spoil_both(values):
+    """More on the second of two ranks."""
+    values = values.copy()
+    values[:, 3] += 4
+    values[:, -3] += 9
+    return values
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     root, tables = tmp_path_factory.mktemp("diff"), weights()
     Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
     Toy(tables, hooks={SITE: spoil}).write(root / "damaged", PROMPTS, steps=(11, 14)).close()
     Toy(tables, tp=2).write(root / "twin", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, tp=2, hooks={SHARDED: spoil_both}).write(root / "split", PROMPTS, steps=(11, 14)).close()
     return root
 
 
@@ -57,9 +72,11 @@ class Viewer(Driver):
 
 
 def app_of(root, target="damaged", **options):
-    def open_source(swapped, progress):
+    def open_source(way, progress):
         paths = [root / "base", root / target]
-        return DiffSource.open(tuple(paths[::-1] if swapped else paths), CompareOptions(**options), progress)
+        return DiffSource.open(
+            tuple(paths[::-1] if way.swapped else paths), way.of(CompareOptions(**options)), progress
+        )
 
     return TapscopeApp(open_diff=(open_source, f"base → {target}"))
 
@@ -196,6 +213,104 @@ def test_export_writes_the_report_and_never_over_another(runs, tmp_path, monkeyp
     check(test, app_of(runs))
 
 
+def test_a_tolerance_judges_again_and_nothing_means_the_floor(runs):
+    async def test(driver):
+        screen = driver.screen
+        await driver.press("equals_sign", *"5 x", "enter")
+        assert "'5 x' is no tolerance" in screen.bar.said
+        await driver.press("backspace", "1", "enter")
+        assert screen.source.report.options.tolerance == (1.0, 5.0)
+        assert "AGREES" in driver.text("#status")
+        assert "rtol 5 atol 1" in driver.text("#status")
+        await driver.press("y")
+        assert "--rtol 5.0 --atol 1.0" in driver.app.clipboard
+        await driver.press("equals_sign")
+        assert screen.query_one("#tolerance", Input).value == "5 1"
+        await driver.press("escape")
+        assert screen.table.has_focus
+        await driver.press("equals_sign", *["backspace"] * 3, "enter")
+        assert screen.source.report.options.tolerance is None
+        assert "DIFFERS" in driver.text("#status")
+
+    check(test, app_of(runs))
+
+
+def test_braces_show_what_is_furthest_off_on_a_rank(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert screen.table.finding.site == SHARDED
+        await driver.press("left_curly_bracket")
+        assert "All ranks" in screen.bar.said
+        while screen.query_now.rank != 1:
+            await driver.press("right_curly_bracket")
+        assert SHARDED in {f.site for f in screen.table.findings}
+        assert {f.worst.rank for f in screen.table.findings} == {1}
+        await driver.press("right_curly_bracket")
+        assert "Rank 1 is the last" in screen.bar.said
+        await driver.press("f")
+        assert screen.query_now.rank is None
+
+    check(test, app_of(runs, "split"))
+
+
+def test_details_are_measured_when_they_are_looked_at(runs):
+    async def test(driver):
+        await driver.press("v", "v", "v")
+        shown = driver.text("#pair-text")
+        assert "ULP p99" in shown
+        assert "channels furthest off" in shown
+        assert "|Δ| from 2^" in shown
+        await driver.press("d", "g")
+        assert driver.screen.table.finding.site == ":in[input_ids]"
+        assert "Nothing to measure" in driver.text("#pair-text")
+
+    check(test, app_of(runs))
+
+
+def test_i_shows_the_report_without_its_findings(runs):
+    async def test(driver):
+        await driver.press("i")
+        shown = driver.app.screen.query_one("#help-text").render().plain
+        for line in ("coverage  100 sites matched", "judged    ", *driver.screen.source.answer):
+            assert line in shown
+        driver.app.simulate_key("i")
+        await driver.pilot.pause()
+        assert driver.app.screen is driver.screen
+
+    check(test, app_of(runs))
+
+
+def test_what_was_said_of_one_side_goes_with_it_when_they_are_swapped(runs):
+    options = {"dims": (parse_dims("target:*gate_proj:out=t h[tp]"),), "shift_steps": 1, "steps": frozenset({0})}
+    turned = Way(swapped=True).of(CompareOptions(**options))
+    assert [entry.side for entry in turned.dims] == ["baseline"]
+    assert (turned.shift_steps, turned.steps) == (-1, {1})
+
+    async def test(driver):
+        await driver.press("x")
+        assert driver.screen.source.report.baseline.name == "twin"
+        await driver.press("y")
+        assert "--dims 'baseline:*gate_proj:out=t h[tp]'" in driver.app.clipboard
+
+    check(test, app_of(runs, "twin", dims=options["dims"]))
+
+
+def test_what_cannot_be_compared_again_is_shown_as_before(runs, tmp_path):
+    for name in ("base", "damaged"):
+        shutil.copytree(runs / name, tmp_path / name)
+
+    async def test(driver):
+        screen = driver.screen
+        (tmp_path / "damaged" / "run.json").unlink()
+        await driver.press("r")
+        assert "compared as before, for: " in screen.bar.said
+        assert screen.table.finding.site == SITE
+        await driver.press("v", "v")
+        assert "row 0:5" in driver.text("#pair-text")
+
+    check(test, app_of(tmp_path))
+
+
 def test_runs_that_agree_say_so(runs):
     async def test(driver):
         screen = driver.screen
@@ -223,9 +338,9 @@ def test_help_lists_every_key_of_the_screen(runs):
         assert isinstance(driver.app.screen, HelpScreen)
 
     check(test, app_of(runs))
-    lines = help_text(DIFF_KEYS, "findings", DIFF_WORDS).plain.splitlines()
+    text = " ".join(help_text(DIFF_KEYS, "findings", DIFF_WORDS).plain.split())
     for spec in DIFF_KEYS:
-        assert sum(line.endswith(f"({spec.id})") and spec.help in line for line in lines) == 1, spec.id
+        assert text.count(f"{spec.shown} {spec.help} ({spec.id})") == 1, spec.id
     keys = [key for spec in DIFF_KEYS for key in spec.keys]
     assert len(keys) == len(set(keys))
     for binding in DiffScreen.BINDINGS:

@@ -102,7 +102,7 @@ def pair(tmp_path_factory):
 def diff_picture(snap_compare, pair, monkeypatch, size, *keys, **options):
     monkeypatch.chdir(pair)  # the command in the answer then holds no path of this machine
 
-    def open_source(swapped, progress):
+    def open_source(way, progress):
         return DiffSource.open((Path("base"), Path("target")), CompareOptions(), progress)
 
     app = TapscopeApp(open_diff=(open_source, "base → target"), **options)

@@ -16,6 +16,7 @@ from comparator_toy import Toy, damaged, prompts, weights
 from diff_schema import make_schema, problems
 
 from tapscope.cli import main
+from tapscope.dashboard.keys import DIFF_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/comparator.md").read_text()
@@ -137,6 +138,12 @@ def test_every_flag_of_diff_is_on_the_page(capsys: pytest.CaptureFixture[str]) -
     assert main(["diff", "--help"]) == 0
     flags = set(re.findall(r"(?<![\w'-])--[a-z-]+", capsys.readouterr().out)) - {"--help", "--color", "--quiet"}
     assert {flag for flag in flags if flag not in PAGE} == set()
+
+
+def test_the_page_names_every_key_of_the_screen() -> None:
+    told = set(" ".join(re.findall(r"`([^`]+)`", _section("On a screen"))))
+    keys = {spec.id: spec.shown.split()[0] for spec in DIFF_KEYS if spec.label}
+    assert {name for name, key in keys.items() if key != "esc" and not set(key) <= told} == set()
 
 
 def test_every_hypothesis_is_told() -> None:

@@ -1,4 +1,4 @@
-"""Details: what --detail measured, two lines a finding."""
+"""Details: what --detail measured, some lines a finding."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,6 +7,8 @@ from tapscope.comparator.detail import Detail
 from tapscope.comparator.finding import Finding
 from tapscope.comparator.ranking import Agreement, Choice
 
+_MOST_CELLS = 32
+
 
 def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
     """Of the findings that speak against the target, or of all that are not equal where none does; ``top`` of them."""
@@ -14,11 +16,29 @@ def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
     shown = [f for f in known if f.verdict.is_bad] or known
     for finding in shown[: top or None]:
         assert finding.detail is not None
-        yield f"detail    {finding.site}: {_spread(finding.detail)}"
-        for sentence in _more(finding.detail):
-            yield f"          {sentence}"
+        first, *more = sentences(finding.detail)
+        yield f"detail    {finding.site}: {first}"
+        yield from (f"          {sentence}" for sentence in more)
     if top and len(shown) > top:
         yield f"          {len(shown) - top:,} more sites; --all or --json lists them"
+
+
+def sentences(detail: Detail) -> list[str]:
+    """What was measured, a line each."""
+    return [_spread(detail), *_histogram(detail), *_more(detail)]
+
+
+def _histogram(detail: Detail) -> Iterator[str]:
+    """The differences by power of two, as blocks."""
+    known = {e: count for e, count in detail.histogram if e is not None}
+    if not known:
+        return
+    first, last = min(known), max(known)
+    step = -(-(last - first + 1) // _MOST_CELLS)
+    cells = [sum(known.get(e + i, 0) for i in range(step)) for e in range(first, last + 1, step)]
+    blocks = "".join(text.block(cell, max(cells)) for cell in cells)
+    equal = sum(count for e, count in detail.histogram if e is None)
+    yield f"|Δ| from 2^{first} {blocks} to 2^{last + 1}" + (f", none of {equal:,} elements" if equal else "")
 
 
 def _spread(detail: Detail) -> str:

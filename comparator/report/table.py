@@ -45,6 +45,17 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iter
         yield Text(f"   … {line}")
     yield Text()
     yield from map(Text, details(report.findings, top))
+    yield from _ending(report)
+
+
+def account(report: "Report") -> Iterator[Text]:
+    """The report without its findings: both runs, what was covered, assumed and missing, and the answer."""
+    yield from _headers(report)
+    yield Text()
+    yield from _ending(report)
+
+
+def _ending(report: "Report") -> Iterator[Text]:
     yield from _coverage(report)
     yield Text(f"verdicts  {counts(report)}")
     yield from map(Text, answer(report))

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+from textual import on
+
+from tapscope.dashboard import messages
 from tapscope.dashboard.keys import KEYS, PANES, RECORDS, SITES, bindings
-from tapscope.dashboard.screens.help import HelpScreen
+from tapscope.dashboard.screens.help import HelpScreen, TextScreen
 from tapscope.dashboard.screens.panes import PanesScreen
 from tapscope.dashboard.sources import BIG_TENSOR_BYTES, SORTS
 from tapscope.dashboard.tree import contains
@@ -122,6 +125,31 @@ class BrowseScreen(PanesScreen):
         """Read the run again."""
         self.settled = False
         self.load_source(self._open)
+
+    def action_export(self) -> None:
+        """The tensor as a file."""
+        record = self.table.record
+        if self.source is None or record is None or record.entry is None:
+            self.say("There is no tensor here whose values were kept.")
+            return
+        self.settled = False
+        self.export_record(self.source, record)
+
+    @on(messages.Said)
+    def _take_sentence(self, message: messages.Said) -> None:
+        self.say(message.sentence)
+        self.settled = True
+
+    def action_account(self) -> None:
+        """What `tapscope info` says."""
+        if self.source is not None:
+            self.settled = False
+            self.load_account(self.source)
+
+    @on(messages.AccountReady)
+    def _take_account(self, message: messages.AccountReady) -> None:
+        self.app.push_screen(TextScreen("info", message.text, wide=True))
+        self.settled = True
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""

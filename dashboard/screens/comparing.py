@@ -1,11 +1,10 @@
 """ComparingScreen: layers, findings and one pair of two runs, and how answers get into them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from time import monotonic
 
-from textual import on, work
+from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.timer import Timer
@@ -15,27 +14,22 @@ from tapscope.comparator import Finding
 from tapscope.dashboard import messages
 from tapscope.dashboard.diffing import DiffQuery, DiffSource
 from tapscope.dashboard.keys import FINDINGS, KeySpec
-from tapscope.dashboard.screens.keyed import KeyedScreen
+from tapscope.dashboard.screens.measuring import MeasuringScreen, Open
 from tapscope.dashboard.sources import Header
 from tapscope.dashboard.strip import group_of
+from tapscope.dashboard.way import Way
 from tapscope.dashboard.widgets.finding_table import FindingTable
 from tapscope.dashboard.widgets.layer_strip import LayerStrip
 from tapscope.dashboard.widgets.pair_pane import PairPane
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
-from tapscope.errors import TapscopeError
 from tapscope.text import count, plural
 
 REST_S = 0.15
 """A pair is read when the cursor has rested this long."""
-_TELL_S = 0.25
-
-Progress = Callable[[int, int], None]
-Open = Callable[[bool, Progress], DiffSource]
-"""Called with whether the sides are swapped, and whom to tell how far it is."""
 
 
-class ComparingScreen(KeyedScreen):
+class ComparingScreen(MeasuringScreen):
     """State lives here: one query, one finding; panes show it, workers answer it. Keys: DiffScreen."""
 
     AUTO_FOCUS = ""
@@ -50,10 +44,15 @@ class ComparingScreen(KeyedScreen):
         self._old: DiffSource | None = None
         self.query_now = DiffQuery()
         self.pane = FINDINGS
-        self.swapped = False
+        self.way = Way()
+        self._last_way = self.way
         self.settled = False
         """Whether everything asked for has been answered and drawn."""
+        self._measuring = False
+        """Whether a finding is being measured in detail."""
         self._target: Finding | None = None
+        self._sentence = ""
+        """What is said once the answer is drawn."""
         self._rest: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -65,6 +64,7 @@ class ComparingScreen(KeyedScreen):
                 yield FindingTable()
                 yield PairPane()
         yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
+        yield Input(placeholder="rtol, or rtol and atol; nothing: the floor", id="tolerance", compact=True)
         yield KeyBar()
 
     def on_mount(self) -> None:
@@ -73,11 +73,9 @@ class ComparingScreen(KeyedScreen):
         self.table = self.query_one(FindingTable)
         self.pair = self.query_one(PairPane)
         self.bar = self.query_one(KeyBar)
-        self.strip.set_title("layers × steps")
+        self.strip.tell()
         self.table.focus()
         self.compare()
-
-    # --- workers ----------------------------------------------------------------------------------
 
     def compare(self) -> None:
         """Compare from scratch."""
@@ -87,36 +85,7 @@ class ComparingScreen(KeyedScreen):
         self.table.empty_text = "Comparing the runs ..."
         self.table.set_findings((), 0)
         self.pair.show(None, None, (), "")
-        self.load(self._open, self.swapped)
-
-    @work(thread=True, exclusive=True, group="compare")
-    def load(self, open_source: Open, swapped: bool) -> None:
-        """Read and compare both runs."""
-        told = monotonic()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal told
-            if monotonic() - told > _TELL_S:
-                told = monotonic()
-                self.post_message(messages.Comparing(done, total))
-
-        try:
-            self.post_message(messages.Compared(open_source(swapped, progress)))
-        except TapscopeError as error:
-            self.post_message(messages.OpenFailed(error))
-
-    @work(thread=True, exclusive=True, group="findings")
-    def load_findings(self, source: DiffSource, query: DiffQuery) -> None:
-        """Select and sort findings."""
-        self.post_message(messages.FindingsReady(query, source.findings(query)))
-
-    @work(thread=True, exclusive=True, group="closeup")
-    def load_closeup(self, source: DiffSource, finding: Finding) -> None:
-        """Read one pair row by row."""
-        try:
-            self.post_message(messages.CloseupReady(finding, source.closeup(finding)))
-        except TapscopeError as error:
-            self.post_message(messages.CloseupFailed(finding, error))
+        self.load(self._open, self.way)
 
     # --- answers of the workers -------------------------------------------------------------------
 
@@ -131,7 +100,7 @@ class ComparingScreen(KeyedScreen):
         for done in (self._old, self.source):
             if done is not None:
                 done.close()
-        self._old, self.source = None, message.source
+        self._old, self.source, self._last_way = None, message.source, self.way
         source = message.source
         culprit = source.culprit
         self.query_one(StatusBar).set_header(source.header)
@@ -141,7 +110,13 @@ class ComparingScreen(KeyedScreen):
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
-        self.app.exit(message.error)
+        if self._old is None:
+            self.app.exit(message.error)
+            return
+        self.source, self._old, self.way = self._old, None, self._last_way
+        self.query_one(StatusBar).set_header(self.source.header)
+        self._sentence = f"compared as before, for: {message.error}"
+        self.ask(self.query_now, target=self._target)
 
     @on(messages.FindingsReady)
     def _take_findings(self, message: messages.FindingsReady) -> None:
@@ -158,12 +133,20 @@ class ComparingScreen(KeyedScreen):
     def _take_closeup(self, message: messages.CloseupReady) -> None:
         if message.finding is self.table.finding:
             self.pair.set_closeup(message.closeup)
-            self.settled = True
+            self.settled = not self._measuring
 
     @on(messages.CloseupFailed)
     def _take_closeup_failure(self, message: messages.CloseupFailed) -> None:
         if message.finding is self.table.finding:
             self.pair.set_closeup(None, f"The values cannot be read: {message.error}")
+            self.settled = not self._measuring
+
+    @on(messages.DetailReady)
+    def _take_detail(self, message: messages.DetailReady) -> None:
+        self._measuring = False
+        if message.finding is self.table.finding:
+            nothing = "" if message.detail else "Nothing to measure: the values are equal, or were not kept."
+            self.pair.set_detail(message.detail, message.problem or nothing)
             self.settled = True
 
     # --- questions --------------------------------------------------------------------------------
@@ -188,14 +171,23 @@ class ComparingScreen(KeyedScreen):
             return
         above = source.answer if finding is source.culprit else ()
         self.pair.show(finding, self.query_now.step, above, "")
+        self.show_detail()
         known, closeup = source.cached(finding)
         if known or finding.basis != "values":
             self.pair.set_closeup(closeup)
-            self.settled = True
+            self.settled = not self._measuring
             return
         self.settled = False
         self.pair.set_closeup(None, "Reading values ...")
         self._rest = self.set_timer(REST_S, partial(self.load_closeup, source, finding))
+
+    def show_detail(self) -> None:
+        """What is measured on demand, where that is looked at."""
+        finding, source = self.table.finding, self.source
+        if self.pair.view == "detail" and self.pair.detail is None and finding is not None and source is not None:
+            self.settled, self._measuring = False, True
+            self.pair.set_detail(None, "Measuring ...")
+            self.load_detail(source, finding)
 
     @on(RowList.Moved, "#findings")
     def _finding_moved(self) -> None:
@@ -218,6 +210,7 @@ class ComparingScreen(KeyedScreen):
         group = next((g.label for g in source.groups if g.name == query.group), "everything")
         words = [f'find "{query.find}"' if query.find else group]
         words += [f"step {query.step}"] if query.step is not None else []
+        words += [f"rank {query.rank}"] if query.rank is not None else []
         words += ["only bad"] if query.only_bad else []
         amount = f"{count(self.table.num_rows)} of {plural(len(source.report.findings), 'finding')} · {query.sort}"
         self.table.set_title(" · ".join(words), amount)
@@ -245,6 +238,8 @@ class ComparingScreen(KeyedScreen):
             "next_bad": bad,
             "previous_step": len(source.steps) > 1,
             "next_step": len(source.steps) > 1,
+            "previous_rank": len(source.ranks) > 1,
+            "next_rank": len(source.ranks) > 1,
             "view": self.table.finding is not None,
             "sort": self.table.num_rows > 1,
             "back": self.has_class("-zoomed") or bool(query.find),
@@ -252,3 +247,6 @@ class ComparingScreen(KeyedScreen):
         }
         shown = [s for s in self._specs if s.label and works.get(s.id, True)]
         self.bar.set_keys(shown)
+        if self._sentence:
+            self.say(self._sentence)
+            self._sentence = ""

@@ -3,14 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 
+from rich.text import Text
+from textual import on
+from textual.widgets import Input
+
 from tapscope.dashboard.diffing import SORTS
 from tapscope.dashboard.keys import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
 from tapscope.dashboard.screens.comparing import ComparingScreen
-from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen
+from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen
 from tapscope.dashboard.strip import group_of
+from tapscope.dashboard.way import parse_tolerance
 from tapscope.dashboard.widgets.finding_table import FindingTable
 from tapscope.dashboard.widgets.layer_strip import LayerStrip
 from tapscope.dashboard.widgets.pair_pane import PairPane
+from tapscope.errors import ConfigError
 
 
 class DiffScreen(ComparingScreen):
@@ -46,7 +52,7 @@ class DiffScreen(ComparingScreen):
             return
         self.strip.reveal(None)
         self.strip.set_step(None)
-        self.ask(replace(self.query_now, group=None, step=None, find=""), target=culprit)
+        self.ask(replace(self.query_now, group=None, step=None, rank=None, find=""), target=culprit)
 
     def action_bad(self, direction: int) -> None:
         """The next bad finding in execution order, of any layer."""
@@ -59,7 +65,7 @@ class DiffScreen(ComparingScreen):
         if query.group is not None and query.group != group_of(found)[0]:
             self.strip.reveal(group_of(found)[0])
             query = replace(query, group=group_of(found)[0])
-        self.ask(replace(query, find=""), target=found)
+        self.ask(replace(query, rank=None, find=""), target=found)
 
     def action_only_bad(self) -> None:
         """What differs alone, or everything."""
@@ -76,6 +82,18 @@ class DiffScreen(ComparingScreen):
         self.strip.set_step(steps[at])
         self.ask(replace(self.query_now, step=steps[at]))
 
+    def action_rank(self, direction: int) -> None:
+        """What is furthest off on one target rank; before the first come all."""
+        ranks = [None, *(self.source.ranks if self.source else ())]
+        now = self.query_now.rank
+        at = (ranks.index(now) if now in ranks else 0) + direction
+        if 0 <= at < len(ranks):
+            self.ask(replace(self.query_now, rank=ranks[at]))
+        elif len(ranks) < 2:
+            self.say("Nothing is off on one rank alone.")
+        else:
+            self.say("All ranks are shown already." if at < 0 else f"Rank {now} is the last on which something is off.")
+
     def action_sort(self) -> None:
         """In order, by error, by size of the difference."""
         self.ask(replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)]))
@@ -87,13 +105,43 @@ class DiffScreen(ComparingScreen):
     # --- looking ----------------------------------------------------------------------------------
 
     def action_view(self) -> None:
-        """Measures, tokens, values."""
+        """Measures, tokens, values, details."""
         self.pair.next_view()
+        self.show_detail()
 
     def action_swap(self) -> None:
         """Baseline and target change places."""
-        self.swapped = not self.swapped
+        self.way = replace(self.way, swapped=not self.way.swapped)
         self.compare()
+
+    def action_tolerance(self) -> None:
+        """Open the line for a tolerance."""
+        line = self.query_one("#tolerance", Input)
+        tolerance = self.source.report.options.tolerance if self.source else None
+        line.value = f"{tolerance[1]:g} {tolerance[0]:g}" if tolerance else ""
+        line.add_class("-open")
+        line.focus()
+
+    @on(Input.Submitted, "#tolerance")
+    def _take_tolerance(self, event: Input.Submitted) -> None:
+        try:
+            self.way = replace(self.way, tolerance=parse_tolerance(event.value))
+        except ConfigError as error:
+            self.say(str(error))
+            return
+        self._close_tolerance()
+        self.compare()
+
+    def _close_tolerance(self) -> None:
+        self.query_one("#tolerance").remove_class("-open")
+        self.activate(self.LIST)
+
+    def action_back(self) -> None:
+        """End the line for a tolerance before the search and the zoom."""
+        if self.query_one("#tolerance").has_class("-open"):
+            self._close_tolerance()
+        else:
+            super().action_back()
 
     def action_reload(self) -> None:
         """Read both runs again."""
@@ -114,6 +162,11 @@ class DiffScreen(ComparingScreen):
             self.say(f"wrote {self.source.export(Path.cwd())}")
         except OSError as error:
             self.say(f"the report cannot be written here: {error}")
+
+    def action_account(self) -> None:
+        """The report without its findings."""
+        if self.source is not None:
+            self.app.push_screen(TextScreen("report", Text("\n").join(self.source.account()), wide=True))
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""

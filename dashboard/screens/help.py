@@ -1,6 +1,7 @@
-"""HelpScreen: what can be pressed, first in the focused pane, then everywhere."""
+"""TextScreen: a text over another screen; HelpScreen: what can be pressed, first in the focused pane."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -20,6 +21,9 @@ Glyphs: = same, ~ close (no more than rounding explains), ! differs, # cannot be
 % NaN or infinity on one side, < only in the baseline, > only in the target, · nothing compared, ◂ the culprit.
 error ÷ floor above 1 is more than rounding explains. Rows read 0:5 for position 5 of request 0."""
 
+_HELP_CELLS = 60
+"""Of a line beside the keys."""
+
 
 def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> Text:
     """Every action once, with its id for ``--key ID=KEYS``; ``words`` explain what else is on the screen."""
@@ -31,28 +35,30 @@ def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) ->
         if group:
             text.append(f"{heading}\n", style="bold")
         for spec in group:
-            text.append(f"  {spec.shown:<10}", style="bold").append(f" {spec.help}")
-            text.append(f"  ({spec.id})\n", style="dim")
+            text.append(f"  {spec.shown:<10}", style="bold")
+            first, *more = wrap(f"{spec.help}  ({spec.id})", _HELP_CELLS)
+            text.append(f" {first}\n").append("".join(f"{'':13}{line}\n" for line in more))
     return text.append(words.strip("\n"))
 
 
-class HelpScreen(ModalScreen[None]):
-    """Over another screen; esc, q or ? closes it."""
+class TextScreen(ModalScreen[None]):
+    """A text over another screen; esc, q or ? closes it."""
 
     BINDINGS = bindings(
-        BY_ID[i] for i in ("up", "down", "page_up", "page_down", "first", "last", "back", "help", "quit")
+        BY_ID[i] for i in ("up", "down", "page_up", "page_down", "first", "last", "back", "help", "account", "quit")
     )
 
-    def __init__(self, specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> None:
-        super().__init__()
-        self._specs, self._pane, self._words = specs, pane, words
+    def __init__(self, title: str, text: Text, *, wide: bool = False) -> None:
+        """``wide``: as wide as the screen."""
+        super().__init__(classes="-wide-text" if wide else None)
+        self._title, self._text = title, text
 
     def compose(self) -> ComposeResult:
         """One scrolling text."""
         with VerticalScroll(id="help") as box:
-            box.border_title = plain_title("help · esc closes")
+            box.border_title = plain_title(f"{self._title} · esc closes")
             box.can_focus = False
-            yield Static(help_text(self._specs, self._pane, self._words), id="help-text", markup=False)
+            yield Static(self._text, id="help-text", markup=False)
 
     def action_move(self, delta: int) -> None:
         """Scroll by lines."""
@@ -72,7 +78,15 @@ class HelpScreen(ModalScreen[None]):
         self.dismiss()
 
     action_help = action_back
+    action_account = action_back
 
     async def action_quit(self) -> None:
-        """Close the help (pressed again, q quits)."""
+        """Close the text (pressed again, q quits)."""
         self.dismiss()
+
+
+class HelpScreen(TextScreen):
+    """What can be pressed."""
+
+    def __init__(self, specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> None:
+        super().__init__("help", help_text(specs, pane, words))

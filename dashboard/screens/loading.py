@@ -1,15 +1,18 @@
 """Workers of the browse screen: each computes away from the screen and posts one message."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from textual import work
 
 from tapscope.dashboard.messages import (
+    AccountReady,
     CountsReady,
     DigestFailed,
     DigestReady,
     OpenFailed,
     RecordsReady,
+    Said,
     SourceOpened,
 )
 from tapscope.dashboard.screens.keyed import KeyedScreen
@@ -46,3 +49,16 @@ class LoadingScreen(KeyedScreen):
             self.post_message(DigestReady(record, source.digest(record)))
         except TapscopeError as error:
             self.post_message(DigestFailed(record, error))
+
+    @work(thread=True, group="export")
+    def export_record(self, source: RunSource, record: Record) -> None:
+        """Write one tensor."""
+        try:
+            self.post_message(Said(source.export(record, Path.cwd())))
+        except (TapscopeError, OSError) as error:
+            self.post_message(Said(f"the tensor cannot be written here: {error}"))
+
+    @work(thread=True, exclusive=True, group="account")
+    def load_account(self, source: RunSource) -> None:
+        """Say what the run holds."""
+        self.post_message(AccountReady(source.account()))

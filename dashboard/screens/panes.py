@@ -84,7 +84,11 @@ class PanesScreen(LoadingScreen):
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
-        self.app.exit(message.error)
+        if self.source is None:
+            self.app.exit(message.error)
+            return
+        self.say(f"shown as before, for: {message.error}")
+        self.settled = True
 
     @on(messages.CountsReady)
     def _take_counts(self, message: messages.CountsReady) -> None:

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 
 from rich.text import Text
+from textual import events
 
 from tapscope.dashboard.keys import LAYERS
 from tapscope.dashboard.strip import Group, worst
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.text import middle
 
-_LABEL = 12
+_LABEL, _NARROW_LABEL = 12, 8
+_WIDE = 24
+"""Cells from which labels have all the room they want."""
 
 
 class LayerStrip(RowList):
@@ -31,10 +34,12 @@ class LayerStrip(RowList):
         """Show these groups; ``culprit`` is the name of the one that is marked."""
         self.groups, self._steps, self._culprit = groups, steps, culprit
         self.set_num_rows(len(groups) + 1 if groups else 0, 0)
+        self.tell()
 
     def set_step(self, step: int | None) -> None:
         """The column that is chosen."""
         self._step = step
+        self.tell()
         self.refresh()
 
     def reveal(self, name: str | None) -> None:
@@ -45,33 +50,49 @@ class LayerStrip(RowList):
 
     def columns(self, width: int) -> Sequence[int]:
         """The steps that fit into ``width`` cells, the chosen one among them."""
-        room = max((width - _LABEL - 4) // self._cell, 1)
+        room = max((width - self._label(width) - 4) // self._cell, 1)
         at = self._steps.index(self._step) if self._step in self._steps else 0
         first = max(min(at - room // 2, len(self._steps) - room), 0)
         return self._steps[first : first + room]
 
     @property
     def _cell(self) -> int:
-        return max([len(str(step)) for step in self._steps], default=1) + 2
+        return max([len(str(step)) for step in self._steps], default=1) + 1
+
+    def _label(self, width: int) -> int:
+        longest = max([len(group.label) for group in self.groups], default=0)
+        return min(max(longest, len("everything")), _LABEL) if width >= _WIDE else _NARROW_LABEL
 
     def header(self, width: int) -> Text | None:
         """The steps."""
         if not self.groups:
             return None
-        text = Text(" " * (_LABEL + 2))
+        text = Text(" " * (self._label(width - 2) + 2))
         for step in self.columns(width - 2):
-            shown = f"[{step}]" if step == self._step else f"{step} "
-            text.append(f"{shown:>{self._cell + 1}}"[-self._cell :], style="bold" if step == self._step else "")
+            text.append(" " * (self._cell - len(str(step))))
+            text.append(str(step), style="bold reverse" if step == self._step else "")
         return text
+
+    def on_resize(self, event: events.Resize) -> None:
+        """What fits has changed."""
+        super().on_resize(event)
+        self.tell()
+
+    def tell(self) -> None:
+        """Say in the border which steps are shown, where not all fit."""
+        seen = self.columns(self.room - 2) if self.groups else ()
+        left_out = f"steps {seen[0]}-{seen[-1]} of {len(self._steps)}" if 0 < len(seen) < len(self._steps) else ""
+        self.set_title("layers × steps", left_out)
 
     def format_row(self, row: int, width: int) -> Text:
         """A group: its worst verdict, its name, and a glyph for every step."""
+        label = self._label(width)
         if row == 0:
-            return Text(f"{worst([g.verdict for g in self.groups]).glyph} {'everything':<{_LABEL}}")
+            return Text(f"{worst([g.verdict for g in self.groups]).glyph} {middle('everything', label)}")
         group = self.groups[row - 1]
-        line = Text(f"{group.verdict.glyph} {middle(group.label, _LABEL):<{_LABEL}}")
+        line = Text(f"{group.verdict.glyph} {middle(group.label, label):<{label}}")
         for step in self.columns(width):
-            line.append(f"{group.glyph(step)} ".rjust(self._cell))
+            line.append(group.glyph(step).rjust(self._cell))
         if group.name == self._culprit:
             line.append(" ◂")
         if group.verdict.is_bad:

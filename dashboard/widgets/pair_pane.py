@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from tapscope.comparator import Closeup, Finding
+from tapscope.comparator.detail import Detail
 from tapscope.dashboard import pair
 from tapscope.dashboard.keys import PAIR
 from tapscope.dashboard.widgets.text_pane import TextPane
@@ -14,12 +15,14 @@ from tapscope.text import site as shorten
 class PairPane(TextPane):
     """Right lower pane of the diff screen."""
 
-    VIEWS = ("measures", "tokens", "values")
+    VIEWS = ("measures", "tokens", "values", "detail")
 
     def __init__(self) -> None:
         super().__init__(PAIR)
         self.finding: Finding | None = None
         self.closeup: Closeup | None = None
+        self.detail: Detail | None = None
+        self._detail_note = ""
         self._step: int | None = None
         self._above: Sequence[str] = ()
         self._note = ""
@@ -27,12 +30,18 @@ class PairPane(TextPane):
     def show(self, finding: Finding | None, step: int | None, above: Sequence[str], note: str) -> None:
         """Show another finding; its rows follow by :meth:`set_closeup`. ``above`` stands before it."""
         self.finding, self._step, self._above, self._note, self.closeup = finding, step, above, note, None
+        self.detail, self._detail_note = finding.detail if finding is not None else None, ""
         self.scroll_home(animate=False)
         self.draw()
 
     def set_closeup(self, closeup: Closeup | None, note: str = "") -> None:
         """Add the rows, or say why there are none."""
         self.closeup, self._note = closeup, note
+        self.draw()
+
+    def set_detail(self, detail: Detail | None, note: str = "") -> None:
+        """Add what is measured on demand, or say why there is none."""
+        self.detail, self._detail_note = detail, note
         self.draw()
 
     def title_text(self, width: int) -> str:
@@ -45,6 +54,8 @@ class PairPane(TextPane):
         if finding is None:
             return [Text("Choose a finding to see both sides.", style="dim")]
         note = [Text(self._note, style="dim")] if self._note else []
+        if self.view == "detail":
+            return pair.detail_lines(self.detail) if self.detail else [Text(self._detail_note, style="dim")]
         if self.view == "measures" or seen is None:
             strip = [pair.strip_line(seen, self._step, width)] if seen is not None else []
             above = [Text(line) for line in self._above]

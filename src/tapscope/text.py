@@ -35,6 +35,16 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def block(value: float, top: float) -> str:
+    """How high ``value`` is beside ``top``, in eighths of a cell; ``·`` for nothing."""
+    if value <= 0 or top <= 0:
+        return "·"
+    return BLOCKS[min(math.floor(value / top * len(BLOCKS)), len(BLOCKS) - 1)]
+
+
 def shape(sizes: Iterable[int]) -> str:
     """``(7, 1024)`` -> ``7×1024``; ``scalar`` for no axes."""
     return "×".join(map(str, sizes)) or "scalar"

@@ -7,7 +7,7 @@ from tapscope.cli import diagnostics, output
 from tapscope.errors import UsageError
 
 if TYPE_CHECKING:
-    from tapscope.cli.account import Account
+    from tapscope.dashboard.account import Account
 
 SCHEMA = "tapscope.info/1"
 
@@ -37,8 +37,8 @@ class InfoCommand:
             return _print_environment(args.json)
         if args.path is None:
             raise UsageError("info needs a RUN; write: tapscope info RUN, or tapscope info --env")
-        from tapscope.cli.account import account_of
         from tapscope.cli.verify import payload_sentence, report_of
+        from tapscope.dashboard.account import account_of
         from tapscope.kernels.native import filled
         from tapscope.run import open_run
 
