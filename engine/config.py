@@ -69,7 +69,7 @@ class EngineConfig:
     quantization: str | None = None
     """``fp8`` rounds the weights of linear layers to e4m3, one scale an output channel; None leaves them."""
     exclude_modules: tuple[str, ...] = ()
-    """Globs of module paths that ``quantization`` leaves alone, such as ``*.down_proj``."""
+    """Globs of module paths that ``quantization`` leaves alone, such as ``*.down_proj``; see :meth:`build`."""
     kv_cache_dtype: str = "auto"
     """Type that the KV cache is stored in: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
     ``fp8_e5m2``; ``auto``: what the checkpoint's quantisation says, else the type of the model."""
@@ -123,7 +123,7 @@ class EngineConfig:
             isinstance(self.exclude_modules, tuple) and all(isinstance(glob, str) for glob in self.exclude_modules),
             "exclude_modules",
             self.exclude_modules,
-            "must be a tuple of texts",
+            "must be a list of globs",
         )
         _require(
             not self.exclude_modules or self.quantization is not None,
@@ -163,4 +163,12 @@ class EngineConfig:
         unknown = [name for name in settings if name not in known]
         if unknown:
             raise ConfigError(f"the engine has no setting {unknown[0]!r}; settings are {', '.join(known)}")
-        return cls(model=str(model), **settings)
+        return cls(model=str(model), **{name: _plain(name, value) for name, value in settings.items()})
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A setting as the field holds it: globs may also be a list or, on a command line, joined by commas."""
+    if name == "exclude_modules":
+        globs = value.split(",") if isinstance(value, str) else value
+        return tuple(globs) if isinstance(globs, list) else globs
+    return str(value) if name == "quantization_param_path" and isinstance(value, Path) else value

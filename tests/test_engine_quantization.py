@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapscope.engine import LLM
+from tapscope.engine.config import EngineConfig
 from tapscope.engine.quantization import as_fp8, block_of, dequantised
 from tapscope.errors import CheckpointError, ConfigError
 
@@ -205,6 +206,16 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         LLM(meant, quantization="fp8", exclude_modules=("lm_head",))
     with pytest.raises(ConfigError, match="only with quantization"):
         LLM(meant, exclude_modules=("*",))
+    for none in ("", 5, [5]):
+        with pytest.raises(ConfigError, match="exclude_modules"):
+            LLM(meant, quantization="fp8", exclude_modules=none)
+
+
+@pytest.mark.parametrize("globs", [["*.down_proj", "*.mlp.*"], "*.down_proj,*.mlp.*"])
+def test_excluded_modules_may_be_a_list_or_a_command_lines_text(tmp_path: Path, globs: Any) -> None:
+    config = EngineConfig.build(tmp_path, {"quantization": "fp8", "exclude_modules": globs})
+    assert config.exclude_modules == ("*.down_proj", "*.mlp.*")
+    assert EngineConfig.build(tmp_path, {"quantization_param_path": tmp_path}).quantization_param_path == str(tmp_path)
 
 
 def test_dummy_weights_need_no_checkpoint_and_are_the_same_on_any_ranks(tmp_path: Path) -> None:
