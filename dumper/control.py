@@ -20,18 +20,23 @@ Client = ControlClient | Callable[[], ControlClient]
 _Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 
 
-def make_router(client: Client, guard: Guard | None = None, *, metrics: bool = True) -> "APIRouter":
+Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+
+
+def make_router(
+    client: Client, guard: Guard | None = None, *, metrics: bool = True, reopen: Reopen | None = None
+) -> "APIRouter":
     """The ``/dumper`` routes and ``/metrics``, for the recorder's own app or any host's FastAPI app.
 
     ``guard`` checks every request (default: only that no web page sends it); ``metrics`` False leaves ``/metrics``
-    to a host that has one.
+    to a host that has one. ``reopen`` answers a reset that no recorder is there for, by starting another one.
     """
     from fastapi import APIRouter
 
     from tapscope.dumper.routes import add_routes
 
     router = APIRouter(tags=["dumper"], route_class=_guarded(guard or Guard()))
-    add_routes(router, _asking(client), metrics=metrics)
+    add_routes(router, _asking(client, reopen), metrics=metrics)
     _add_catch_all(router, "/dumper/{rest:path}", [router])
     return router
 
@@ -57,7 +62,9 @@ def make_app(client: Client, guard: Guard | None = None) -> "FastAPI":
     return app
 
 
-def _asking(client: Client) -> Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]:
+def _asking(
+    client: Client, reopen: Reopen | None
+) -> Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]:
     from fastapi.concurrency import run_in_threadpool
 
     def ask(verb: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
@@ -67,7 +74,12 @@ def _asking(client: Client) -> Callable[[str, dict[str, Any] | None], Awaitable[
             return 503 if isinstance(error, UnreachableError) else 502, {"error": str(error)}
 
     async def asking(verb: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
-        return await run_in_threadpool(ask, verb, body)
+        status, answer = await run_in_threadpool(ask, verb, body)
+        if status == 503 and reopen is not None:
+            if verb == "reset":
+                return await reopen(body or {})
+            answer = answer | {"error": f"{answer['error']}; /dumper/reset goes on in a new run with another recorder"}
+        return status, answer
 
     return asking
 

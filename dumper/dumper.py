@@ -202,6 +202,16 @@ class Dumper(ValueCalls, StepCalls):
         else:
             recording.reset(name)
 
+    def reopen(self, run: str | Path) -> None:
+        """For a host, between two steps: go on in the directory ``run``, with another recorder and what is configured.
+
+        Every rank, alike. Raises StepError before the first opening, and what :meth:`open` does: the dumper records
+        nothing then until this is called again.
+        """
+        if self._latest is None:
+            raise StepError("reopen(): this Dumper was never open")
+        self._succeed(self._latest, Path(run))
+
     def _succeed(self, lost: Recording, run: Path) -> None:
         """Go on in ``run``, with another recorder and what is configured now."""
         config = lost.regime.base

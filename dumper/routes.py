@@ -93,7 +93,7 @@ def _add_changes(router: APIRouter, ask: Ask) -> None:
 
     @router.post(
         "/dumper/reset",
-        summary="Close the run and open a new one beside it",
+        summary="Close the run and open a new one beside it (of a served model also when the recorder was lost)",
         **_gives(schemas.ResetAnswer, *changing),
         **_takes(schemas.ResetBody, {"run": "second"}),
     )

@@ -1,6 +1,5 @@
 """Steering: what control requests do, and the one change of configuration that may be under way."""
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +7,7 @@ from tapscope.directory import create_run
 from tapscope.dumper import state
 from tapscope.dumper.changes import NO_RANK, Answer, Changes
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.fresh_run import fresh_run
 from tapscope.errors import RecorderError, TapscopeError
 from tapscope.site import Glob
 from tapscope.wire import Message
@@ -19,7 +19,6 @@ MAX_STEPS = 1_000_000_000
 MAX_RULES = 1000
 """Every rank tries each rule on each of its sites, beside a model that runs."""
 _EVERYTHING = {"enabled": True, "mode": "all", "keep": "full", "rules": [], "filter": None}
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
 class Steering:
@@ -126,19 +125,13 @@ class Steering:
         return self.changes.release(identity, request, past)
 
     def _do_reset(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer | None:
-        _only(body, "reset", ("run",))
-        name = body.get("run")
-        if name is not None and not (isinstance(name, str) and _RUN_NAME.fullmatch(name)):
-            return 400, {"error": f"run={name!r}: must be a plain name beside the present run, without '/'"}
-        path = self._recorder.path.parent / (name or self._next_name())
-        if path.exists():
-            return 400, {"error": f"run={name!r}: exists; choose another name"}
+        path = fresh_run(self._recorder.path, body)
         if (refusal := self.changes.refusal()) is not None:
             return refusal
         try:
             create_run(path, self._manifest | {"config": self.changes.config})
         except OSError as error:
-            return 400, {"error": f"run={name!r}: {path} cannot be created: {error.strerror}"}
+            return 400, {"error": f"run={path.name!r}: {path} cannot be created: {error.strerror}"}
         return self.changes.propose(identity, request, {"run": str(path)}, {"run": str(path)})
 
     def _do_sites(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer:
@@ -171,10 +164,6 @@ class Steering:
         if not self.changes.config:
             raise RecorderError(NO_RANK)
         return DumperConfig().updated(self.changes.config)
-
-    def _next_name(self) -> str:
-        base = self._recorder.path
-        return next(f"{base.name}-{n}" for n in range(2, 1_000_000) if not (base.parent / f"{base.name}-{n}").exists())
 
     def _reply(self, identity: bytes, request: Any, status: int, body: dict[str, Any]) -> None:
         self._recorder.send(identity, Message("reply", {"id": request, "status": status, "body": body}))

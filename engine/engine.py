@@ -20,7 +20,7 @@ from tapscope.engine.runner import Runner
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.sampling.step import SampledStep
 from tapscope.engine.scheduler import Scheduler
-from tapscope.errors import CheckpointError, RankLostError, UsageError
+from tapscope.errors import CheckpointError, RankLostError, RecorderError, UsageError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message
 
@@ -134,7 +134,7 @@ class Engine:
         """
         self.check_weights(folder, partial=partial)
         try:
-            self._job.change_weights(_weights(folder, partial=partial, apply=True))
+            self._job.do(_weights(folder, partial=partial, apply=True), CheckpointError)
         except CheckpointError as error:
             lost = RankLostError(f"the weights are half replaced, restart the engine: {error}")
             raise self._job.give_up(lost) from error
@@ -145,7 +145,12 @@ class Engine:
         self._job.require_usable()
         if not partial and ModelConfig.read(folder) != self.model_config:
             raise UsageError(f"{folder / 'config.json'} describes another model than {self.config.model}")
-        self._job.change_weights(_weights(folder, partial=partial, apply=False))
+        self._job.do(_weights(folder, partial=partial, apply=False), CheckpointError)
+
+    def reopen(self, run: Path) -> None:
+        """Have the observers of all ranks go on in the directory ``run``; raises RecorderError when one cannot."""
+        self._job.require_usable()
+        self._job.lead(Message("reopen", {"run": str(run)}), RecorderError)
 
     def state(self) -> dict[str, Any]:
         """Settings and load, as plain values for a status page."""

@@ -7,14 +7,14 @@ import torch
 from tapscope.engine.config import EngineConfig
 from tapscope.engine.external import ExternalRanks, obey_if_launched
 from tapscope.engine.model_config import ModelConfig
-from tapscope.engine.obey import change_weights
+from tapscope.engine.obey import DEEDS
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.pulse import Pulse
 from tapscope.engine.ranks import Ranks
 from tapscope.engine.runner import Runner
 from tapscope.engine.sampling.step import SampledStep
-from tapscope.errors import CheckpointError, RankLostError, UsageError
+from tapscope.errors import RankLostError, TapscopeError, UsageError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message
 
@@ -85,16 +85,21 @@ class Job:
             self._leave(error if isinstance(error, RankLostError) else left)
             raise
 
-    def change_weights(self, message: Message) -> None:
-        """Check or load weights everywhere at once; raises CheckpointError with what the first rank says."""
+    def do(self, message: Message, error: type[TapscopeError]) -> None:
+        """Have all ranks at once do what ``message`` says (of DEEDS), between two steps; raises ``error``."""
         if self._ranks is not None:
             self._ranks.ask(message)
-        errors = {0: change_weights(self.runner, message)}
+        problems = {0: DEEDS[message.kind](self.runner, message)}
         if self._ranks is not None:
-            errors |= self._ranks.answers()
-        for rank, error in sorted(errors.items()):
-            if error is not None:
-                raise CheckpointError(error if rank == 0 else f"rank {rank}: {error}")
+            problems |= self._ranks.answers()
+        _raise_first(problems, error)
+
+    def lead(self, message: Message, error: type[TapscopeError]) -> None:
+        """As :meth:`do`, but this rank goes first, and the others are not asked when it cannot."""
+        _raise_first({0: DEEDS[message.kind](self.runner, message)}, error)
+        if self._ranks is not None:
+            self._ranks.ask(message)
+            _raise_first(self._ranks.answers(), error)
 
     def give_up(self, error: RankLostError) -> RankLostError:
         """Nothing can be computed any more, because of ``error``."""
@@ -111,6 +116,13 @@ class Job:
             self._ranks.abandon()
             self.runner.model.tp.disconnect()
         self._lost = error
+
+
+def _raise_first(problems: dict[int, str | None], error: type[TapscopeError]) -> None:
+    """Raise ``error`` with what the first rank says that could not."""
+    for rank, problem in sorted(problems.items()):
+        if problem is not None:
+            raise error(problem if rank == 0 else f"rank {rank}: {problem}")
 
 
 def _start(

@@ -18,8 +18,8 @@ from tapscope.engine.pulse import Doing, Pulse, pulse_in
 from tapscope.engine.runner import Runner
 from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.engine.workers import address_in, clean_up_after_parent, identity, leave_signals_to_parent
-from tapscope.errors import CheckpointError
-from tapscope.observe import ObserverFactory
+from tapscope.errors import CheckpointError, TapscopeError
+from tapscope.observe import ObserverFactory, Reopening
 from tapscope.wire import Message, decode, encode
 
 
@@ -69,8 +69,8 @@ def obey(
     try:
         socket.send_multipart(encode(Message("ready")))
         while (message := _next_message(socket, rank_0_ended, runner.pulse)) is not None:
-            if message.kind == "weights":
-                socket.send_multipart(encode(Message("done", {"error": change_weights(runner, message)})))
+            if (act := DEEDS.get(message.kind)) is not None:
+                socket.send_multipart(encode(Message("done", {"error": act(runner, message)})))
                 continue
             plan = StepPlan.from_message(message)
             runner.execute(plan)
@@ -89,6 +89,24 @@ def change_weights(runner: Runner, message: Message) -> str | None:
     except OSError as error:
         return f"{message['folder']} cannot be read: {error}"
     return None
+
+
+def reopen(runner: Runner, message: Message) -> str | None:
+    """Have this rank's observer go on in another run; what is wrong, or None."""
+    if not isinstance(runner.observer, Reopening):
+        return "nothing records here; serve with `tapscope serve`"
+    runner.pulse.now(Doing.LOADING)  # what it reports to may take a while to start
+    try:
+        runner.observer.reopen(message["run"])
+    except TapscopeError as error:
+        return str(error)
+    finally:
+        runner.pulse.now(Doing.WORKING)
+    return None
+
+
+DEEDS: dict[str, Callable[[Runner, Message], str | None]] = {"weights": change_weights, "reopen": reopen}
+"""What every rank does between two steps when it is told to, by the kind of the message; it gives what went wrong."""
 
 
 def _next_message(

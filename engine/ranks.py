@@ -62,6 +62,7 @@ class Ranks(Workers):
         """What went wrong on each rank, None where nothing did; waits for all of them, raises RankLostError."""
         while len(self._answers) < self._config.tp - 1:
             self._receive(POLL_MS)
+            self._pulse.beat()  # who waits for ranks that are watched does not hang
             self.check()
         return dict(self._answers)
 

@@ -1,5 +1,8 @@
 """One request of many is captured because it asks: its own rows, every one of them, and nothing of the others."""
 
+import json
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +18,7 @@ from tapscope.comparator import Verdict, compare
 from tapscope.dumper import Dumper, make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
-from tapscope.errors import UsageError
+from tapscope.errors import RecorderError, UsageError
 from tapscope.observe import StepInfo
 from tapscope.run import Run, open_run
 
@@ -180,3 +183,34 @@ def test_a_wish_of_another_host_that_cannot_be_granted_is_said(tmp_path: Path) -
     with open_run(tmp_path / "run") as run:
         said = [event.fields["reason"] for event in run.events() if event.kind == "failed"]
     assert said == ["asked['mine']='everything': must be 'stats' or 'full'; not captured"]
+
+
+def test_all_ranks_go_on_in_another_run_at_one_step_when_their_recorder_was_killed(
+    llama: Path, everything: Run, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with observed(llama, first, DumperConfig(keep="full"), tp=2) as llm:
+        llm.generate(PROMPTS, max_new_tokens=NEW, request_ids=["a", "b", "c"])
+        os.kill(json.loads((first / "recorder.json").read_text())["pid"], signal.SIGKILL)
+        steps = llm.engine.state()["num_steps"]
+        with pytest.raises(RecorderError, match=f"{first} already holds a run"):
+            llm.engine.reopen(first)
+        llm.generate(PROMPTS[:1], max_new_tokens=1)  # the model goes on, and nothing is recorded
+        llm.engine.reopen(second)
+        llm.engine.scheduler.flush()
+        answered(llm, {})
+    with open_run(first) as run:
+        assert run.ledger().killed_ranks == [0, 1]
+    with open_run(second) as run:
+        assert run.ledger().complete, run.ledger().sentences()
+        assert min(run.steps) == steps + 1
+        assert all(lines.keys() == {0, 1} for lines in run.steps.values())
+        report = compare(everything, run)
+    verdicts = {finding.verdict for finding in report.findings}
+    assert Verdict.CLOSE in verdicts
+    assert Verdict.DIFFERS not in verdicts
+
+
+def test_an_engine_that_nobody_records_has_nothing_to_reopen(llama: Path, tmp_path: Path) -> None:
+    with LLM(llama) as llm, pytest.raises(RecorderError, match="nothing records here"):
+        llm.engine.reopen(tmp_path / "run")

@@ -220,13 +220,41 @@ def test_health_info_and_taps_are_of_all_replicas(server: Server) -> None:
     server.ask("/dumper/configure", enabled=False)
 
 
-def test_a_replica_that_hangs_is_named_and_ends_the_server(models: list[Path], tmp_path: Path) -> None:
-    server = _started(models[0], tmp_path, "--set", "rank_timeout_s=3")
+def test_a_lost_recorder_can_be_replaced_and_a_replica_that_hangs_ends_the_server(
+    models: list[Path], tmp_path: Path
+) -> None:
+    server = _started(models[0], tmp_path, "--set", "rank_timeout_s=3", "--keep", "full", "--site", "lm_head:out")
     try:
+        _replace_the_recorder(server)
         _lose_a_replica(server)
     finally:
         code, said = _ended(server)
-    assert (code, WORDS in said) == (4, True)
+    assert (code, WORDS in said, "tapscope stops recording" in said) == (4, True, True)
+    with open_run(server.run) as run:
+        assert "their recorder was killed: ranks 0, 1" in " ".join(run.ledger().sentences())
+    with open_run(server.run.with_name("run-2")) as run:
+        assert "died while recording: rank 1" in run.ledger().sentences()
+        assert (run.ledger().lost, run.ledger().dropped) == (0, 0)
+        assert {record.key.rank for record in run.records} == {0, 1}
+        assert {"first", "captured"} <= run.tokens().keys()
+
+
+def _replace_the_recorder(server: Server) -> None:
+    under_way = server.events("first", 0)
+    next(under_way)
+    server.generate(1)
+    os.kill(json.loads((server.run / "recorder.json").read_text())["pid"], signal.SIGKILL)
+    gone = server.http.get("/dumper/state")
+    assert (gone.status_code, "/dumper/reset goes on in a new run" in gone.json()["error"]) == (503, True)
+    next(under_way)  # the model goes on
+    refused = server.http.post("/dumper/reset", json={"run": "../x"})
+    assert (refused.status_code, "must be a plain name" in refused.json()["error"]) == (400, True)
+    answer = server.ask("/dumper/reset")
+    assert (answer["run"], list(answer["ranks"])) == (str(server.run.with_name("run-2")), ["0", "1"])
+    next(under_way)
+    server.ask("/generate", input_ids=PROMPT, sampling_params=GREEDY, data_parallel_rank=1, rid="captured")
+    server.ask("/abort_request", rid="first")
+    assert list(under_way)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def _lose_a_replica(server: Server) -> None:

@@ -44,11 +44,12 @@ class Extras(NamedTuple):
     more_metrics: MoreMetrics | None = None
 
 
-def front_main(make_extras: Callable[[dict[str, Any]], Extras] | None = None) -> int:
-    """Body of the process: serve until told to drain, or until the engine's process ends. Returns the exit code.
+MakeExtras = Callable[[dict[str, Any], FrontState], Extras]
+"""Given what the parent put under ``extras``, and what the routes share."""
 
-    ``make_extras`` is given what the parent put under ``extras``.
-    """
+
+def front_main(make_extras: MakeExtras | None = None) -> int:
+    """Body of the process: serve until told to drain, or until the engine's process ends. Returns the exit code."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
     with channel, listener:
@@ -65,7 +66,7 @@ def _run(
     welcome: dict[str, Any],
     listener: socket.socket,
     channel: socket.socket,
-    make_extras: Callable[[dict[str, Any]], Extras] | None,
+    make_extras: MakeExtras | None,
 ) -> int:
     addresses = welcome["addresses"]
     state = FrontState(welcome["model"], ServerSettings(**welcome["settings"]), len(addresses))
@@ -80,7 +81,7 @@ def _run(
             finally:
                 client.close()
 
-    extras = Extras() if make_extras is None else make_extras(welcome["extras"])
+    extras = Extras() if make_extras is None else make_extras(welcome["extras"], state)
     app = build_app(state, connect, extras.routers, extras.more_metrics)
     return asyncio.run(_serve(app, listener, channel, state, welcome["watched"]))
 

@@ -30,9 +30,17 @@ def update_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]
     return {"num_live": num_live}
 
 
+def reopen(engine: Engine, run: str) -> dict[str, Any]:
+    """Have the observers go on in another run; gives the step from which each rank's does."""
+    engine.reopen(Path(run))
+    first = engine.config.dp_rank * engine.config.tp
+    return {str(first + rank): engine.scheduler.num_steps for rank in range(engine.config.tp)}
+
+
 VERBS: dict[str, Callable[..., dict[str, Any]]] = {
     "state": state,
     "flush_cache": flush_cache,
     "check_weights": check_weights,
     "update_weights": update_weights,
+    "reopen": reopen,
 }

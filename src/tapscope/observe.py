@@ -13,7 +13,7 @@ three optional attributes, read by whoever taps it:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,15 @@ class StepObserver(Arming, Protocol):
 
     def close(self) -> None:
         """The host ends; flush and let go of the model."""
+        ...
+
+
+@runtime_checkable
+class Reopening(Protocol):
+    """An observer that can begin anew when what it reports to has ended."""
+
+    def reopen(self, run: str) -> None:
+        """Go on in the directory ``run``; on every rank, between the same two steps. Raises TapscopeError."""
         ...
 
 

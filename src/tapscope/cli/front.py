@@ -5,19 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.dumper.control import ControlClient, make_router
+from tapscope.dumper.fresh_run import fresh_run
 from tapscope.dumper.guard import Guard, token_of
 from tapscope.dumper.metrics import exposition
 from tapscope.dumper.mount import client_of
 from tapscope.engine.server.front import Extras, front_main
-from tapscope.errors import RecorderError, TapscopeError, UnreachableError
+from tapscope.engine.server.front_state import FrontState
+from tapscope.errors import ConfigError, RecorderError, TapscopeError, UnreachableError
 
 
 class _Recorder:
     """The recorder of the run that the engine's process opens; it stays the same when the run is changed."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, state: FrontState) -> None:
+        self._first = self._run = run
+        self._state = state
         self._client: ControlClient | None = None
+        self._reopening = asyncio.Lock()
 
     def __call__(self) -> ControlClient:
         if self._client is None:
@@ -35,16 +39,42 @@ class _Recorder:
             return b""
         return exposition(content) if status == 200 else b""
 
+    async def reopen(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Where the recorder has ended: have every rank go on in a new run, whose recorder is another one."""
+        if self._reopening.locked():
+            return 409, {"error": "another reset is under way; try again in a second"}
+        async with self._reopening:
+            try:
+                self._state.require_ready()
+                self._require_ended()
+                run = fresh_run(self._first, body)
+                first, *others = self._state.client.replicas
+                answers = [await first.call("reopen", run=str(run))]  # its rank 0 starts the recorder of all
+                answers += await asyncio.gather(*(replica.call("reopen", run=str(run)) for replica in others))
+            except TapscopeError as error:
+                return 400 if isinstance(error, ConfigError) else 503, {"error": str(error)}
+            self._run, self._client = run, None
+        ranks = {rank: step for answer in answers for rank, step in answer.items()}
+        return 200, {"epoch": 0, "run": str(run), "ranks": ranks}
 
-def extras(given: dict[str, Any]) -> Extras:
+    def _require_ended(self) -> None:
+        """Raise UnreachableError where there is a recorder, which does not answer."""
+        try:
+            client_of(self._run)
+        except RecorderError:
+            return
+        raise UnreachableError("the recorder is alive and does not answer: is it stopped? Continue or kill it first")
+
+
+def extras(given: dict[str, Any], state: FrontState) -> Extras:
     """The dumper's routes and metrics, for the run that serve named."""
-    recorder = _Recorder(Path(given["run"]))
+    recorder = _Recorder(Path(given["run"]), state)
     guard = Guard.of(given["host"], token_of(None))
 
     async def more_metrics() -> bytes:
         return await asyncio.to_thread(recorder.metrics)
 
-    return Extras((make_router(recorder, guard, metrics=False),), more_metrics)
+    return Extras((make_router(recorder, guard, metrics=False, reopen=recorder.reopen),), more_metrics)
 
 
 if __name__ == "__main__":
