@@ -65,7 +65,7 @@ def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = ()) -
     Raises the errors of :func:`tapscope.run.open_run`, and ConfigError for a wrong key.
     """
     open_run(path).close()
-    return _run(TapscopeApp(lambda: RunSource(open_run(path)), theme=theme, keys=keys))
+    return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys))
 
 
 def diff(

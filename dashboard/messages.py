@@ -19,6 +19,16 @@ class SourceOpened(Message):
     """The run's index has been read."""
 
     source: RunSource
+    seconds: float
+    """How long that took."""
+
+
+@dataclass
+class Grown(Message):
+    """Whether a run that is followed has grown since it was read."""
+
+    source: RunSource
+    has_grown: bool
 
 
 @dataclass

@@ -1,15 +1,13 @@
 """Sources: what the browse screen asks of a run. Everything here may take long and is called from workers."""
 
-import re
 import shlex
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-import numpy as np
 from rich.text import Text
 
 from tapscope import dtypes
@@ -20,8 +18,9 @@ from tapscope.dashboard.oddity import oddity_of
 from tapscope.dashboard.rows import RowMap, row_map
 from tapscope.dashboard.tree import SiteNode, ancestors, build_tree, contains
 from tapscope.kernels.native import filled
+from tapscope.manifest import INDEX
 from tapscope.record import Key, Record
-from tapscope.run import Run
+from tapscope.run import Run, open_run
 from tapscope.site import Glob, describe_layers
 from tapscope.text import plural, size
 
@@ -67,8 +66,9 @@ class Header:
 class RunSource:
     """Answers of one run on disk; safe to call from several threads."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, sizes: Mapping[str, int] | None = None) -> None:
+        """``sizes`` are those of :meth:`open`."""
+        self.run, self._sizes = run, _sizes(run.path) if sizes is None else sizes
         run.records = filled(run, run.records)
         self._index: dict[tuple[int, int], list[Record]] = defaultdict(list)
         for record in run.records:
@@ -83,6 +83,12 @@ class RunSource:
         self.header = self._header()
         self._digests: OrderedDict[Key, Digest] = OrderedDict()
         self._lock = Lock()
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunSource":
+        """Open a run that may be written meanwhile; raises what open_run raises."""
+        sizes = _sizes(Path(path))  # before it is read: what comes while it is read counts as more
+        return cls(open_run(path), sizes)
 
     @property
     def num_odd(self) -> int:
@@ -167,20 +173,6 @@ class RunSource:
             words += ["--steps", str(query.step), "--ranks", str(query.rank)]
         return shlex.join(words)
 
-    def export(self, record: Record, folder: Path) -> str:
-        """Write a tensor as .npy, never over another file, and say so; types that numpy lacks become float32.
-
-        Raises RunCorruptError where its bytes are gone, and OSError.
-        """
-        values = self.run.array(record)
-        is_foreign = values.dtype.kind == "V" or values.dtype.name not in np.sctypeDict
-        stem = re.sub(r"[^\w.-]+", "_", record.key.site).strip("_.")
-        stem += f"-step{record.key.step}-rank{record.key.rank}-{record.key.occurrence}"
-        path = next(p for i in range(10**6) if not (p := folder / f"{stem}{f'-{i}' if i else ''}.npy").exists())
-        with path.open("xb") as file:
-            np.save(file, values.astype(np.float32) if is_foreign else values, allow_pickle=False)
-        return f"wrote {path}" + (f" (as float32, numpy has no {dtypes.short(record.dtype)})" if is_foreign else "")
-
     def account(self) -> Text:
         """What the run holds, what is odd or missing in it."""
         sections = [(name, line) for name, lines in account_of(self.run).sections() for line in lines]
@@ -191,6 +183,15 @@ class RunSource:
     def hint(self) -> str:
         """Which sites there are, for an empty search."""
         return describe_layers({record.key.site for record in self.run.records})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may grow."""
+        return "OPEN" in self.header.state
+
+    def has_grown(self) -> bool:
+        """Whether there are more lines on disk than when it was opened."""
+        return _sizes(self.run.path) != self._sizes
 
     def close(self) -> None:
         """Let go of the mapped files."""
@@ -215,7 +216,13 @@ class RunSource:
             *([] if ledger.complete else ["INCOMPLETE"]),
         ]
         state = " · ".join(words) or "ON DISK"
-        return Header(run.name, tuple(fact for fact in facts if fact), state, tuple(ledger.sentences()))
+        missing = () if ledger.complete else tuple(ledger.sentences())
+        return Header(run.name, tuple(fact for fact in facts if fact), state, missing)
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Bytes of the lines of every rank; a rank that has no directory yet is not among them."""
+    return {str(file): file.stat().st_size for file in path.glob(f"rank-*/{INDEX}")}
 
 
 def _place(record: Record) -> tuple[int, int, int]:

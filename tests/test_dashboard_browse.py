@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from tapscope.dashboard import sources
 from tapscope.dashboard.app import TapscopeApp
-from tapscope.dashboard.screens import panes
+from tapscope.dashboard.screens import following, panes
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.sources import RunSource
 from tapscope.dashboard.theme import NAMES
@@ -465,6 +465,57 @@ def test_an_empty_run_teaches_the_next_command_and_r_reads_it_again(tmp_path):
             assert d.record.key.site == "m:out"
 
         drive(tmp_path / "new", steps)
+
+
+def test_t_follows_an_open_run_until_a_step_is_chosen_or_it_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(following, "FOLLOW_S", 0.01)
+    run = RunFactory(tmp_path / "live")
+
+    def step(run):
+        run.step(phase="decode")
+        run.put("model.norm:out", np.ones((1, 4), np.float32))
+
+    async def until(d, condition):
+        for _ in range(6000):  # a bound only
+            await d.settle()
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(d.picture)
+
+    async def steps(d):
+        await d.press("t")
+        assert "FOLLOWING" in d.picture.splitlines()[0]
+        for number in (1, 2):
+            step(run)
+            await until(d, lambda number=number: d.query.step == number)
+            assert d.record.key.step == number
+        await d.press("left_square_bracket")
+        assert "FOLLOWING" not in d.picture.splitlines()[0]
+        step(run)
+        await d.press("r")
+        assert (d.query.step, d.screen.bar.said) == (1, "read again: 1 more record")
+        await d.press("t")
+        await until(d, lambda: d.query.step == 3)
+        run.__exit__()
+        await until(d, lambda: "The run has been closed" in d.screen.bar.said)
+        await d.press("t")
+        assert "does not grow" in d.screen.bar.said
+
+    step(run)
+    drive(tmp_path / "live", steps)
+
+
+def test_colon_goes_to_a_step_by_its_number(base):
+    async def steps(d):
+        await d.press("colon", "9", "enter")
+        assert d.screen.bar.said == "'9' is no step of this run; there are 0-3."
+        await d.press("backspace", "3", "enter")
+        assert (d.query.step, d.screen.table.has_focus) == (3, True)
+        await d.press("colon", "1", "escape")
+        assert d.query.step == 3
+
+    drive(base, steps)
 
 
 def test_a_run_that_cannot_be_read_ends_the_app_with_the_error(tmp_path):

@@ -216,6 +216,12 @@ def test_export_writes_the_report_and_never_over_another(runs, tmp_path, monkeyp
 def test_a_tolerance_judges_again_and_nothing_means_the_floor(runs):
     async def test(driver):
         screen = driver.screen
+        await driver.press("colon", "7", "enter")
+        assert screen.bar.said == "'7' is no step that was compared; there are 0-2."
+        await driver.press("backspace", "1", "enter")
+        assert screen.query_now.step == 1
+        await driver.press("colon", "enter")
+        assert screen.query_now.step is None
         await driver.press("equals_sign", *"5 x", "enter")
         assert "'5 x' is no tolerance" in screen.bar.said
         await driver.press("backspace", "1", "enter")
@@ -225,7 +231,7 @@ def test_a_tolerance_judges_again_and_nothing_means_the_floor(runs):
         await driver.press("y")
         assert "--rtol 5.0 --atol 1.0" in driver.app.clipboard
         await driver.press("equals_sign")
-        assert screen.query_one("#tolerance", Input).value == "5 1"
+        assert screen.query_one("#line", Input).value == "5 1"
         await driver.press("escape")
         assert screen.table.has_focus
         await driver.press("equals_sign", *["backspace"] * 3, "enter")

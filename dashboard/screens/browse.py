@@ -13,6 +13,7 @@ from tapscope.dashboard.tree import contains
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.site_tree import SiteTree
 from tapscope.dashboard.widgets.tensor_pane import TensorPane
+from tapscope.site import compact_ranges
 
 
 class BrowseScreen(PanesScreen):
@@ -66,6 +67,7 @@ class BrowseScreen(PanesScreen):
         numbers = source.steps if what == "step" else source.ranks
         now = query.step if what == "step" else query.rank
         at = numbers.index(now) + direction if now in numbers else 0
+        self.stay()
         if 0 <= at < len(numbers):
             turned = replace(query, step=numbers[at]) if what == "step" else replace(query, rank=numbers[at])
             self.ask(turned)
@@ -73,6 +75,21 @@ class BrowseScreen(PanesScreen):
             self.say(f"There is only one {what}.")
         else:
             self.say(f"{what} {now} is the {'first' if direction < 0 else 'last'}.")
+
+    def action_go(self) -> None:
+        """Ask for a step."""
+        if self.source is not None:
+            self.open_line(f"a step of {compact_ranges(self.source.steps)}", "", self._go)
+
+    def _go(self, text: str) -> str:
+        source, query = self.source, self.query_now
+        if source is None or query is None:
+            return "The run is still being read."
+        if not text.isdecimal() or int(text) not in source.steps:
+            return f"{text!r} is no step of this run; there are {compact_ranges(source.steps)}."
+        self.stay()
+        self.ask(replace(query, step=int(text)))
+        return ""
 
     def action_odd(self, direction: int) -> None:
         """The next record that looks wrong, anywhere in the run."""
@@ -83,6 +100,7 @@ class BrowseScreen(PanesScreen):
         if found is None:
             self.say("No record of this run holds nan, inf or only zeros.")
             return
+        self.stay()
         key, path = found.key, query.path
         if query.find or not contains(path, key.site):
             path = key.site.rpartition(":")[0].rpartition(".")[0]
@@ -120,11 +138,6 @@ class BrowseScreen(PanesScreen):
             command = self.source.command(self.table.record, self.query_now)
             self.app.copy_to_clipboard(command)
             self.say(f"copied: {command}")
-
-    def action_reload(self) -> None:
-        """Read the run again."""
-        self.settled = False
-        self.load_source(self._open)
 
     def action_export(self) -> None:
         """The tensor as a file."""

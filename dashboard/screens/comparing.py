@@ -64,7 +64,7 @@ class ComparingScreen(MeasuringScreen):
                 yield FindingTable()
                 yield PairPane()
         yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
-        yield Input(placeholder="rtol, or rtol and atol; nothing: the floor", id="tolerance", compact=True)
+        yield Input(id="line", compact=True)
         yield KeyBar()
 
     def on_mount(self) -> None:
@@ -199,10 +199,6 @@ class ComparingScreen(MeasuringScreen):
 
     # --- words ------------------------------------------------------------------------------------
 
-    def say(self, sentence: str) -> None:
-        """A sentence in place of the keys, until the next thing happens."""
-        self.bar.say(sentence)
-
     def _draw_title(self) -> None:
         query, source = self.query_now, self.source
         if source is None:
@@ -240,6 +236,7 @@ class ComparingScreen(MeasuringScreen):
             "next_step": len(source.steps) > 1,
             "previous_rank": len(source.ranks) > 1,
             "next_rank": len(source.ranks) > 1,
+            "go": len(source.steps) > 2,
             "view": self.table.finding is not None,
             "sort": self.table.num_rows > 1,
             "back": self.has_class("-zoomed") or bool(query.find),

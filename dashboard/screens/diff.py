@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
-from textual import on
-from textual.widgets import Input
 
 from tapscope.dashboard.diffing import SORTS
 from tapscope.dashboard.keys import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
@@ -17,6 +15,7 @@ from tapscope.dashboard.widgets.finding_table import FindingTable
 from tapscope.dashboard.widgets.layer_strip import LayerStrip
 from tapscope.dashboard.widgets.pair_pane import PairPane
 from tapscope.errors import ConfigError
+from tapscope.site import compact_ranges
 
 
 class DiffScreen(ComparingScreen):
@@ -79,8 +78,23 @@ class DiffScreen(ComparingScreen):
         if not 0 <= at < len(steps):
             self.say("All steps are shown already." if at < 0 else f"Step {now} is the last.")
             return
-        self.strip.set_step(steps[at])
-        self.ask(replace(self.query_now, step=steps[at]))
+        self._show_step(steps[at])
+
+    def action_go(self) -> None:
+        """Ask for a step."""
+        if self.source is not None:
+            self.open_line(f"a step of {compact_ranges(self.source.steps)}; nothing: all steps", "", self._go)
+
+    def _go(self, text: str) -> str:
+        steps = self.source.steps if self.source else ()
+        if text and (not text.isdecimal() or int(text) not in steps):
+            return f"{text!r} is no step that was compared; there are {compact_ranges(steps)}."
+        self._show_step(int(text) if text else None)
+        return ""
+
+    def _show_step(self, step: int | None) -> None:
+        self.strip.set_step(step)
+        self.ask(replace(self.query_now, step=step))
 
     def action_rank(self, direction: int) -> None:
         """What is furthest off on one target rank; before the first come all."""
@@ -116,32 +130,17 @@ class DiffScreen(ComparingScreen):
 
     def action_tolerance(self) -> None:
         """Open the line for a tolerance."""
-        line = self.query_one("#tolerance", Input)
         tolerance = self.source.report.options.tolerance if self.source else None
-        line.value = f"{tolerance[1]:g} {tolerance[0]:g}" if tolerance else ""
-        line.add_class("-open")
-        line.focus()
+        value = f"{tolerance[1]:g} {tolerance[0]:g}" if tolerance else ""
+        self.open_line("rtol, or rtol and atol; nothing: the floor", value, self._judge_by)
 
-    @on(Input.Submitted, "#tolerance")
-    def _take_tolerance(self, event: Input.Submitted) -> None:
+    def _judge_by(self, text: str) -> str:
         try:
-            self.way = replace(self.way, tolerance=parse_tolerance(event.value))
+            self.way = replace(self.way, tolerance=parse_tolerance(text))
         except ConfigError as error:
-            self.say(str(error))
-            return
-        self._close_tolerance()
+            return str(error)
         self.compare()
-
-    def _close_tolerance(self) -> None:
-        self.query_one("#tolerance").remove_class("-open")
-        self.activate(self.LIST)
-
-    def action_back(self) -> None:
-        """End the line for a tolerance before the search and the zoom."""
-        if self.query_one("#tolerance").has_class("-open"):
-            self._close_tolerance()
-        else:
-            super().action_back()
+        return ""
 
     def action_reload(self) -> None:
         """Read both runs again."""

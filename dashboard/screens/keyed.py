@@ -1,10 +1,13 @@
 """KeyedScreen: what the keys do on every screen of panes."""
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from textual import events, on
 from textual.screen import Screen
 from textual.widgets import Input
+
+from tapscope.dashboard.widgets.status_bar import KeyBar
 
 
 class Pane(Protocol):
@@ -31,6 +34,8 @@ class KeyedScreen(Screen[None]):
     LIST: ClassVar[str]
     """The pane that shows what a search finds."""
     pane: str
+    _take: Callable[[str], str]
+    """What takes the text of the line at the bottom, and says what is wrong with it."""
 
     @property
     def active(self) -> Pane:
@@ -45,6 +50,10 @@ class KeyedScreen(Screen[None]):
     def search(self, text: str) -> None:
         """Show what matches; everything again for an empty text."""
         raise NotImplementedError
+
+    def say(self, sentence: str) -> None:
+        """A sentence in place of the keys, until the next thing happens."""
+        self.query_one(KeyBar).say(sentence)
 
     def draw_keys(self) -> None:
         """The keys that would do something now."""
@@ -101,8 +110,33 @@ class KeyedScreen(Screen[None]):
         self.query_one("#find").remove_class("-open")
         self.activate(self.LIST)
 
+    def open_line(self, placeholder: str, value: str, take: Callable[[str], str]) -> None:
+        """Ask for a text; ``take`` returns a sentence where it will not do."""
+        line = self.query_one("#line", Input)
+        line.placeholder, line.value, self._take = placeholder, value, take
+        line.add_class("-open")
+        line.focus()
+
+    @on(Input.Submitted, "#line")
+    def _line_submitted(self, event: Input.Submitted) -> None:
+        problem = self._take(event.value.strip())
+        if problem:
+            self.say(problem)
+        else:
+            self._close_line()
+
+    def _close_line(self) -> None:
+        said = self.query_one(KeyBar).said
+        self.query_one("#line").remove_class("-open")
+        self.activate(self.LIST)
+        if said:
+            self.say(said)
+
     def action_back(self) -> None:
-        """End the search first, then the zoom."""
+        """End the line at the bottom, then the search, then the zoom."""
+        if self.query_one("#line").has_class("-open"):
+            self._close_line()
+            return
         is_open = self.query_one("#find").has_class("-open")
         if is_open:
             self._close_find()

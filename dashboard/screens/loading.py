@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 from textual import work
 
+from tapscope.dashboard.export import export
 from tapscope.dashboard.messages import (
     AccountReady,
     CountsReady,
     DigestFailed,
     DigestReady,
+    Grown,
     OpenFailed,
     RecordsReady,
     Said,
@@ -27,10 +30,17 @@ class LoadingScreen(KeyedScreen):
     @work(thread=True, exclusive=True, group="open")
     def load_source(self, open_source: Callable[[], RunSource]) -> None:
         """Read the run's index."""
+        begun = monotonic()
         try:
-            self.post_message(SourceOpened(open_source()))
+            source = open_source()
+            self.post_message(SourceOpened(source, monotonic() - begun))
         except TapscopeError as error:
             self.post_message(OpenFailed(error))
+
+    @work(thread=True, exclusive=True, group="grown")
+    def look_for_more(self, source: RunSource) -> None:
+        """Say whether there is more of the run now."""
+        self.post_message(Grown(source, source.has_grown()))
 
     @work(thread=True, exclusive=True, group="records")
     def load_records(self, source: RunSource, query: Query) -> None:
@@ -54,7 +64,7 @@ class LoadingScreen(KeyedScreen):
     def export_record(self, source: RunSource, record: Record) -> None:
         """Write one tensor."""
         try:
-            self.post_message(Said(source.export(record, Path.cwd())))
+            self.post_message(Said(export(source.run, record, Path.cwd())))
         except (TapscopeError, OSError) as error:
             self.post_message(Said(f"the tensor cannot be written here: {error}"))
 

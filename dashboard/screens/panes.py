@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from tapscope.dashboard import messages, paint
 from tapscope.dashboard.keys import RECORDS, KeySpec
-from tapscope.dashboard.screens.loading import LoadingScreen
+from tapscope.dashboard.screens.following import FollowingScreen
 from tapscope.dashboard.sources import BIG_TENSOR_BYTES, Query, RunSource
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.row_list import RowList
@@ -26,7 +26,7 @@ REST_S = 0.15
 """A tensor is read when the cursor has rested this long."""
 
 
-class PanesScreen(LoadingScreen):
+class PanesScreen(FollowingScreen):
     """State lives here: one query, one record; panes show it, workers answer it. Keys: BrowseScreen."""
 
     AUTO_FOCUS = ""
@@ -41,7 +41,6 @@ class PanesScreen(LoadingScreen):
         self.settled = False
         """Whether everything asked for has been answered and drawn."""
         self._target: Key | None = None
-        self._sentence = ""
         self._rest: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -53,6 +52,7 @@ class PanesScreen(LoadingScreen):
                 yield RecordTable()
                 yield TensorPane()
         yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
+        yield Input(id="line", compact=True)
         yield KeyBar()
 
     def on_mount(self) -> None:
@@ -69,16 +69,22 @@ class PanesScreen(LoadingScreen):
 
     @on(messages.SourceOpened)
     def _take_source(self, message: messages.SourceOpened) -> None:
-        if self.source is not None:
-            self.source.close()
-        self.source = source = message.source
+        before, self.source, source = self.source, message.source, message.source
+        if before is not None:
+            before.close()
+            more = len(source.run.records) - len(before.run.records)
+            if not self.following:
+                self.say_next(f"read again: {plural(more, 'more record')}" if more else "read again: nothing new")
         self.query_one(StatusBar).set_header(source.header)
+        self.follow(source, message.seconds)
         self.sites.set_tree(source.tree, str(source.run.manifest.get("model") or "all modules"))
         self.sites.set_title("sites")
         old = self.query_now
         first = source.run.records[0].key if source.run.records else None
         step = old.step if old else first.step if first else next(iter(source.steps), 0)
         rank = old.rank if old else first.rank if first else next(iter(source.ranks), 0)
+        if self.following and source.steps:
+            old = replace(old or Query(step, rank), step=source.steps[-1])
         self.query_now = None
         self.ask(replace(old or Query(step, rank), path=self.sites.path))
 
@@ -169,14 +175,6 @@ class PanesScreen(LoadingScreen):
 
     # --- words ------------------------------------------------------------------------------------
 
-    def say(self, sentence: str) -> None:
-        """A sentence in place of the keys, until the next thing happens."""
-        self.bar.say(sentence)
-
-    def say_next(self, sentence: str) -> None:
-        """A sentence that comes with the record that has just been asked for."""
-        self._sentence = sentence
-
     def _draw_title(self, source: RunSource, query: Query) -> None:
         total = source.num_records(query.step, query.rank)
         what = f'find "{query.find}"' if query.find else query.path or "all sites"
@@ -212,7 +210,9 @@ class PanesScreen(LoadingScreen):
             "view": record is not None,
             "sort": self.table.num_rows > 1,
             "back": self.has_class("-zoomed") or bool(self.query_now and self.query_now.find),
-            "reload": "OPEN" in source.header.state,
+            "reload": source.is_open and not self.following,
+            "tail": source.is_open,
+            "go": len(source.steps) > 2,
         }
         works |= {"next_step": works["previous_step"], "next_rank": works["previous_rank"]}
         shown = [s for s in self._specs if s.label and (not s.panes or self.pane in s.panes) and works.get(s.id, True)]

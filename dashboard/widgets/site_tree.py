@@ -33,7 +33,7 @@ class SiteTree(RowList):
 
     def set_tree(self, root: SiteNode, label: str) -> None:
         """Show another tree; folds and cursor stay where their modules still exist."""
-        path, is_first = self.path, not self._unfolded
+        path, is_first = self.path, not self._root.children
         self._root, self._label = root, label
         if is_first:
             self._unfolded = _first_unfolded(root)
