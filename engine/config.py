@@ -54,6 +54,8 @@ class EngineConfig:
     """Rows of one step; longer prompts take several steps. None is 512 on a CPU and 8192 on a GPU."""
     prefix_cache: bool = True
     """Keep the pages of computed tokens, so that a prompt that begins with them need not compute them again."""
+    prefix_affinity: bool = True
+    """Of several replicas prefer the one that has computed a prompt's beginning, unless it is much busier."""
     watermark: float = 0.01
     """Share of the pages that must be left when a request joins others: room for them to grow."""
     ageing_steps: int = 256
@@ -117,7 +119,7 @@ class EngineConfig:
         for name in _TIMEOUTS:
             limit = getattr(self, name)
             _require(limit is None or (is_number(limit) and limit > 0), name, limit, f"{rule}, or None")
-        for name in ("prefix_cache", "check", "batch_invariant"):
+        for name in ("prefix_cache", "prefix_affinity", "check", "batch_invariant"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "must be true or false")
         _require(
             isinstance(self.exclude_modules, tuple) and all(isinstance(glob, str) for glob in self.exclude_modules),
@@ -147,6 +149,11 @@ class EngineConfig:
     def step_tokens(self, device_type: str) -> int:
         """``max_tokens_per_step`` on a device of this type."""
         return self.max_tokens_per_step or (512 if device_type == "cpu" else 8192)
+
+    @property
+    def has_affinity(self) -> bool:
+        """Whether a request's prefix counts when its replica is chosen."""
+        return self.prefix_cache and self.prefix_affinity
 
     def replica_seed(self) -> int:
         """What this replica's requests without a seed of their own are seeded from; no two replicas draw alike."""

@@ -146,6 +146,11 @@ class Assembly:
         self._last = output
         return output
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Generated tokens so far."""
+        return tuple(self._token_ids)
+
     def generation(self) -> Generation:
         """The sum of all outputs so far."""
         return Generation(

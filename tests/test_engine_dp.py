@@ -35,6 +35,7 @@ from tapscope.engine.output import Output
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.runner import Runner
 from tapscope.engine.server.client import EngineClient
+from tapscope.engine.server.prefixes import PrefixIndex, blocks_of
 from tapscope.engine.server.service import EngineService
 from tapscope.engine.server.updating import update_weights
 from tapscope.errors import CheckpointError, ConfigError, LiveError, RankLostError, UsageError
@@ -44,6 +45,8 @@ from tapscope.wire import Message
 GREEDY = {"max_new_tokens": 4, "ignore_eos": True}
 LONG = GREEDY | {"max_new_tokens": 4000}
 PROMPT = [5, 6, 7]
+TALK: list[Any] = [{"role": "user", "content": "Tell me which of all the numbers that there are is the next."}]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 WORDS = "DP replica 1 hangs: it has not moved for "
 
 
@@ -116,7 +119,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The same with two sets of weights."""
     folder = tmp_path_factory.mktemp("models")
     made = {"num_hidden_layers": 1, "max_position_embeddings": 4096}
-    return [make_llama(folder / name, seed=seed, **made) for seed, name in enumerate(("old", "new"))]
+    paths = [make_llama(folder / name, seed=seed, **made) for seed, name in enumerate(("old", "new"))]
+    for path in paths:
+        (path / "chat_template.jinja").write_text(TEMPLATE)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +174,76 @@ def test_a_request_may_name_its_replica(server: Server) -> None:
         answer = server.http.post("/generate", json={"input_ids": PROMPT, "data_parallel_rank": wrong})
         assert answer.status_code == 400
         assert "data_parallel_rank" in answer.json()["error"]["message"]
+
+
+def test_a_prefix_goes_to_the_replica_that_has_it_unless_it_is_much_busier(server: Server) -> None:
+    def ask(prompts: list[list[int]]) -> list[tuple[int, int]]:
+        """Where each went, and how much of it was there."""
+        answers = [each["meta_info"] for each in server.ask("/generate", input_ids=prompts, sampling_params=GREEDY)]
+        return [(answer["dp_rank"], answer["cached_tokens"]) for answer in answers]
+
+    prefixes = [[10 + group, *range(50, 370), group] for group in range(4)]  # 20 pages of 16, and a bit
+    first = [ask([[*prefix, 7]])[0] for prefix in prefixes]
+    assert sorted(replica for replica, _ in first) == [0, 0, 1, 1]  # nobody has them yet: an empty cache is preferred
+    later = [ask([[*prefix, end]])[0] for end in (8, 9, 11) for prefix in prefixes]
+    assert later == [(replica, 320) for replica, _ in first] * 3  # as much as one replica would have had
+    talk = server.ask("/generate", input_ids=prefixes[0], sampling_params=GREEDY | {"max_new_tokens": 40})
+    more = [*prefixes[0], *talk["output_ids"], 7]
+    assert ask([more]) == [(first[0][0], (len(more) - 2) // 16 * 16)]  # what was answered counts too
+    crowd = [replica for replica, _ in ask([[*prefixes[0], end] for end in range(100, 108)])]
+    assert crowd[:2] == [first[0][0]] * 2
+    assert abs(crowd.count(0) - crowd.count(1)) <= 2
+    spread = [replica for replica, _ in ask([[200 + number, *range(50, 90)] for number in range(8)])]
+    assert (spread.count(0), spread.count(1)) == (4, 4)
+    text = server.http.get("/metrics").text
+    routed = [s for f in text_string_to_metric_families(text) for s in f.samples if "routed_requests_total" in s.name]
+    assert sum(sample.value for sample in routed if sample.labels["by"] == "prefix") >= 13
+    cached = server.metric("cached_tokens_total")
+    assert all(cached[replica] >= 3 * 2 * 320 for replica in "01")
+    server.ask("/flush_cache")
+    assert ask([prefixes[1]])[0][1] == 0
+
+
+def test_prefixes_are_remembered_within_bounds_and_forgotten_from_their_ends() -> None:
+    index = PrefixIndex(max_kept=6)
+    first, second = list(range(100)), [*range(40), *range(200, 260)]
+    index.note(blocks_of(first))
+    assert (len(index), index.num_matched(blocks_of(first))) == (6, 96)
+    assert index.num_matched(blocks_of(second)) == 32
+    assert index.num_matched(blocks_of([9, *first])) == 0
+    index.note(blocks_of(second)[:3])
+    assert (len(index), index.num_matched(blocks_of(second)), index.num_matched(blocks_of(first))) == (6, 48, 80)
+    assert len(blocks_of(range(10**6))) == 1024
+    index.clear()
+    assert index.num_matched(blocks_of(first)) == 0
+
+
+def test_a_chat_is_answered_by_any_replica_and_its_next_turn_by_the_same(server: Server, models: list[Path]) -> None:
+    with openai.OpenAI(base_url=f"{server.http.base_url}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        more: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+        answers = {}
+        for replica in "01":
+            made = client.chat.completions.create(
+                messages=TALK, extra_headers={"X-data-parallel-rank": replica}, **more
+            )
+            answers[replica] = made.choices[0].message.content
+            chunks = client.chat.completions.create(
+                messages=TALK, stream=True, extra_headers={"X-data-parallel-rank": replica}, **more
+            )
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answers[replica]
+        assert answers["0"] == answers["1"]
+        several = client.chat.completions.create(messages=TALK, n=4, **more)
+        assert [choice.message.content for choice in several.choices] == [answers["0"]] * 4
+        talk = [*TALK, {"role": "assistant", "content": answers["0"]}, {"role": "user", "content": "And the next one?"}]
+        first = client.chat.completions.create(messages=talk, **more)
+        again = client.chat.completions.create(messages=[*talk, *talk[-2:]], **more)
+        assert again.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens // 16 * 16
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert {line["dp_rank"] for line in lines[-2:]} == {lines[-1]["dp_rank"]}
+    with LLM(models[0]) as llm:
+        (alone,) = llm.chat([TALK], max_new_tokens=6, ignore_eos=True)
+    assert answers["0"] == alone.text
 
 
 def test_an_abort_finds_the_replica_that_holds_the_request(server: Server) -> None:
@@ -326,6 +402,10 @@ def test_an_offline_llm_spreads_its_calls_over_replicas_and_says_which_was_lost(
         made = llm.generate(PROMPTS, params)
         assert [list(each.token_ids) for each in made] == expected
         assert [(each.request, each.dp_rank) for each in made] == [("0", 0), ("1", 1), ("2", 0), ("3", 1)]
+        chats = llm.chat([TALK, TALK, [*TALK, *TALK]], params)
+        assert [chat.token_ids for chat in chats[:2]] == [chats[0].token_ids] * 2
+        assert {chat.dp_rank for chat in chats} == {0, 1}
+        assert list(chats[2].token_ids) == reference_tokens(models[0], llm.chat_prompt([*TALK, *TALK]), 6)
         (forced,) = llm.generate([PROMPT], params, forced=[[1, 2]])
         assert forced.token_ids[:2] == (1, 2)
         outputs = list(llm.stream(PROMPTS[:2], params, request_ids=["a", "b"]))

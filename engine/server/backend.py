@@ -186,6 +186,11 @@ class Backend:
                 stdout=2,  # stdout belongs to data
             )
         self._listener.close()  # from now on the front's alone: what it closes is closed
-        welcome = {"addresses": self._replicas.addresses, "model": self._config.model, "extras": self._extras}
+        welcome = {
+            "addresses": self._replicas.addresses,
+            "prefix_affinity": self._config.has_affinity,
+            "model": self._config.model,
+            "extras": self._extras,
+        }
         watched = {"pid": os.getpid(), "folder": str(self._replicas.folder), "limit_s": self._config.rank_timeout_s}
         self._tell_front(welcome | {"settings": self._settings.plain(), "watched": watched})

@@ -32,6 +32,7 @@ class EngineBridge:
     ) -> None:
         """``replicas`` are those beside ``engine``, loaded; they are left open too."""
         self._tokenizer = tokenizer
+        self._prefix_affinity = engine.config.has_affinity
         self._meters = meters or Meters()
         self._context = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
@@ -58,7 +59,13 @@ class EngineBridge:
             self._clients.pop(loop).close()
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            self._clients[loop] = EngineClient(self._context, self._addresses, self._tokenizer, self._meters)
+            self._clients[loop] = EngineClient(
+                self._context,
+                self._addresses,
+                self._tokenizer,
+                self._meters,
+                prefix_affinity=self._prefix_affinity,
+            )
             if self._lost is not None:
                 self._clients[loop].replicas[self._lost.dp_rank].fail(str(self._lost))
         return self._clients[loop]

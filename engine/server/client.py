@@ -11,6 +11,7 @@ import zmq
 from tapscope.engine.output import Assembly, Output
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.meters import Meters, Stopwatch
+from tapscope.engine.server.prefixes import Block, blocks_of
 from tapscope.engine.server.replica import Replica
 from tapscope.engine.server.router import choose
 from tapscope.engine.tokenizer import Tokenizer
@@ -32,8 +33,14 @@ class EngineClient:
         addresses: Sequence[str],
         tokenizer: Tokenizer | None,
         meters: Meters | None = None,
+        *,
+        prefix_affinity: bool = True,
     ) -> None:
-        """Connect to the ROUTER of each replica, which may be bound later; nothing is sent yet."""
+        """Connect to the ROUTER of each replica, which may be bound later; nothing is sent yet.
+
+        ``prefix_affinity``: of several replicas prefer the one that has a request's prefix.
+        """
+        self._has_affinity = prefix_affinity and len(addresses) > 1
         self.tokenizer = tokenizer
         self.meters = meters or Meters()
         self.discord: str | None = None
@@ -75,8 +82,10 @@ class EngineClient:
             raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
         watch = Stopwatch()
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        name, replica = self._name(request_id), choose(self.replicas, dp_rank)
+        blocks = self._blocks(prompt_ids, params, options)
+        name, (replica, watch.routed_by) = self._name(request_id), choose(self.replicas, dp_rank, blocks)
         watch.dp_rank = replica.dp_rank
+        replica.prefixes.note(blocks)
         box = replica.open(name)
         self._live[name] = replica
         replica.num_tokens += len(prompt_ids)
@@ -100,6 +109,8 @@ class EngineClient:
             del self._live[name]
             replica.close_box(box)
             replica.num_tokens -= len(prompt_ids) + watch.num_tokens
+            if blocks:  # a conversation goes on with what was answered
+                replica.prefixes.note(blocks_of(prompt_ids + assembly.token_ids))
             self.meters.ended(name, len(prompt_ids), watch)
 
     async def generate(
@@ -158,6 +169,20 @@ class EngineClient:
         """Disconnect; requests under way fail. Safe to call twice."""
         for replica in self.replicas:
             replica.disconnect()
+
+    def forget_prefixes(self) -> None:
+        """The replicas' prefix caches were emptied."""
+        for replica in self.replicas:
+            replica.prefixes.clear()
+
+    def _blocks(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, options: Mapping[str, Any] | None
+    ) -> list[Block]:
+        """What of a prompt a prefix cache may have; nothing where all rows are to be computed, or nobody asks."""
+        options = options or {}
+        computes_all = params.prompt_logprobs is not None or params.routed_experts
+        computes_all = computes_all or "capture" in options or options.get("pooling") == "mean"
+        return [] if computes_all or not self._has_affinity else blocks_of(prompt_ids)
 
     async def _encode(self, text: str) -> tuple[int, ...]:
         if self.tokenizer is None:

@@ -75,7 +75,7 @@ def _run(
     @asynccontextmanager
     async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
         with zmq.Context() as context:
-            client = EngineClient(context, addresses, tokenizer, meters)
+            client = EngineClient(context, addresses, tokenizer, meters, prefix_affinity=welcome["prefix_affinity"])
             try:
                 yield client
             finally:

@@ -22,6 +22,8 @@ class Stopwatch:
     error: str | None = None
     dp_rank: int = 0
     """The replica that computes it."""
+    routed_by: str = "load"
+    """Why that one, see router.py."""
     between: tuple[float, int] | None = None
     """Seconds since the output before, and tokens that came with this one; None with the first."""
 

@@ -46,6 +46,10 @@ class FrontMetrics:
             f"{_PREFIX}requests", "Requests that ended, by finish reason; gone: the client left.",
             ["dp_rank", "reason"], registry=registry,
         )  # fmt: skip
+        self._routed = Counter(
+            f"{_PREFIX}routed_requests", "Requests sent to a replica: pinned, for its prefix cache, or for its load.",
+            ["dp_rank", "by"], registry=registry,
+        )  # fmt: skip
         self._ttft = _histogram("time_to_first_token_seconds", "Time until the first token came.", registry)
         self._itl = _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", registry)
         self._e2e = _histogram("e2e_request_latency_seconds", "Time until the last token came.", registry)
@@ -69,6 +73,7 @@ class FrontMetrics:
         """A request is over."""
         reason = "error" if watch.error is not None else watch.finish_reason or "gone"
         self._requests.labels(str(watch.dp_rank), reason).inc()
+        self._routed.labels(str(watch.dp_rank), watch.routed_by).inc()
         if reason in ("stop", "length"):
             self._e2e.labels(str(watch.dp_rank)).observe(watch.elapsed_s)
 

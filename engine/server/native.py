@@ -106,6 +106,7 @@ def _add_weights(router: APIRouter, state: FrontState) -> None:
     async def flush_cache() -> Response:
         """Empty the prefix cache, but for what running requests hold."""
         freed = await state.client.call_all("flush_cache")
+        state.client.forget_prefixes()
         return JSONResponse({"success": True, "num_pages": sum(each["num_pages"] for each in freed)})
 
     @router.post("/update_weights_from_disk", openapi_extra=described(WeightsBody, {"model_path": "/models/step-100"}))

@@ -10,6 +10,7 @@ import zmq
 from tapscope import errors
 from tapscope.engine.output import Output
 from tapscope.engine.server.mailbox import Mailbox
+from tapscope.engine.server.prefixes import PrefixIndex
 from tapscope.errors import LiveError, RankLostError, TapscopeError
 from tapscope.wire import Message, decode, encode
 
@@ -24,6 +25,8 @@ class Replica:
         """Why the engine can compute no more; None while it can."""
         self.num_tokens = 0
         """Tokens of the requests under way: their prompts, and what has come."""
+        self.prefixes = PrefixIndex()
+        """What its prefix cache should have."""
         self._dp = dp
         self._mailboxes: dict[int, Mailbox] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}

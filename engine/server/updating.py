@@ -15,6 +15,7 @@ async def update_weights(client: EngineClient, folder: str, *, partial: bool) ->
     several = len(client.replicas) > 1
     if several:
         await client.call_all("check_weights", folder=folder, partial=partial)
+    client.forget_prefixes()
     answers = await client.ask_all("update_weights", folder=folder, partial=partial)
     refused = {number: answer for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)}
     if not refused:
