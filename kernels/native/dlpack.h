@@ -46,15 +46,4 @@ inline View view_of(PyObject* capsule) {
     return api->major == 1 ? api->view : nullptr;
 }
 
-// Whether the elements lie one after the other.
-inline bool is_dense(const Tensor& tensor) {
-    int64_t expected = 1;
-    for (int32_t i = tensor.ndim; i-- > 0;) {
-        if (tensor.shape[i] == 0) return true;
-        if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
-        expected *= tensor.shape[i];
-    }
-    return true;
-}
-
 }  // namespace ts::dlpack

@@ -8,6 +8,7 @@
 
 #include <structmember.h>
 
+#include <utility>
 #include <vector>
 
 #include "calls.h"
@@ -27,7 +28,7 @@ struct FastPath {
 struct Leaf {
     Stencil* stencil;
     PyObject* where;  // where the whole tensor is kept: (port, layout); else null
-    uint64_t address;
+    Lying lying;
 };
 using Leaves = std::vector<Leaf>;
 
@@ -38,9 +39,9 @@ bool is_as_known(const Stencil* stencil, PyObject* value) {
 
 bool match_leaf(const Pen* pen, PyObject* known, PyObject* where, PyObject* value, Leaves* found) {
     auto* stencil = reinterpret_cast<Stencil*>(known);
-    uint64_t address = 0;
-    if (stencil->is_literal ? !is_as_known(stencil, value) : !find(pen, stencil, value, &address)) return false;
-    found->push_back({stencil, where, address});
+    Lying lying;
+    if (stencil->is_literal ? !is_as_known(stencil, value) : !find(pen, stencil, value, &lying)) return false;
+    found->push_back({stencil, where, std::move(lying)});
     return true;
 }
 
@@ -82,11 +83,12 @@ bool match_call(const Pen* pen, PyObject* pattern, PyObject* const* args, Py_ssi
 
 // Whether the leaf was taken; an exception may be set either way.
 bool take(Pen* pen, const Leaf& leaf) {
-    if (leaf.where) {
-        const Owned send(Py_NewRef(pen->open.send)), at(PyLong_FromUnsignedLongLong(leaf.address));
-        return at && (Owned(PyObject_CallFunctionObjArgs(send.get(), leaf.where, at.get(), nullptr)), true);
-    }
-    return write_at(pen, leaf.stencil, leaf.address);
+    if (!leaf.where) return write(pen, leaf.stencil, leaf.lying);
+    const Owned send(Py_NewRef(pen->open.send));
+    const Dense dense(leaf.lying, leaf.stencil->count * leaf.stencil->width);
+    const Owned at(PyLong_FromVoidPtr(const_cast<uint8_t*>(dense.bytes())));
+    return at && !PyErr_Occurred() &&
+           (Owned(PyObject_CallFunctionObjArgs(send.get(), leaf.where, at.get(), nullptr)), true);
 }
 
 bool take_all(Pen* pen, const Leaves& leaves) {

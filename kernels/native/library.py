@@ -45,7 +45,7 @@ class Functions(NamedTuple):
     overviews: Callable[[Any, Any, Any, Any, Any], bytes]
     """(floats, integers, at worst, bounds of sections, errors out) -> a struct Overview for each section"""
     stencil: Callable[..., Any]
-    """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see pen.cpp"""
+    """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see stencil.cpp"""
     pen: Callable[..., Any]
     """(exact types of plain tensors, their DLPack interface or None, tensor -> dispatch keys, set of plain ones, () ->
     number of the autograd engine's task, ContextVar of tags, its value where there are none) -> Pen"""

@@ -1,14 +1,13 @@
-// What is known of a tensor, and the lines of records of which only statistics are kept, without Python in between.
+// The lines of records of which only statistics are kept, without Python in between.
 //
-// A Stencil holds what the lines of one port have in common and how its last tensor lay; a Pen writes lines by it into
-// a buffer. What a Pen does for a tensor, dumper/taker.py does too, for any: the lines are the same.
+// A Pen writes lines by a Stencil into a buffer. What a Pen does for a tensor, dumper/taker.py does too, for any: the
+// lines are the same.
 
 #include "pen.h"
 
 #include <pthread.h>
 #include <structmember.h>
 
-#include <algorithm>
 #include <array>
 #include <map>
 #include <string>
@@ -25,53 +24,7 @@ constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer
 
 constexpr long long kMany = 64;  // lines that wait here at most: until they are queued only a crash can lose them
 
-// ---- Stencil
-
-// Stencil(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
-PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject *kind, *size;
-    const char *head, *tail;
-    Py_ssize_t head_size, tail_size;
-    long long count, width;
-    int code;
-    if (!PyArg_ParseTuple(args, "y#y#OO!LLi", &head, &head_size, &tail, &tail_size, &kind, &PyTuple_Type, &size, &count,
-                          &width, &code)) {
-        return nullptr;
-    }
-    auto* self = reinterpret_cast<Stencil*>(type->tp_alloc(type, 0));
-    if (!self) return nullptr;
-    self->shape = new std::vector<int64_t>;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); ++i) {
-        self->shape->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
-    }
-    self->kind = Py_NewRef(kind), self->size = Py_NewRef(size);
-    self->head = new std::string(head, size_t(head_size)), self->tail = new std::string(tail, size_t(tail_size));
-    self->count = count, self->width = width, self->code = code, self->is_literal = code < 0;
-    return reinterpret_cast<PyObject*>(self);
-}
-
-void free_stencil(PyObject* object) {
-    auto* self = reinterpret_cast<Stencil*>(object);
-    PyTypeObject* type = Py_TYPE(object);
-    Py_XDECREF(self->kind), Py_XDECREF(self->size);
-    delete self->shape;
-    delete self->head;
-    delete self->tail;
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-PyType_Slot kStencilSlots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make_stencil)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(free_stencil)},
-    {0, nullptr},
-};
-PyType_Spec kStencilSpec = {"tapscope.kernels.native._tapscope.Stencil", sizeof(Stencil), 0, Py_TPFLAGS_DEFAULT,
-                            kStencilSlots};
-
-// ---- Pen
-
-using Place = std::tuple<uint64_t, int64_t, int>;  // address, elements, code
+using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
 
 struct Seen {
     uint8_t digest[16];
@@ -88,13 +41,12 @@ struct PenState {
     std::map<Place, Seen> places;
 };
 
-PyTypeObject *stencil_type = nullptr, *pen_type = nullptr;
+PyTypeObject* pen_type = nullptr;
 
 namespace {
 
 uint64_t num_forks = 0;  // a child has no pipeline, and the rank is its parent's
 
-PyObject *name_dtype, *name_size, *name_raw, *name_contiguous, *name_pointer;
 PyObject *name_announced, *name_micro, *name_in_full, *name_halted;
 
 std::array<PyObject*, 7> all_of(const Surroundings& around) {
@@ -133,56 +85,6 @@ void free_pen(PyObject* object) {
     Py_DECREF(type);
 }
 
-bool has_type(const Pen* pen, PyObject* tensor) {
-    PyObject* types = pen->around.types;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
-        if (PyTuple_GET_ITEM(types, i) == reinterpret_cast<PyObject*>(Py_TYPE(tensor))) return true;
-    }
-    return false;
-}
-
-bool is_plain(const Pen* pen, PyObject* tensor) {
-    const Owned keys(PyObject_CallOneArg(pen->around.keys_of, tensor));
-    if (!keys) return false;
-    const Owned raw(PyObject_CallMethodNoArgs(keys.get(), name_raw));
-    return raw && PySet_Contains(pen->around.plain, raw.get()) == 1;
-}
-
-// By questions to the tensor, of which torch makes Python objects.
-bool find_by_asking(const Pen* pen, const Stencil* stencil, PyObject* tensor, uint64_t* address) {
-    if (Owned(PyObject_GetAttr(tensor, name_dtype)).get() != stencil->kind) return false;
-    const Owned size(PyObject_CallMethodNoArgs(tensor, name_size));
-    if (!size || PyObject_RichCompareBool(size.get(), stencil->size, Py_EQ) != 1 || !is_plain(pen, tensor)) return false;
-    if (Owned(PyObject_CallMethodNoArgs(tensor, name_contiguous)).get() != Py_True) return false;
-    const Owned pointer(PyObject_CallMethodNoArgs(tensor, name_pointer));
-    if (!pointer) return false;
-    *address = PyLong_AsUnsignedLongLongMask(pointer.get());
-    return (*address || !stencil->count) && !PyErr_Occurred();
-}
-
-// By DLPack, in which everything is refused that has no memory of its own, such as a tensor inside torch.func.
-//
-// It does not tell a lazy negation. What `imag` makes of a conjugate has one, and lies in every second place: so those
-// of one element, which lie like any other, are found by asking.
-bool find_by_view(const Pen* pen, const Stencil* stencil, PyObject* tensor, uint64_t* address) {
-    dlpack::Tensor found;
-    if (pen->view(tensor, &found)) return false;
-    const auto& shape = *stencil->shape;
-    if (found.device_type != dlpack::kHost || found.element != stencil->element ||
-        !std::equal(shape.begin(), shape.end(), found.shape, found.shape + found.ndim) || !dlpack::is_dense(found)) {
-        return false;
-    }
-    *address = reinterpret_cast<uintptr_t>(found.data) + found.byte_offset;
-    return found.data || !stencil->count;
-}
-
-// From now on a view of the next tensor is enough.
-void learn(const Pen* pen, Stencil* stencil, PyObject* tensor) {
-    dlpack::Tensor found;
-    if (pen->view && stencil->count > 1 && !pen->view(tensor, &found)) stencil->element = found.element;
-    PyErr_Clear();
-}
-
 bool is_true(PyObject* object, PyObject* name) {
     const Owned value(PyObject_GetAttr(object, name));
     return value && PyObject_IsTrue(value.get()) == 1;
@@ -199,39 +101,41 @@ bool is_in_backward(const Pen* pen) {
     return !task || PyLong_AsLong(task.get()) != -1;
 }
 
-// What lies at the place, where this step has met it and the bytes are still the same.
-bool recall(const PenState* state, const Stencil* stencil, uint64_t address, Seen* found) {
+// What lies at the place, where this step has met it and its bytes, which are given, are still the same.
+bool recall(const PenState* state, const Stencil* stencil, uint64_t place, const uint8_t* bytes, Seen* found) {
     const int64_t nbytes = stencil->count * stencil->width;
     if (nbytes < kSmall) return false;
-    const auto seen = state->places.find({address, stencil->count, stencil->code});
+    const auto seen = state->places.find({place, stencil->count, stencil->code});
     if (seen == state->places.end()) return false;
     *found = seen->second;  // the map may change while the GIL is released
     uint8_t digest[16];
-    run(nbytes, [&] { ts_hash(reinterpret_cast<const void*>(uintptr_t(address)), nbytes, digest); });
+    run(nbytes, [&] { ts_hash(bytes, nbytes, digest); });
     return !std::memcmp(digest, found->digest, sizeof digest);
 }
 
-// What lies at the place, noted for this step; and a copy of it where there is a target.
-Seen read(PenState* state, const Stencil* stencil, uint64_t address, uint64_t target) {
+// What lies at the place, noted for this step; and a copy of its bytes where there is a target.
+Seen read(PenState* state, const Stencil* stencil, uint64_t place, const uint8_t* bytes, void* target) {
     const int64_t nbytes = stencil->count * stencil->width;
-    const auto* bytes = reinterpret_cast<const void*>(uintptr_t(address));
     Taken found;
     int64_t size = 0;
-    run(nbytes, [&] {
-        size = ts_take(bytes, stencil->count, stencil->code, 1, reinterpret_cast<void*>(uintptr_t(target)), &found);
-    });
+    run(nbytes, [&] { size = ts_take(bytes, stencil->count, stencil->code, 1, target, &found); });
     Seen seen;
     std::memcpy(seen.digest, found.digest, sizeof seen.digest);
     seen.text.assign(found.text, size_t(size));
-    if (nbytes >= kSmall) state->places[{address, stencil->count, stencil->code}] = seen;
+    if (nbytes >= kSmall) state->places[{place, stencil->count, stencil->code}] = seen;
     return seen;
 }
 
-// The members `hash` to `stats` of a line.
-std::string content_of(PenState* state, const Stencil* stencil, uint64_t address) {
+// The members `hash` to `stats` of a line; empty with an exception set where there is no memory.
+std::string content_of(PenState* state, const Stencil* stencil, const Lying& lying) {
+    const Dense dense(lying, stencil->count * stencil->width);
+    if (PyErr_Occurred()) return "";
     Seen found;
-    return recall(state, stencil, address, &found) ? found.text : read(state, stencil, address, 0).text;
+    if (recall(state, stencil, lying.address, dense.bytes(), &found)) return found.text;
+    return read(state, stencil, lying.address, dense.bytes(), nullptr).text;
 }
+
+const uint8_t* at(uint64_t address) { return reinterpret_cast<const uint8_t*>(uintptr_t(address)); }
 
 PyObject* as_tuple(const Seen& seen) {
     return Py_BuildValue("y#y#", seen.text.data(), Py_ssize_t(seen.text.size()),
@@ -247,13 +151,14 @@ void add_line(Pen* pen, const Stencil* stencil, const std::string& number, const
     ++pen->waiting;
 }
 
-// (stencil, tensor) -> address of its memory; 0 when the tensor is not plain, or lies otherwise than the stencil's
+// (stencil, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain or another
+// than the stencil's
 PyObject* pen_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "find(stencil, tensor)");
-    uint64_t address = 0;
-    const bool found = find(reinterpret_cast<Pen*>(object), reinterpret_cast<Stencil*>(args[0]), args[1], &address);
+    Lying lying;
+    const bool found = find(reinterpret_cast<Pen*>(object), reinterpret_cast<Stencil*>(args[0]), args[1], &lying);
     if (!forgive()) return nullptr;  // whoever looks closer says what is the matter
-    return PyLong_FromUnsignedLongLong(found ? address : 0);
+    return PyLong_FromUnsignedLongLong(found && lying.outer.empty() ? lying.address : 0);
 }
 
 // (stencil, tensor) -> whether its line was written; the tensor is not for this pen otherwise
@@ -261,8 +166,8 @@ PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "write(stencil, tensor)");
     auto* self = reinterpret_cast<Pen*>(object);
     auto* stencil = reinterpret_cast<Stencil*>(args[0]);
-    uint64_t address = 0;
-    const bool is_written = self->open.step && find(self, stencil, args[1], &address) && write_at(self, stencil, address);
+    Lying lying;
+    const bool is_written = self->open.step && find(self, stencil, args[1], &lying) && write(self, stencil, lying);
     return forgive() ? PyBool_FromLong(is_written) : nullptr;  // whoever looks closer says what is the matter
 }
 
@@ -273,7 +178,7 @@ PyObject* pen_recall(PyObject* object, PyObject* const* args, Py_ssize_t count) 
     Seen found;
     if (PyErr_Occurred()) return nullptr;
     const auto* self = reinterpret_cast<Pen*>(object);
-    if (!recall(self->state, reinterpret_cast<Stencil*>(args[0]), address, &found)) Py_RETURN_NONE;
+    if (!recall(self->state, reinterpret_cast<Stencil*>(args[0]), address, at(address), &found)) Py_RETURN_NONE;
     return as_tuple(found);
 }
 
@@ -284,7 +189,9 @@ PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     }
     const uint64_t address = PyLong_AsUnsignedLongLongMask(args[1]), target = PyLong_AsUnsignedLongLongMask(args[2]);
     if (PyErr_Occurred()) return nullptr;
-    return as_tuple(read(reinterpret_cast<Pen*>(object)->state, reinterpret_cast<Stencil*>(args[0]), address, target));
+    const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
+    auto* state = reinterpret_cast<Pen*>(object)->state;
+    return as_tuple(read(state, stencil, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
 // (step, its number, its serial, numbers, pass_on, send) -> None; memory is used again for other values
@@ -344,9 +251,7 @@ PyType_Spec kPenSpec = {"tapscope.kernels.native._tapscope.Pen", sizeof(Pen), 0,
 
 bool add_names() {
     const std::pair<PyObject**, const char*> names[] = {
-        {&name_dtype, "dtype"},         {&name_size, "size"},       {&name_raw, "raw_repr"},
-        {&name_contiguous, "is_contiguous"}, {&name_pointer, "data_ptr"}, {&name_announced, "announced"},
-        {&name_micro, "micro"},         {&name_in_full, "in_full"}, {&name_halted, "halted"},
+        {&name_announced, "announced"}, {&name_micro, "micro"}, {&name_in_full, "in_full"}, {&name_halted, "halted"},
     };
     for (const auto& [name, text] : names) {
         if (!(*name = PyUnicode_InternFromString(text))) return false;
@@ -362,18 +267,10 @@ bool is_ordinary(const Pen* pen) {
            !is_true(step, name_in_full) && !is_true(step, name_halted) && is_without_tags(pen) && !is_in_backward(pen);
 }
 
-bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address) {
-    if (stencil->is_literal || !has_type(pen, tensor)) return false;
-    if (stencil->element.lanes) return find_by_view(pen, stencil, tensor, address);
-    if (!find_by_asking(pen, stencil, tensor, address)) return false;
-    learn(pen, stencil, tensor);
-    return true;
-}
-
-bool write_at(Pen* pen, const Stencil* stencil, uint64_t address) {
+bool write(Pen* pen, const Stencil* stencil, const Lying& lying) {
     const uint64_t generation = pen->state->generation;
-    const std::string content = stencil->is_literal ? "" : content_of(pen->state, stencil, address);
-    if (generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
+    const std::string content = stencil->is_literal ? "" : content_of(pen->state, stencil, lying);
+    if (PyErr_Occurred() || generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
     const Owned number(PyIter_Next(pen->open.numbers));
     const Owned text(number ? PyObject_Str(number.get()) : nullptr);
     const char* digits = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
@@ -387,11 +284,9 @@ bool write_at(Pen* pen, const Stencil* stencil, uint64_t address) {
 }
 
 bool add_pen(PyObject* module) {
-    stencil_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kStencilSpec));
     pen_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kPenSpec));
     pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
-    return add_names() && stencil_type && pen_type &&
-           PyModule_AddObjectRef(module, "Stencil", reinterpret_cast<PyObject*>(stencil_type)) == 0 &&
+    return add_names() && pen_type &&
            PyModule_AddObjectRef(module, "Pen", reinterpret_cast<PyObject*>(pen_type)) == 0;
 }
 

@@ -1,4 +1,4 @@
-// The types Stencil, Pen and FastPath of Python, see pen.cpp and fastpath.cpp.
+// The types Stencil, Pen and FastPath of Python, see stencil.cpp, pen.cpp and fastpath.cpp.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dlpack.h"
+#include "lying.h"
 
 namespace ts {
 
@@ -62,16 +63,18 @@ struct Pen {
 // Whether a firing now is an ordinary one of the open step: in a forward, without tags, nothing special going on.
 bool is_ordinary(const Pen* pen);
 
-// Whether the tensor is plain memory that lies as the stencil's did, and where; an exception may be set if not.
-bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, uint64_t* address);
+// Whether the tensor is plain memory with the stencil's element type and shape, and where; an exception may be set if
+// not.
+bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found);
 
 // Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has ended
 // meanwhile. An exception may be set either way.
-bool write_at(Pen* pen, const Stencil* stencil, uint64_t address);
+bool write(Pen* pen, const Stencil* stencil, const Lying& lying);
 
 extern PyTypeObject *stencil_type, *pen_type;
 
 // Add the types to the module; false with an exception set.
+bool add_stencil(PyObject* module);
 bool add_pen(PyObject* module);
 bool add_fast_path(PyObject* module);
 
