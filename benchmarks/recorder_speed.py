@@ -35,7 +35,7 @@ from tapscope.writer import RankWriter
 
 T = TypeVar("T")
 BATCH_BYTES = 8 << 20
-BATCH_RECORDS = 256
+BATCH_RECORDS = 1024
 SIZES = {"1 MiB": (1 << 20, 512), "64 KiB": (1 << 16, 4096), "2 KiB": (2048, 40_000)}
 """Name -> (bytes of one tensor, tensors in a round)."""
 

@@ -14,7 +14,8 @@ from tapscope.wire import Message
 
 Item = Pending | Lines | LateLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
-BATCH_RECORDS = 256
+BATCH_RECORDS = 1024
+_MAY_BE_LATE = (Pending, LateLine)
 _DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
 
 
@@ -149,7 +150,7 @@ class Backlog:
     def is_awaiting(self) -> bool:
         """Whether a value that waits to be sent is still on its way from a device."""
         with self.lock:
-            return any(isinstance(item, Pending | LateLine) and not item.is_here for item in self._queue)
+            return any(isinstance(item, _MAY_BE_LATE) and not item.is_here for item in self._queue)
 
     @property
     def is_empty(self) -> bool:
@@ -196,9 +197,7 @@ class Backlog:
     def take(self, idle_s: float) -> list[Item]:
         """Wait at most ``idle_s`` for enough to send, then take at most one batch; it counts as sent from now on."""
         with self.lock:
-            if not self._ready():
-                self.lock.wait_for(self._ready, idle_s)
-            if not self._ready():
+            if not self._ready() and not (idle_s and self.lock.wait_for(self._ready, idle_s)):
                 return []
             items: list[Item] = []
             number = nbytes = 0
@@ -264,7 +263,7 @@ class Backlog:
         if not self._queue:
             return False
         head = self._queue[0]
-        return not isinstance(head, Pending | LateLine) or head.is_here
+        return not isinstance(head, _MAY_BE_LATE) or head.is_here
 
     def _release(self, slot: Slot) -> None:
         if slot.lender is not None:

@@ -140,9 +140,9 @@ class Batch:
         self.num_records += item.number
 
     @property
-    def cost(self) -> int:
-        """Bytes its records were charged for."""
-        return self.num_records * LINE_COST + sum(slot.nbytes for slot in self.slots)
+    def has_payloads(self) -> bool:
+        """Whether it holds or names any."""
+        return bool(self.payloads or self.shared)
 
     def message(self, sharing: int, **fields: Any) -> Message:
         """The ``batch`` message; ``sharing`` is the generation within which payloads are shared."""

@@ -17,7 +17,7 @@ from tapscope.dumper.gradients import Gradients
 from tapscope.dumper.keeper import Keeper
 from tapscope.dumper.laterows import LateRows
 from tapscope.dumper.passes import Origin, Origins, current_node, graph_task, next_node
-from tapscope.dumper.pattern import pattern_of
+from tapscope.dumper.pattern import learn, pattern_of
 from tapscope.dumper.port import Port
 from tapscope.dumper.rules import Selection
 from tapscope.dumper.stamp import Stamp
@@ -167,7 +167,7 @@ class Collector:
             if port.grad is not None and isinstance(leaf, torch.Tensor):
                 self.gradients.watch(port.grad, leaf, forward or stamp, claim=forward is None)
         if stamp is self.taker.pen.stamp and not tap.has_grads and (fast := tap.fast.get(kind)) is not None:
-            fast.pattern = pattern_of(kind, value, iter(met))
+            learn(fast, pattern_of(kind, value, iter(met)))
 
     def _fire_apart(self, tap: Tap, kind: str, value: Any) -> None:
         """A firing outside a step, or in one that is skipped, or while the autograd engine runs: a recomputation."""

@@ -17,11 +17,18 @@ from tapscope.ledger import encode_line
 if TYPE_CHECKING:
     from tapscope.dumper.port import Port
 
+_MOST = 4  # each that does not fit costs the next about as much as a comparison of two shapes
 _EXACT = (bool, int, str)  # equal ones of one of these types give one text
 
 
 class Unknowable(Exception):
     """No fast path can take such a value. Never leaves the dumper."""
+
+
+def learn(fast: Any, pattern: Any) -> None:
+    """Let a fast path know values that lie so, too, beside the last few others: prompts and single tokens take turns."""
+    if pattern is not None and pattern not in fast.patterns:
+        fast.patterns = (pattern, *fast.patterns[: _MOST - 1])
 
 
 def pattern_of(kind: str, value: Any, ports: "Iterator[Port]") -> Any:

@@ -24,10 +24,11 @@ from tapscope.ledger import encode_line
 from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
-_PAUSE_S = 0.002  # how long an acknowledgement may lie unread
-_SLEEP_S = 0.5  # with nothing under way: a bound only, for what comes by no message and by no bell
+_PAUSE_S = 0.002  # how long an acknowledgement may lie unread while all that is left is to be sent
+_SLEEP_S = 0.5  # a bound only, for what comes by no message and by no bell
 _SILENCE_S = 10.0  # a local recorder that lives but says nothing for so long is given up
 _PING_S = 1.0  # after so much silence a rank on another host asks whether the connection still leads there
+_CAN_RECEIVE = int(zmq.POLLIN)
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
 
 
@@ -160,8 +161,8 @@ class Pipeline:
             self._hang_up()
 
     def _take(self) -> list[Item]:
-        """What is to be sent now. With nothing under way it sleeps until there is something to send or to hear."""
-        if self._sent or self._closing or not self.backlog.sleep():
+        """What is to be sent now; with nothing to send it sleeps until there is, or something to hear."""
+        if self._closing or not self.backlog.sleep():
             return self.backlog.take(_PAUSE_S)
         self._bell.wait(_SLEEP_S)
         self.backlog.awake()
@@ -180,13 +181,13 @@ class Pipeline:
             if isinstance(item, Message):
                 batch = self._send_batch(batch)
                 self._post(item)
-            elif isinstance(item, bytes | LateLine):
+            elif isinstance(item, (bytes, LateLine)):
                 batch.add_line(bytes(item))
             elif isinstance(item, Lines):
                 batch.add_lines(item)
             else:
                 if item.generation != self._generation:
-                    batch = self._send_batch(batch)
+                    batch = self._send_batch(batch) if batch.has_payloads else batch
                     self._generation = item.generation
                 batch.add(item)
         self._send_batch(batch)
@@ -208,18 +209,15 @@ class Pipeline:
 
     def _receive(self) -> bool:
         progress = False
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return progress
+        while int(self._socket.get(zmq.EVENTS)) & _CAN_RECEIVE:
             self._heard = time.monotonic()
             try:
-                message = wire.decode(frames)
+                message = wire.decode(self._socket.recv_multipart(zmq.NOBLOCK))
             except TapscopeError:
                 continue
             if "n" not in message.fields or self._received.take(message["n"]):
                 progress = self._dispatch(message) or progress
+        return progress
 
     def _dispatch(self, message: Message) -> bool:
         if message.kind == "ack":

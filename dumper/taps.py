@@ -111,7 +111,7 @@ class Tap:
         """A new configuration or run: decide and announce again."""
         self.ports.clear()
         for fast in self.fast.values():
-            fast.pattern = None
+            fast.patterns = ()
 
     def _choice(self, kind: str, path: str, site: str, selection: Selection) -> Choice:
         if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:

@@ -1,7 +1,7 @@
 // What a hook asks first: a firing of which a pen can take everything never reaches the dumper's Python.
 //
 // A FastPath answers True when it has taken the firing, and False, having done nothing, for any other: one that is not
-// the first here in its step, whose value is not as the last one was, in a step of which anything is unusual. Then
+// the first here in its step, whose value is not as one of the last was, in a step of which anything is unusual. Then
 // dumper/collector.py takes it, and the records are the same.
 
 #include "pen.h"
@@ -19,7 +19,7 @@ namespace {
 struct FastPath {
     PyObject_HEAD
     Pen* pen;
-    PyObject* pattern;  // how the last value lay, see dumper/pattern.py; None while nothing may be taken
+    PyObject* patterns;  // tuple: how the last values lay, see dumper/pattern.py
     long long serial;   // of the last step in which something fired here in the first micro-batch
     vectorcallfunc call;
 };
@@ -100,14 +100,24 @@ bool take_all(Pen* pen, const Leaves& leaves) {
     return true;
 }
 
+// Whether the value lies as one of the patterns says; false with an exception set where it is not for us to catch.
+bool match_any(const Pen* pen, PyObject* patterns, PyObject* const* args, Py_ssize_t count, Leaves* found) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(patterns); ++i) {
+        if (match_call(pen, PyTuple_GET_ITEM(patterns, i), args, count, found)) return true;
+        if (!forgive()) return false;
+        found->clear();
+    }
+    return false;
+}
+
 // (output) or (args, kwargs) -> whether the firing is taken
 PyObject* answer(PyObject* object, PyObject* const* args, size_t flags, PyObject*) {
     auto* self = reinterpret_cast<FastPath*>(object);
-    if (self->pattern == Py_None || self->serial == self->pen->serial) Py_RETURN_FALSE;
-    const Owned pattern(Py_NewRef(self->pattern));
+    if (self->serial == self->pen->serial || !PyTuple_CheckExact(self->patterns)) Py_RETURN_FALSE;
+    const Owned patterns(Py_NewRef(self->patterns));
     Leaves leaves;
     bool is_taken = false;
-    if (is_ordinary(self->pen) && match_call(self->pen, pattern.get(), args, PyVectorcall_NARGS(flags), &leaves)) {
+    if (is_ordinary(self->pen) && match_any(self->pen, patterns.get(), args, PyVectorcall_NARGS(flags), &leaves)) {
         self->serial = self->pen->serial;
         is_taken = take_all(self->pen, leaves);
     }
@@ -120,7 +130,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     if (!PyArg_ParseTuple(args, "O!", pen_type, &pen)) return nullptr;
     auto* self = reinterpret_cast<FastPath*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
-    self->pen = reinterpret_cast<Pen*>(Py_NewRef(pen)), self->pattern = Py_NewRef(Py_None);
+    self->pen = reinterpret_cast<Pen*>(Py_NewRef(pen)), self->patterns = PyTuple_New(0);
     self->serial = -1, self->call = answer;
     return reinterpret_cast<PyObject*>(self);
 }
@@ -128,13 +138,13 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 void free(PyObject* object) {
     auto* self = reinterpret_cast<FastPath*>(object);
     PyTypeObject* type = Py_TYPE(object);
-    Py_XDECREF(self->pen), Py_XDECREF(self->pattern);
+    Py_XDECREF(self->pen), Py_XDECREF(self->patterns);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
 PyMemberDef kMembers[] = {
-    {"pattern", T_OBJECT, offsetof(FastPath, pattern), 0, nullptr},
+    {"patterns", T_OBJECT, offsetof(FastPath, patterns), 0, nullptr},
     {"serial", T_LONGLONG, offsetof(FastPath, serial), 0, nullptr},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(FastPath, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
