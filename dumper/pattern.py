@@ -26,7 +26,7 @@ class Unknowable(Exception):
 
 
 def learn(fast: Any, pattern: Any) -> None:
-    """Let a fast path know values that lie so, too, beside the last few others: prompts and single tokens take turns."""
+    """Let a fast path know values that lie so, too: prompts and single tokens, say, take turns."""
     if pattern is not None and pattern not in fast.patterns:
         fast.patterns = (pattern, *fast.patterns[: _MOST - 1])
 
