@@ -129,6 +129,7 @@ class Collector:
 
     def close(self) -> None:
         """No value comes any more: wait for those that are on their way from a device."""
+        self.taker.settle(last=True)
         self.taker.arrivals.close()
 
     # ---- in the model's forward

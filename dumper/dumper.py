@@ -1,5 +1,6 @@
 """Dumper: taps models, takes explicit values, and streams what its rules select into a run."""
 
+import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -158,7 +159,7 @@ class Dumper(ValueCalls, StepCalls):
         (watch,) = [Watch(each, name) for each in _models_of(model).values()]
         if any(each.model is model for each in self._watches):
             raise ConfigError("model: this one is watched already")
-        if any(each.name == name and each.model is not None for each in self._watches):
+        if self._is_taken(name):
             raise ConfigError(
                 f"name={name!r}: another model is watched by it, and their records could not be told apart; give "
                 "attach() another name, or remove() the other's handle first"
@@ -171,6 +172,14 @@ class Dumper(ValueCalls, StepCalls):
                 raise RuleError(unmatched)
             recording.join(watch)
         return Handle(self._watches, watch)
+
+    def _is_taken(self, name: str) -> bool:
+        """Whether a living model is watched by that name; one that only its own cycles keep is collected first."""
+
+        namesakes = [each for each in self._watches if each.name == name]
+        if any(each.model is not None for each in namesakes):
+            gc.collect()
+        return any(each.model is not None for each in namesakes)
 
     def configure(self, **changes: Any) -> None:
         """Change settings here, at once between steps, else before the next one; raises ConfigError or RuleError.

@@ -1,7 +1,7 @@
 """Taker: one value of a site, from the rules to a record on its way. Nothing here may raise into the model."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from tapscope.dumper.port import NO_LAYOUT, Layout, Port
 from tapscope.dumper.rules import Moment, Taking
 from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp
+from tapscope.dumper.underway import StillUnderway, Underway
 from tapscope.dumper.unwrap import Local, unwrap
 from tapscope.ledger import encode_line
 
@@ -42,7 +43,8 @@ class Taker:
         self.captures: list[Captures] = []
         """Who takes what is recorded now, in memory; nothing then goes to the run."""
         self._announced_sites: set[str] = set()
-        self._seq = itertools.count()
+        self._seq: Iterator[int] = itertools.count()
+        self._underway = Underway(account)
         self.pen = Pen(backlog, account, self._send_at)
 
     def restart(self) -> None:
@@ -60,11 +62,13 @@ class Taker:
 
     def divert(self, captures: list[Captures]) -> None:
         """Hand what is recorded from now on to ``captures``, and to the run again where there are none."""
+        self.settle(last=True)
         self.captures = captures
         self.pen.end()
 
     def end(self) -> None:
-        """The step ends."""
+        """The step ends, or the run."""
+        self.settle(last=True)
         self.pen.end()
 
     def take(self, port: Port, leaf: Any, stamp: Stamp) -> None:
@@ -91,8 +95,27 @@ class Taker:
             if layout.kind is not leaf.dtype or layout.size != leaf.shape:
                 layout = port.layout(Part(leaf), None, self._account.complain)
             self._record(port, stamp, leaf, layout, port.keep == "full")
+        except StillUnderway as error:
+            self._underway.hold(port, leaf, stamp, error, next(self._seq))
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, port.site, error)
+
+    def settle(self, *, last: bool = False) -> None:
+        """Take what collectives have computed since it came here; with ``last`` what is left has failed."""
+        if self._underway:
+            self._underway.settle(self._take_late, last=last)
+
+    def _take_late(self, port: Port, leaf: Any, stamp: Stamp, numbers: Iterator[int]) -> None:
+        """As :meth:`take`, for a value that was held: its record has the first of ``numbers``."""
+        after, self._seq = self._seq, itertools.chain(numbers, self._seq)
+        try:
+            if stamp.step.ended:
+                self._account.note_late(stamp.step)
+            (self._divert if self.captures else self._take_carefully)(port, leaf, stamp)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self._account.fail(stamp.step, port.site, error)
+        finally:
+            self._seq = after
 
     def _take_by_pen(self, port: Port, leaf: Any, stamp: Stamp) -> bool:
         """A plain tensor that lies as the last one at this port did; False for any other, and nothing was taken."""
@@ -126,6 +149,7 @@ class Taker:
 
     def _take_carefully(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """A value that is no ordinary tensor, or whose rule has conditions, or of which a part is kept."""
+        self.settle()
         taking = _FULL if stamp.step.in_full else port.choice.static or self._decide(port, leaf, stamp)
         if stamp.step.halted:
             self._account.count(stamp.step, left_out=taking.keep != "off")
@@ -138,6 +162,8 @@ class Taker:
         """The rules keep nothing here, but a trigger asks: measured, and kept in full if that makes it fire."""
         try:
             found = Local(leaf) if capture.is_plain(leaf) else unwrap(leaf)
+        except StillUnderway:
+            raise
         except Exception as error:  # noqa: BLE001 - nothing is lost that was asked for
             self._account.complain(port.site, f"no trigger can see it: {error}", stamp.step)
             return

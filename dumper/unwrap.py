@@ -18,6 +18,7 @@ import torch
 from tapscope.dumper import capture
 from tapscope.dumper.capture import Unsupported
 from tapscope.dumper.placement import Placed, placed_of
+from tapscope.dumper.underway import StillUnderway
 
 Parts = list[tuple[str, Any]]
 
@@ -110,8 +111,8 @@ def _is_collective(tensor: torch.Tensor) -> bool:
 
 
 def _collected(tensor: Any) -> torch.Tensor:
-    """What a collective has given; it is not waited for."""
+    """What a collective has given; it is not waited for. Raises :class:`StillUnderway`."""
     if not tensor.completed:
-        raise Unsupported("the collective that computes it is still under way, and is not waited for")
+        raise StillUnderway(tensor)
     inner: torch.Tensor = tensor.elem
     return inner

@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tapscope.dumper import Dumper
 from tapscope.dumper.flatten import flatten
@@ -288,6 +289,71 @@ def test_placements_become_dims(annotation: str | None, placed: tuple[Axis, ...]
 def test_placements_that_dims_cannot_say_are_refused_with_the_reason(axis: Axis, reason: str) -> None:
     with pytest.raises(DimsError, match=reason):
         dims_of(None, (2, 3), (axis,))
+
+
+class Rows(nn.Module):
+    """As a row-parallel layer of torch's tensor parallelism: it hands out what a collective still computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return AsyncCollectiveTensor(x.detach() * 2)
+
+
+class Net(nn.Module):
+    """Uses what the collective computes, leaves it, or writes to it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second, self.last = nn.Linear(3, 3), Rows(), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        summed = self.second(self.first(x))
+        if self.how == "unused":
+            return self.last(x)
+        if self.how == "written":
+            summed += 1
+        return self.last(summed + 1)
+
+
+@pytest.mark.parametrize("how", ["used", "unused", "written"])
+@pytest.mark.parametrize("keep", ["stats", "full"])
+def test_what_a_collective_computes_is_taken_once_the_model_has_waited_for_it(
+    tmp_path: Path, how: str, keep: str
+) -> None:
+    model, x = Net(how), torch.ones(2, 3)
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep=keep) as dumper:
+        for _ in range(2):
+            with dumper.step():
+                model(x)
+        with dumper.capture_output(keep="full") as seen:
+            model(x)
+        expected = model.first(x) * 2
+    run = open_run(tmp_path / "run")
+    found = {(r.key.step, r.key.site): r for r in run.records}
+    reasons = {e.fields["where"]: e.fields["reason"] for e in run.events() if e.kind == "failed"}
+    if how != "used":
+        word = {"unused": "still under way", "written": "may have been written to"}[how]
+        assert word in reasons["second:out"]
+        assert (0, "second:out") not in found
+        assert run.ledger().failed >= 2
+        return
+    sites = [r.key.site for r in run.records if r.key.step == 1]
+    assert sites.index("first:out") < sites.index("second:out") < sites.index("last:in[input]")
+    assert torch.equal(seen.values("second:out")[0], expected)
+    if keep == "full":
+        np.testing.assert_array_equal(run.array(found[1, "second:out"]), expected.numpy())
+    assert len(sites) == len({r.seq for r in run.records if r.key.step == 1})
+    assert run.ledger().complete
+
+
+@pytest.mark.parametrize("how", ["used", "unused"])
+def test_what_an_inference_tensors_collective_computes_is_never_guessed(tmp_path: Path, how: str) -> None:
+    """torch counts no writes to inference tensors: whether the value is still the collective's cannot be known."""
+    with torch.inference_mode(), Dumper(model := Net(how), tmp_path / "run", keep="full"):
+        model(torch.ones(2, 3))
+    run = open_run(tmp_path / "run")
+    assert "second:out" not in {r.key.site for r in run.records}
+    assert run.ledger().failed == 1
 
 
 WORKER = """
