@@ -48,8 +48,9 @@ class DiffSource:
     def __init__(self, runs: tuple[Run, Run], comparison: Comparison) -> None:
         self._runs, self._comparison = runs, comparison
         self.report = report = comparison.report
-        self.groups: list[Group] = groups(report.findings)
-        self.steps = tuple(sorted({s.step for f in report.findings for s in f.steps}))
+        self._fired = tuple(map(_fired, runs))
+        self.groups: list[Group] = groups(report.findings, self.equal_steps)
+        self.steps = tuple(sorted({step for group in self.groups for step in group.steps}))
         self.ranks = tuple(sorted({rank for f in report.findings if (rank := rank_of(f)) is not None}))
         """Target ranks on which findings are furthest off."""
         self.header = self._header()
@@ -97,7 +98,7 @@ class DiffSource:
             f
             for f in self.report.findings
             if (query.group is None or group_of(f)[0] == query.group)
-            and (query.step is None or any(s.step == query.step for s in f.steps))
+            and (query.step is None or self._was_compared(f, query.step))
             and (query.rank is None or rank_of(f) == query.rank)
             and (not query.only_bad or f.verdict.is_bad)
             and (matches is None or matches(f))
@@ -105,6 +106,20 @@ class DiffSource:
         if query.sort == SORTS[1]:
             return sorted(found, key=lambda f: -f.ratio)
         return sorted(found, key=lambda f: -_max_abs(f)) if query.sort == SORTS[2] else found
+
+    def equal_steps(self, finding: Finding) -> frozenset[int]:
+        """Target steps of which the finding says nothing because their hashes are equal; none where other reasons
+        may be why (rows that met nothing)."""
+        rows, sides = finding.rows, (finding.baseline, finding.target)
+        is_whole = not (rows.forked or rows.unaligned or rows.absent) and finding.basis in ("hash", "values")
+        if not is_whole or sides[0] is None or sides[1] is None:
+            return frozenset()
+        fired = [known.get(side.site, frozenset()) for known, side in zip(self._fired, sides, strict=True) if side]
+        steps = fired[1] if rows.compared else fired[0] & fired[1]
+        return steps.difference(result.step for result in finding.steps) if finding.steps else steps
+
+    def _was_compared(self, finding: Finding, step: int) -> bool:
+        return any(result.step == step for result in finding.steps) or step in self.equal_steps(finding)
 
     def next_bad(self, order: int, direction: int) -> Finding | None:
         """The nearest bad finding behind (or before) this place in execution order, around the end."""
@@ -174,6 +189,14 @@ class DiffSource:
         ]
         name = f"{report.baseline.name} → {report.target.name}"
         return Header(name, tuple(fact for fact in facts if fact), _state(report), tuple(partial))
+
+
+def _fired(run: Run) -> dict[str, frozenset[int]]:
+    """Site -> steps in which it was recorded."""
+    found: dict[str, set[int]] = {}
+    for record in run.records:
+        found.setdefault(record.key.site, set()).add(record.key.step)
+    return {site: frozenset(steps) for site, steps in found.items()}
 
 
 def _state(report: Report) -> str:

@@ -1,7 +1,7 @@
 """Strip: layers against steps, one verdict a cell."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tapscope.comparator import Finding, StepResult, Verdict
@@ -52,13 +52,17 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST_FIRST.index)
 
 
-def groups(findings: Sequence[Finding]) -> list[Group]:
-    """All groups, in the order in which they fire first."""
+def groups(findings: Sequence[Finding], equal_steps: Callable[[Finding], Iterable[int]] = lambda f: ()) -> list[Group]:
+    """All groups, in the order in which they fire first; ``equal_steps`` are those of which a finding says nothing
+    because their hashes are equal."""
     members: dict[tuple[str, bool], list[Finding]] = {}
     for finding in findings:
         members.setdefault(group_of(finding), []).append(finding)
     labels = _labels(members)
-    return [Group(*who, worst([f.verdict for f in own]), _by_step(own), labels[who]) for who, own in members.items()]
+    return [
+        Group(*who, worst([f.verdict for f in own]), _by_step(own, equal_steps), labels[who])
+        for who, own in members.items()
+    ]
 
 
 def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
@@ -69,8 +73,8 @@ def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
     return {who: f"layer {who[0]}" if who[1] else found[who] or "(root)" for who in names}
 
 
-def _by_step(findings: Sequence[Finding]) -> dict[int, Verdict]:
-    found: dict[int, list[Verdict]] = {}
+def _by_step(findings: Sequence[Finding], equal_steps: Callable[[Finding], Iterable[int]]) -> dict[int, Verdict]:
+    found: dict[int, list[Verdict]] = {step: [Verdict.SAME] for f in findings for step in equal_steps(f)}
     for finding in findings:
         for result in finding.steps:
             found.setdefault(result.step, []).append(step_verdict(finding, result))

@@ -1,6 +1,7 @@
 """The diff screen: every key, pressed on a real screen over two runs on disk."""
 
 import asyncio
+import itertools
 import json
 import shutil
 from contextlib import asynccontextmanager
@@ -34,6 +35,12 @@ def spoil(values):
     return values
 
 
+def spoiling(step):
+    """A bug that shows in one of the steps, which come in order."""
+    steps = itertools.count()
+    return lambda values: values * 1.5 if next(steps) == step else values
+
+
 SHARDED = "model.layers.2.mlp.gate_proj:out"
 
 
@@ -51,6 +58,7 @@ def runs(tmp_path_factory):
     Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
     Toy(tables, hooks={SITE: spoil}).write(root / "damaged", PROMPTS, steps=(11, 14)).close()
     Toy(tables, tp=2).write(root / "twin", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, hooks={SITE: spoiling(1)}).write(root / "late", PROMPTS, steps=(11, 14)).close()
     Toy(tables, tp=2, hooks={SHARDED: spoil_both}).write(root / "split", PROMPTS, steps=(11, 14)).close()
     return root
 
@@ -371,6 +379,28 @@ def test_an_error_of_the_comparison_ends_the_screen_with_its_sentence(tmp_path):
     asyncio.run(run())
     assert isinstance(app.return_value, NothingInCommonError)
     assert "no token row in common" in str(app.return_value)
+
+
+def glyph(driver):
+    """Of the finding under the cursor."""
+    return next(line for line in driver.lines("#findings") if line.startswith(("> ", "› "))).split()[1]
+
+
+def test_steps_whose_hashes_are_equal_were_compared_and_are_shown_so(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert screen.source.steps == (0, 1, 2)
+        lines = {line.split()[1]: line.split()[2:5] for line in driver.lines("#layers")[2:] if line.split()}
+        assert lines["lm_head"] == ["=", "!", "!"]
+        assert lines["embed_tokens"] == ["="] * 3
+        await driver.press("d", "colon", "0", "enter")
+        assert screen.table.num_rows == 100
+        assert glyph(driver) == "="
+        await driver.press("colon", "1", "enter")
+        assert screen.table.finding.site == SITE
+        assert glyph(driver) == "!"
+
+    check(test, app_of(runs, "late"))
 
 
 def test_a_step_in_which_a_bad_site_agrees_is_shown_so(runs):

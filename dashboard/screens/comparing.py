@@ -125,7 +125,7 @@ class ComparingScreen(MeasuringScreen):
         self.table.empty_text = self._teach()
         orders = [finding.order for finding in message.findings]
         wanted = self._target.order if self._target else -1
-        self.table.set_findings(message.findings, orders.index(wanted) if wanted in orders else 0)
+        self.table.set_findings(message.findings, orders.index(wanted) if wanted in orders else 0, self.query_now.step)
         self._draw_title()
         self.show_finding()
 

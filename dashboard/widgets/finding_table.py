@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from tapscope.comparator import Finding, Numbers
+from tapscope.comparator import Finding, Numbers, Verdict
 from tapscope.comparator.report.answer import share
 from tapscope.dashboard.keys import FINDINGS
+from tapscope.dashboard.strip import step_verdict
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.text import number
 from tapscope.text import site as shorten
@@ -30,6 +31,7 @@ class FindingTable(RowList):
         super().__init__(FINDINGS)
         self.findings: Sequence[Finding] = ()
         self._measure = 0
+        self._step: int | None = None
 
     @property
     def finding(self) -> Finding | None:
@@ -48,9 +50,9 @@ class FindingTable(RowList):
         self.refresh()
         return self.measures[0]
 
-    def set_findings(self, findings: Sequence[Finding], cursor: int) -> None:
-        """Show these findings."""
-        self.findings = findings
+    def set_findings(self, findings: Sequence[Finding], cursor: int, step: int | None = None) -> None:
+        """Show these findings; of a ``step`` alone what it shows of them."""
+        self.findings, self._step = findings, step
         self.set_num_rows(len(findings), cursor)
 
     def columns(self, width: int) -> dict[str, int]:
@@ -74,12 +76,16 @@ class FindingTable(RowList):
         numbers, place = finding.numbers, finding.worst
         cells = {name: show(numbers) if numbers else "-" for name, show in MEASURES.items()}
         cells["÷ floor"] = _ratio(finding)
-        cells["worst at"] = _place(finding) if place else "-"
+        cells["worst at"] = _place(finding) if place and finding.verdict is not Verdict.SAME else "-"
         cells["matched by"] = finding.matched_by or "-"
-        line = self._line(finding.verdict.glyph, finding.site, cells, width)
-        if finding.verdict.is_bad:
+        verdict = finding.verdict
+        if self._step is not None and finding.basis in ("values", "hash"):
+            verdict, of_step = _in_step(finding, self._step)
+            cells |= of_step
+        line = self._line(verdict.glyph, finding.site, cells, width)
+        if verdict.is_bad:
             line.stylize("bold")
-        elif not finding.verdict.is_orphan:
+        elif not verdict.is_orphan:
             line.stylize("dim")
         return line
 
@@ -90,6 +96,16 @@ class FindingTable(RowList):
         return Text(
             line + "".join(f"  {cells[name][:cells_width]:>{cells_width}}" for name, cells_width in names.items())
         )
+
+
+def _in_step(finding: Finding, step: int) -> tuple[Verdict, dict[str, str]]:
+    """What a finding shows in one step, and the cells that are about it alone."""
+    result = next((each for each in finding.steps if each.step == step), None)
+    if result is None:  # its hashes are equal
+        return Verdict.SAME, {"max |Δ|": "0", "rel l2": "0", "÷ floor": "-", "cosine": "-", "equal": "100.0 %"}
+    cells = {"max |Δ|": number(result.max_abs), "rel l2": number(result.rel_l2), "cosine": "-", "equal": "-"}
+    ratio = share(result.error / finding.row_floor) if finding.row_floor > 0.0 else "-"
+    return step_verdict(finding, result), {**cells, "÷ floor": ratio}
 
 
 def _ratio(finding: Finding) -> str:
