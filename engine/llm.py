@@ -1,15 +1,13 @@
 """LLM: the engine's public face. Offline by `generate`; a server drives `submit`, `step` and `abort` itself."""
 
-import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tapscope.engine.access import Access
 from tapscope.engine.chat_template import ChatTemplate
 from tapscope.engine.config import EngineConfig
-from tapscope.engine.driver import Driver
-from tapscope.engine.engine import Engine
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.output import Output
 from tapscope.engine.prompts import Messages, Params, Prompt, one_each, params_each, params_of, require_list, several
@@ -18,10 +16,6 @@ from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.errors import UsageError
 from tapscope.observe import ObserverFactory, StepObserver
-
-if TYPE_CHECKING:
-    from tapscope.engine.concurrent import Concurrent
-    from tapscope.engine.fleet import Fleet
 
 
 class LLM:
@@ -40,17 +34,8 @@ class LLM:
         """
         config = EngineConfig.build(model, settings)
         self.tokenizer = Tokenizer.find(Path(config.model))
-        self._fleet: Fleet | None = None
-        if config.dp > 1:
-            from tapscope.engine import fleet  # imports what only servers need otherwise
-
-            self._fleet = fleet.Fleet(config, observer, self.tokenizer)
-            weakref.finalize(self, self._fleet.close)
-            self.engine = self._fleet.engine
-        else:
-            self.engine = Engine(config, observer)
-        self._driver = Driver(self.engine, self.tokenizer)
-        self._concurrent: Concurrent | None = None
+        self._access = Access(config, observer, self.tokenizer)
+        self.engine = self._access.engine
         self._chat_template = ChatTemplate.find(Path(config.model))
 
     def generate(
@@ -75,7 +60,7 @@ class LLM:
         names = one_each("request_ids", request_ids, len(prompts))
         each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
         tokens = one_each("forced", forced, len(prompts))
-        return self._calls("generate").generate(prompts, each, names, tokens)
+        return self._access.whole("generate").generate(prompts, each, names, tokens)
 
     def stream(
         self,
@@ -94,7 +79,7 @@ class LLM:
         """
         each = several(prompts)
         names = one_each("request_ids", request_ids, len(each))
-        calls = self._calls("stream")
+        calls = self._access.whole("stream")
         yield from calls.stream(each, params_of(params, max_new_tokens, ignore_eos), names, **options)
 
     def chat(
@@ -142,7 +127,7 @@ class LLM:
         """
         require_list(prompts)
         each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
-        return await self._async().generate(prompts, each, request_ids)
+        return await self._access.overlapping().generate(prompts, each, request_ids)
 
     def astream(
         self,
@@ -154,7 +139,7 @@ class LLM:
         ignore_eos: bool | None = None,
     ) -> AsyncGenerator[Output]:
         """As :meth:`stream` of one prompt, from asyncio; close it (`contextlib.aclosing`) to leave it early."""
-        return self._async().stream(prompt, params_of(params, max_new_tokens, ignore_eos), request_id)
+        return self._access.overlapping().stream(prompt, params_of(params, max_new_tokens, ignore_eos), request_id)
 
     def submit(
         self,
@@ -178,25 +163,25 @@ class LLM:
         is done, but observers then see the same (request, position) twice.
         """
         params = params_of(params, max_new_tokens, ignore_eos)
-        driver = self._stepped("submit")
+        driver = self._access.stepped("submit")
         return driver.submit(prompt, params, request_id, forced=forced, priority=priority, capture=capture)
 
     def step(self) -> list[Generation]:
         """Compute one step over all running requests; returns the ones it finished. Raises RankLostError."""
-        return self._stepped("step").step()
+        return self._access.stepped("step").step()
 
     def advance(self) -> list[Output]:
         """As :meth:`step`, but returns what is new of each request, text included."""
-        return self._stepped("advance").advance()
+        return self._access.stepped("advance").advance()
 
     def abort(self, request_id: str) -> Generation | None:
         """Drop a live request between two steps; returns what it had, or None when no such request is live."""
-        return self._stepped("abort").abort(request_id)
+        return self._access.stepped("abort").abort(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether a request is live, so that :meth:`step` would compute something."""
-        return self._driver.has_work if self._fleet is None else self._fleet.concurrent.num_live > 0
+        return self._access.has_work
 
     @property
     def config(self) -> EngineConfig:
@@ -215,11 +200,7 @@ class LLM:
 
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice. What is live of async calls fails."""
-        if self._fleet is not None:
-            self._fleet.close()
-        if self._concurrent is not None:
-            self._concurrent.close()
-        self.engine.close()
+        self._access.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -228,38 +209,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _async(self) -> "Concurrent":
-        """What async calls go through; raises UsageError while others are live."""
-        if self._fleet is not None:
-            return self._fleet.concurrent
-        from tapscope.engine.concurrent import Concurrent  # imports what only servers need otherwise
-
-        if self._concurrent is None:
-            if self.has_work:
-                raise UsageError(
-                    "async calls cannot start while submitted requests are live; step() until they are done"
-                )
-            self._concurrent = Concurrent(self.engine, self.tokenizer)
-        return self._concurrent
-
-    def _calls(self, what: str) -> "Driver | Fleet":
-        """What whole calls go through; raises UsageError while one engine has submitted requests."""
-        if self._fleet is not None:
-            return self._fleet
-        driver = self._stepped(what)
-        if driver.has_work:
-            raise UsageError(f"{what} cannot run while submitted requests are live; step() until they are done")
-        return driver
-
-    def _stepped(self, what: str) -> Driver:
-        """The engine in the caller's thread; raises UsageError while async calls are live, and for replicas."""
-        if self._fleet is not None:
-            dp = self.config.dp
-            raise UsageError(f"{what} steps one engine, and dp={dp}; use generate, chat, stream, agenerate or astream")
-        if self._concurrent is not None:
-            if self._concurrent.num_live:
-                raise UsageError(f"{what} cannot run while async calls are live; await them first")
-            self._concurrent.close()
-            self._concurrent = None
-        return self._driver

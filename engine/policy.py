@@ -49,3 +49,18 @@ class Policy:
             prefix_cache=config.prefix_cache and shareable,
             **{name: getattr(config, name) for name in names + times},
         )
+
+    @property
+    def has_timeouts(self) -> bool:
+        """Whether a request can be overdue."""
+        return self.waiting_timeout_s is not None or self.running_timeout_s is not None
+
+    def overdue(self, submitted_s: float, started_s: float | None, now_s: float) -> str | None:
+        """Why a live request that was first admitted at ``started_s`` has had its time; None while it has not."""
+        if started_s is None:
+            limit_s, took_s, doing = self.waiting_timeout_s, now_s - submitted_s, "waited"
+        else:
+            limit_s, took_s, doing = self.running_timeout_s, now_s - started_s, "run"
+        if limit_s is None or took_s <= limit_s:
+            return None
+        return f"it had {doing} for {took_s:.3g} s; the limit is {limit_s:g} s"

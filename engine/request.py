@@ -147,6 +147,11 @@ class Request:
         return len(self.prompt_ids) <= self.num_computed == len(self.tokens) - 1
 
     @property
+    def holds_nothing(self) -> bool:
+        """Whether it has no row, no page and nothing computed."""
+        return self.row == -1 and not self.pages and self.node is None and not self.num_computed
+
+    @property
     def wants_prompt_rows(self) -> bool:
         """Whether logits of every prompt row are asked for."""
         return self.params.prompt_logprobs is not None

@@ -16,17 +16,19 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 
 from tapscope.engine.checks import add_up
 from tapscope.engine.counters import Counters
+from tapscope.engine.draft import Draft
 from tapscope.engine.paging import Paging
-from tapscope.engine.plan import Share, StepPlan, phase_of
+from tapscope.engine.plan import Share, StepPlan
 from tapscope.engine.policy import Policy
-from tapscope.engine.radix import Key, Node
 from tapscope.engine.request import Request
 from tapscope.errors import InvariantError, UsageError
 
 _require = partial(add_up, "scheduler")
+_urgency = attrgetter("urgency")
 
 
 class Scheduler:
@@ -44,8 +46,6 @@ class Scheduler:
         self._clock = clock
         self._free_rows = list(range(policy.max_running))
         self._planned: list[tuple[Request, Share]] = []
-        self._coming: set[tuple[Node, Key]] = set()
-        self._budget = 0
         self._num_added = 0
         self._next_step = 0
 
@@ -92,43 +92,28 @@ class Scheduler:
 
     def expire(self) -> list[Request]:
         """Take out the requests that have waited or run for too long; call it before each step."""
-        policy = self.policy
-        if policy.waiting_timeout_s is None and policy.running_timeout_s is None:
-            return []
-        now, late = self._clock(), []
-        for request in list(self.live()):
-            if request.started_s is None:
-                limit, since, doing = policy.waiting_timeout_s, request.submitted_s, "waited"
-            else:
-                limit, since, doing = policy.running_timeout_s, request.started_s, "run"
-            if limit is not None and now - since > limit:
-                self._end(request, "abort", f"it had {doing} for {now - since:.3g} s; the limit is {limit:g} s")
-                late.append(request)
+        late = []
+        if self.policy.has_timeouts:
+            now = self._clock()
+            for request in list(self.live()):
+                if (reason := self.policy.overdue(request.submitted_s, request.started_s, now)) is not None:
+                    self._end(request, "abort", reason)
+                    late.append(request)
         return late
 
     def plan(self, *, all_logits: bool = False, epoch: int | None = None) -> StepPlan:
         """Decide the next step; needs :attr:`has_work`. A plan that is not committed is planned anew."""
-        self._planned, self._coming, self._budget = [], set(), self.policy.max_tokens
+        draft = Draft(self.paging, self.policy.max_tokens, self.policy.page_size, all_logits=all_logits)
         num_preempted = self.counters.num_preemptions
-        decoding = [request for request in self.running if request.is_decoding]
-        prefilling = [request for request in self.running if not request.is_decoding]
-        for request in decoding + prefilling:
-            self._schedule(request, all_logits)
+        for request in sorted(self.running, key=lambda request: not request.is_decoding):
+            self._schedule(request, draft)
         if num_preempted == self.counters.num_preemptions:
-            self._admit(all_logits)
-        shares = tuple(share for _, share in self._planned)
-        if not shares:
+            self._admit(draft)
+        self._planned = draft.planned
+        if not draft.planned:
             raise InvariantError(f"step {self._next_step} has nothing to compute for {len(self.running)} requests")
-        plan = StepPlan(
-            step=self._next_step,
-            phase=phase_of(share.position < len(request.prompt_ids) for request, share in self._planned),
-            shares=shares,
-            kv_pages_used=self.paging.num_used,
-            greedy=all(request.params.is_plain for request, _ in self._planned),
-            epoch=epoch,
-        )
         self._next_step += 1
-        return plan
+        return draft.plan(self._next_step - 1, epoch)
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
         """The step was computed: append a token to each request that caught up; returns those that are finished.
@@ -181,53 +166,31 @@ class Scheduler:
             _require(request.finish_reason is None, f"{request.id!r} is finished and still live")
             _require(request.num_computed < len(request.tokens), f"{request.id!r} has nothing to compute")
         for request in self.waiting:
-            idle = request.row == -1 and not request.pages and request.node is None and not request.num_computed
-            _require(idle, f"{request.id!r} waits and holds something")
+            _require(request.holds_nothing, f"{request.id!r} waits and holds something")
 
-    def _schedule(self, request: Request, all_logits: bool) -> None:
-        """Give a running request its share of the step, as far as budget and pages go."""
-        if request.row < 0 or self._budget == 0:
+    def _schedule(self, request: Request, draft: Draft) -> None:
+        """Give a running request its share of the step, as far as rows and pages go."""
+        if request.row < 0 or draft.num_left == 0:
             return
         self._match(request)
-        if self._is_coming(request):
+        if draft.is_coming(request):
             return
         while (room := self.paging.room(request)) < 1:
-            planned = [other for other, _ in self._planned]
-            victim = next(other for other in reversed(self.running) if other not in planned)
-            if victim is request and planned and not request.is_decoding:
+            victim = next(other for other in reversed(self.running) if not draft.holds(other))
+            if victim is request and draft.planned and not request.is_decoding:
                 return  # less urgent ones decode in this step; in the next they are the ones to give way
             self._preempt(victim)
             if victim is request:
                 return
-        start = request.num_computed
-        end = min(start + min(self._budget, room), len(request.tokens))
-        self.paging.grow(request, end)
-        self._expect(request, end)
-        samples = end == len(request.tokens)
-        every = all_logits or (request.wants_prompt_rows and start < len(request.prompt_ids))
-        share = Share(
-            request=request.id,
-            row=request.row,
-            position=start,
-            visits=request.visits(start, end),
-            tokens=tuple(request.tokens[start:end]),
-            page_start=request.num_sent,
-            pages=tuple(request.pages[request.num_sent :]),
-            num_logits=end - start if every else int(samples),
-            samples=samples,
-            prompt_length=len(request.prompt_ids),
-            capture=request.capture,
-        )
-        self._planned.append((request, share))
-        self._budget -= end - start
+        draft.add(request, room)
 
-    def _admit(self, all_logits: bool) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Let waiting requests in, in order of urgency, until one does not fit."""
         for request in list(self.waiting):
-            if not self._free_rows or self._budget == 0:
+            if not self._free_rows or draft.num_left == 0:
                 return
             self._match(request)
-            if self._is_coming(request):
+            if draft.is_coming(request):
                 self._unmatch(request)
                 continue
             reserve = int(self.policy.watermark * self.policy.num_pages) if self.running else 0
@@ -236,7 +199,7 @@ class Scheduler:
                 self._unmatch(request)
                 return
             self._enter(request)
-            self._schedule(request, all_logits)
+            self._schedule(request, draft)
 
     def _match(self, request: Request) -> None:
         """Skip what the prefix cache has; what it saves a preempted request is no saving, it was computed for it."""
@@ -279,17 +242,3 @@ class Scheduler:
         else:
             self._leave(request)
         request.finish_reason, request.reason = finish_reason, reason
-
-    def _is_coming(self, request: Request) -> bool:
-        """Whether another request computes this one's next page in this very step: then it can be had from the next."""
-        return bool(self._coming) and self.paging.next_page(request) in self._coming
-
-    def _expect(self, request: Request, end: int) -> None:
-        """Note the page that the request completes by computing up to ``end``."""
-        page = self.paging.next_page(request)
-        if page is not None and (request.num_shared + 1) * self.policy.page_size <= end:
-            self._coming.add(page)
-
-
-def _urgency(request: Request) -> tuple[int, int]:
-    return request.urgency
