@@ -89,10 +89,10 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     """
     axes = token_axes or _row_axes(piece.shape)
     if isinstance(piece, Leaf) and (matrix := _outermost(piece.shape, axes)):  # the plain case, in fewer steps
-        array, rank = run.array(piece.record), piece.record.key.rank
+        array = run.array(piece.record)
         if array.flags.c_contiguous:
-            values = _real(array.reshape(matrix))
-            return [Block(0, matrix[0], values.shape[1], rank, values, piece, run, axes)]
+            values = _real(array if array.shape == matrix else array.reshape(matrix))
+            return [Block(0, matrix[0], values.shape[1], piece.record.key.rank, values, piece, run, axes)]
     return list(_blocks(piece, run, axes, 0))
 
 

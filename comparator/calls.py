@@ -5,7 +5,8 @@ is another one in every process. Where both runs hold the same values of such an
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec import structs
 
 from tapscope.comparator.stages import Numbered
 from tapscope.record import Record
@@ -57,7 +58,7 @@ def _renumbered(given: Numbered, named: Iterable[_Calls]) -> Numbered:
         path = record.key.site.rpartition(":")[0]
         turn = turns.get(_place(path, record), {}).get(record.key.occurrence) if path in paths else None
         records.append(record if turn is None else record._replace(key=record.key._replace(occurrence=turn)))
-    return replace(given, records=records)
+    return structs.replace(given, records=records)
 
 
 def _place(path: str, record: Record) -> _Place:

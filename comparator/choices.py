@@ -9,10 +9,10 @@ in the scores.
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 Array = np.ndarray[Any, Any]
 
@@ -38,8 +38,7 @@ _WORTHS: Mapping[str, int] = {"two best": 2, "best": 1}
 """What a group counts as much as -> how many of its experts: DeepSeek-V3's, and DeepSeek-V2's."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceRule:
+class ChoiceRule(Struct, frozen=True):
     """How experts are chosen from scores [rows, experts]."""
 
     link: str

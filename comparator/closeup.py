@@ -1,10 +1,10 @@
 """Closeup: one finding row by row, for whoever wants to see more than its worst."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows, blocks
@@ -20,8 +20,7 @@ MARGIN = 6
 """Columns shown on either side of the worst one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Struct, frozen=True):
     """Some neighbouring columns of one row on both sides."""
 
     first: int
@@ -31,8 +30,7 @@ class Window:
     target: Array
 
 
-@dataclass(frozen=True, slots=True)
-class Closeup:
+class Closeup(Struct, frozen=True):
     """The rows of a finding that were read; those with equal hashes are not among them."""
 
     errors: Array

@@ -1,12 +1,12 @@
 """Compare: two runs in, a report out: load -> match -> assemble -> align -> measure -> judge -> localise."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct, structs
 
 from tapscope.comparator.calls import by_argument
 from tapscope.comparator.closeup import Closeup, closeup
@@ -47,8 +47,7 @@ Progress = Callable[[int, int], None]
 """Called with (sites done, sites in all)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """A report, and what it takes to look closer while both runs are open."""
 
     report: Report
@@ -127,7 +126,7 @@ def _judge(
     found = judge.findings()
     sound = sound_flips(seen.flips, found)
     if len(sound) < len(seen.flips):
-        seen = replace(raw, flips=sound).without_moved_rows()
+        seen = structs.replace(raw, flips=sound).without_moved_rows()
         judge = Judge(seen.examined, seen.sites, standards)
         found = judge.findings()
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
@@ -139,8 +138,7 @@ def _judge(
     return seen, findings, explain(placed, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(Struct, frozen=True):
     """Two runs, matched and measured, before anything is judged."""
 
     everything: list[Examined]
@@ -154,7 +152,7 @@ class _Seen:
 
     def without_moved_rows(self) -> "_Seen":
         """Without the token rows that went to other experts at a near tie, where these matter."""
-        return replace(self, everything=set_aside(self.everything, self.flips, self.examiner))
+        return structs.replace(self, everything=set_aside(self.everything, self.flips, self.examiner))
 
     @property
     def examined(self) -> list[Examined]:
@@ -203,7 +201,7 @@ def _placed(divergence: Divergence, seen: _Seen) -> Divergence:
     """With the rows that are off in the step in which it shows first."""
     one = seen.examined[divergence.finding.order]
     tokens, count, place = tokens_of(seen.examiner, one, divergence.finding, divergence.step)
-    return replace(divergence, place=place, tokens=tokens, num_tokens=count)
+    return structs.replace(divergence, place=place, tokens=tokens, num_tokens=count)
 
 
 def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
@@ -218,7 +216,7 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
         dims = of_baseline((*options.dims, *options.mapping.dims), numbered(baseline))
         if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:
             run.assume_mesh(baseline.mesh)
-        own = replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
+        own = structs.replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
         seen = _see(baseline, run, own, (Damage(baseline), Damage(run))).without_moved_rows()
         return twin_of(str(options.floor), seen.examined, options.margin)
 

@@ -1,7 +1,8 @@
 """Coverage: how much of both runs the verdict is about, and what makes the data partial."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tapscope import text
 from tapscope.comparator.examined import Examined
@@ -18,8 +19,7 @@ UNLIKE = "the models are configured differently"
 """How the sentence on hyperparameters that differ begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
+class Coverage(Struct, frozen=True):
     """The account of a comparison; ``partial`` and ``warnings`` are sentences."""
 
     sites_matched: int

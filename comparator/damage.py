@@ -1,9 +1,10 @@
 """Damage: records whose bytes are gone or are not those that were recorded; the rest of the runs is compared."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 
 from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.examined import Examined
@@ -102,7 +103,7 @@ def look(damage: tuple[Damage, Damage], divergences: Sequence[Divergence], exami
 def with_damage(coverage: Coverage, damage: tuple[Damage, Damage]) -> Coverage:
     """The account, with what was left out."""
     said = tuple(sentence for one in damage for sentence in one.sentences())
-    return replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
+    return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
 
 
 def _firing(record: Record) -> Key:

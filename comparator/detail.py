@@ -1,10 +1,10 @@
 """Detail: what is measured on demand, by reading the values of a pair once more, some at a time."""
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator import chunks
 from tapscope.comparator.histogram import Histogram
@@ -23,8 +23,7 @@ _LOGITS = re.compile(r"(?:(?:^|\.)(?:lm_head|output_layer):out(?:\[0\])?|:out\[l
 _ROUTER = re.compile(r"\.(?:router|gate|wg)(?:\.[a-z_]*linear|\.layer)?:out(?:\[(?:0|router_logits)\])?$")
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelError:
+class ChannelError(Struct, frozen=True):
     """One column of the rows."""
 
     index: int
@@ -33,8 +32,7 @@ class ChannelError:
     """Norm of its differences beside that of its baseline; inf where only the baseline is zero."""
 
 
-@dataclass(frozen=True, slots=True)
-class Detail:
+class Detail(Struct, frozen=True):
     """Differences are over positions where both sides are finite, in float64."""
 
     percentiles: tuple[tuple[float, float], ...]

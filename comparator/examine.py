@@ -159,14 +159,14 @@ class Examiner:
     def _read(self, begun: "_Begun", opened: Opened, measured: Measured, seen: Overview) -> _Facts:
         """The members of :class:`Examined` that values give."""
         ready, site, notes = begun.ready, begun.facts["site"], begun.known["notes"]
-        numbers = numbers_of(seen.total, measured.num_hashed)
-        if not len(measured.rows) or not numbers.count:
+        numbers, num_rows = numbers_of(seen.total, measured.num_hashed), len(measured.rows)
+        if not num_rows or not numbers.count:
             same: _Facts = {"numbers": numbers, "spread": NOTHING}
             return same | ({"basis": "hash"} if numbers.count else {"notes": (*notes, EMPTY)})
         may_permute = seen.num_unequal > 0 and ready.left[0].dtype == ready.right[0].dtype
         odd = np.flatnonzero(measured.rows.equal < measured.rows.width) if may_permute or begun.is_exact else _NONE
         permuted = may_permute and _is_permuted(measured, odd, ready)
-        scans = seen.num_unequal and len(measured.rows) >= MIN_ROWS and not begun.is_exact
+        scans = seen.num_unequal and num_rows >= MIN_ROWS and not begun.is_exact
         scans = scans and not ready.layouts[0].keyed  # its columns are tokens
         channel = worst_channel(opened, measured) if scans else QUIET
         return {

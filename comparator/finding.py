@@ -33,14 +33,16 @@ class Verdict(StrEnum):
     @property
     def is_bad(self) -> bool:
         """Whether it speaks against the target."""
-        return self in (Verdict.DIFFERS, Verdict.SHAPE, Verdict.NONFINITE)
+        return self in _BAD
 
     @property
     def is_orphan(self) -> bool:
         """Whether only one run has the site."""
-        return self in (Verdict.ONLY_BASELINE, Verdict.ONLY_TARGET)
+        return self in _ORPHANS
 
 
+_BAD = frozenset({Verdict.DIFFERS, Verdict.SHAPE, Verdict.NONFINITE})
+_ORPHANS = frozenset({Verdict.ONLY_BASELINE, Verdict.ONLY_TARGET})
 _GLYPHS = {
     Verdict.SAME: "=",
     Verdict.CLOSE: "~",

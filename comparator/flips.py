@@ -12,10 +12,10 @@ must follow from their own scores by one rule. A token that went to other expert
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator import chunks
 from tapscope.comparator.choices import are_copies, rule_of
@@ -33,8 +33,7 @@ _NEAR = 8
 """Sites before a choice among which its scores are looked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flip:
+class Flip(Struct, frozen=True):
     """Why the unequal integers of a site are no fault of the target."""
 
     sentence: str
@@ -50,8 +49,7 @@ class Flip:
     """Whether it excuses nothing and only says why nothing could."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(Struct, frozen=True):
     """Some rows of a site on both sides."""
 
     pairs: Array

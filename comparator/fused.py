@@ -11,9 +11,8 @@ Orders (reference layouts of the frameworks' own loaders):
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from tapscope import dims as dims_grammar
 from tapscope.comparator.hints import Hints, sections_of
@@ -33,8 +32,7 @@ _GROUPED_CLASSES = ("GPTNeoX", "Bloom", "Falcon", "ParallelAttention")
 _PLAIN_CLASSES = ("QKVParallelLinear", "Conv1D")
 
 
-@dataclass(frozen=True, slots=True)
-class FusedSite:
+class FusedSite(Struct, frozen=True):
     """A site that may hold several, by its name in the common spelling."""
 
     path: str
@@ -79,8 +77,7 @@ def width_of(series: Series, hints: Hints, axis: int) -> int:
     return series.first.shape[axis] * hints.num_shards(series, axis) if series.first.shape else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Anatomy:
+class Anatomy(Struct, frozen=True):
     """Says what lies in fused series, from what both runs tell of the model."""
 
     hints: tuple[Hints, Hints]
@@ -101,15 +98,15 @@ class Anatomy:
     def ordered(self, fused: Fused, order: str, series: Series, known: Sequence[int] | None) -> Fused:
         """With its groups, or with the problem that an unknown order, size or number of heads is."""
         if not order:
-            return replace(fused, problem=_unknown_order(series))
+            return structs.replace(fused, problem=_unknown_order(series))
         if not fused.sizes:
-            return replace(fused, problem=_unknown_sizes(series))
+            return structs.replace(fused, problem=_unknown_sizes(series))
         if order == "plain":
             return fused
         fits = known is not None and fused.sizes[0] * known[1] == fused.sizes[1] * known[0]
         if known is None or not fits or fused.sizes[1] % known[1]:
-            return replace(fused, problem=_unknown_groups(series))
-        return replace(fused, groups=known[1])
+            return structs.replace(fused, problem=_unknown_groups(series))
+        return structs.replace(fused, groups=known[1])
 
     def order(self, side: int, series: Series) -> str:
         """``plain`` or ``grouped`` by name and class; empty where frameworks disagree on what the name means."""

@@ -27,6 +27,8 @@ class Graph:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
+        self.is_backward = [node.is_backward for node in nodes]
+        """Of each node."""
         self._given: dict[str, list[int]] = {}
         self._made: dict[tuple[str, bool], list[int]] = {}
         self._inside: dict[str, list[int]] = {}
@@ -36,7 +38,7 @@ class Graph:
             if node.is_input or node.is_state:
                 self._given.setdefault(node.path, []).append(i)
             elif node.numeric:
-                self._made.setdefault((self._enclosing(node.path), node.is_backward), []).append(i)
+                self._made.setdefault((self._enclosing(node.path), self.is_backward[i]), []).append(i)
             for above in _ancestors(_parent(node.path)) if node.path else ():
                 self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes)
@@ -54,7 +56,8 @@ class Graph:
         groups = self._gradient_groups()
         found = []
         for i, node in enumerate(self.nodes):
-            found.append(self._same(i, holders) or self._through(i, groups.get(i, ())) or self._inputs(i))
+            from_one = self._same(i, holders) or (self._through(i, groups[i]) if i in groups else None)
+            found.append(from_one or self._inputs(i))
             for side, identity in enumerate(node.identities):
                 if identity is not None:
                     holders[side].setdefault(identity, i)
@@ -65,7 +68,12 @@ class Graph:
         that of its output and each consumer as that of its input."""
         groups: dict[object, list[int]] = {}
         for i, node in enumerate(self.nodes):
-            if node.is_backward and not node.port.startswith("param") and node.numeric and None not in node.identities:
+            if (
+                self.is_backward[i]
+                and not node.port.startswith("param")
+                and node.numeric
+                and None not in node.identities
+            ):
                 groups.setdefault(node.identities, []).append(i)
         return {members[0]: members for members in groups.values()}
 
@@ -112,7 +120,7 @@ class Graph:
         if not node.numeric:  # of integers that are equal on one side alone nobody knows whether they are the same
             return None
         origin = one if one is not None else two
-        if origin is None or not node.is_input or node.is_backward:
+        if origin is None or not node.is_input or self.is_backward[index]:
             return None  # a module may hand on its input on one side because the fault is that it does
         return Inputs((origin,), "same", 1)
 
@@ -123,10 +131,11 @@ class Graph:
         if not node.is_input:
             path = node.path.removesuffix(PARTIAL)
             own = [i for i in self._given.get(path, ()) if i < index and self._reaches(i, index)]
-            if node.is_backward and not any(self.nodes[i].is_backward for i in own):
+            is_backward = self.is_backward[index]
+            if is_backward and not any(self.is_backward[i] for i in own):
                 own = []  # the gradient that went in was seen later, by a module that hands on its input, or never
-            elif node.is_backward:  # the gradient of a tensor that went round the module as well, along the residual
-                own += [i for i in self._given.get(_parent(path), ()) if i < index and self._goes(i, node)]
+            elif is_backward:  # the gradient of a tensor that went round the module as well, along the residual
+                own += [i for i in self._given.get(_parent(path), ()) if i < index and self._goes(i, index)]
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
             inside = [i for i in inside if self._reaches(i, index)]
             if any(self.nodes[i].numeric for i in inside):
@@ -144,7 +153,7 @@ class Graph:
 
     def _reaches(self, origin: int, index: int) -> bool:
         """Whether a value of that module may have gone into this one: not from the backward into the forward."""
-        return not self.nodes[origin].is_backward or self.nodes[index].is_backward
+        return not self.is_backward[origin] or self.is_backward[index]
 
     def _around(self, index: int) -> tuple[int, ...]:
         """What the enclosing module was given, and the latest that its other parts made; from two levels at most where
@@ -154,8 +163,8 @@ class Graph:
         above, levels = node.path, 0
         while above and levels < 2:
             above = self._enclosing(above)
-            given = [i for i in self._given.get(above, ()) if i < index and self._goes(i, node)]
-            siblings = self._made.get((above, node.is_backward), [])
+            given = [i for i in self._given.get(above, ()) if i < index and self._goes(i, index)]
+            siblings = self._made.get((above, self.is_backward[index]), [])
             end = bisect_left(siblings, index)
             made = siblings[max(end - WINDOW, 0) : end]
             found += [*given, *made]
@@ -164,8 +173,8 @@ class Graph:
                 break
         return tuple(sorted(set(found))) if any(self.nodes[i].numeric for i in found) else ()
 
-    def _goes(self, origin: int, node: Node) -> bool:
-        return self.nodes[origin].is_backward == node.is_backward
+    def _goes(self, origin: int, index: int) -> bool:
+        return self.is_backward[origin] == self.is_backward[index]
 
     def _gap(self, origins: tuple[int, ...], index: int) -> int:
         return max(self.depth[index] - self.depth[origins[-1]], 0)

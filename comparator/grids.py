@@ -1,10 +1,10 @@
 """Grids: the token grids of a run's steps, one for all ranks that compute the same rows."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.observe import RowRun, StepInfo
 from tapscope.record import Record
@@ -15,8 +15,7 @@ _SPLITTING = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe
 """Mesh axes whose ranks work on the same rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Struct, frozen=True):
     """What one step line says: the rows of one step, or of one micro-batch of it, on some ranks."""
 
     step: int
@@ -32,8 +31,7 @@ class Grid:
     """Data- and context-parallel ranks hold other rows and have grids of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(Struct, frozen=True):
     """What is known of the rows of a run."""
 
     grids: tuple[Grid, ...]
@@ -43,8 +41,7 @@ class Told:
     """What makes the rows no sound basis."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(Struct, frozen=True):
     """The token grid of one step of one side, with the row pair of every slot."""
 
     grid: tuple[int, ...]
@@ -59,8 +56,7 @@ class StepRows:
         return len(self.pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class SideRows:
+class SideRows(Struct, frozen=True):
     """The row pairs of one side, by step and rank."""
 
     at: Mapping[tuple[int, int | None], Mapping[int, StepRows]]

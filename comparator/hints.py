@@ -1,7 +1,8 @@
 """Hints: what a run says of its model beside the values: hyperparameters, classes, how many ranks share a tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from tapscope import dims as dims_grammar
 from tapscope.comparator.places import places_of
@@ -12,8 +13,7 @@ from tapscope.index import SiteInfo
 from tapscope.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(Struct, frozen=True):
     """Of one run."""
 
     config: Mapping[str, float] = field(default_factory=dict)

@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Verdict
@@ -20,8 +19,7 @@ from tapscope.comparator.twin import Twin
 from tapscope.index import SiteInfo
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standards:
+class Standards(Struct, frozen=True, kw_only=True):
     """What sites are judged by, beside the model of rounding."""
 
     tolerance: tuple[float, float] | None = None

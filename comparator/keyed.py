@@ -5,10 +5,9 @@ places: in the step's own grid, as far as both have it and the rest is padding, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from tapscope.comparator.align import Join, Plan
 from tapscope.comparator.assemble import Whole
@@ -21,8 +20,7 @@ KEYS = 3
 """Tensor axis of the keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyedPair:
+class KeyedPair(Struct, frozen=True):
     """A plan, and the firings of both sides with the keys they have in common."""
 
     plan: Plan

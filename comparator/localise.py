@@ -1,9 +1,8 @@
 """Localise: which site adds an error that its inputs do not have (the producer), and which only pass it on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, StepResult, Verdict
@@ -21,8 +20,7 @@ HOPS = 3
 """How far in front that may be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(Struct, frozen=True):
     """A place where the runs part on their own account."""
 
     module: str

@@ -16,9 +16,10 @@ A YAML file with any of these sections (docs/comparator.md, Names and maps)::
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from tapscope.comparator import mapmember
 from tapscope.errors import ConfigError
@@ -29,8 +30,7 @@ MAX_STARS = 3
 """Of one pattern of split and join: each multiplies the ways to try it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rename:
+class Rename(Struct, frozen=True):
     """Sites of one side spelt another way."""
 
     where: str
@@ -44,8 +44,7 @@ class Rename:
         return self.pattern.sub(self.to, site, count=1) if len(site) <= MAX_SUBJECT else site
 
 
-@dataclass(frozen=True, slots=True)
-class Fuse:
+class Fuse(Struct, frozen=True):
     """One tensor that holds several: its ``parts`` lie in it side by side, or in groups."""
 
     where: str
@@ -62,8 +61,7 @@ class Fuse:
     """Whether the parts are put together to meet the whole, instead of the whole being split."""
 
 
-@dataclass(frozen=True, slots=True)
-class DimsEntry:
+class DimsEntry(Struct, frozen=True):
     """Dims that sites of one side have whatever was recorded."""
 
     where: str
@@ -73,8 +71,7 @@ class DimsEntry:
     side: str = "both"
 
 
-@dataclass(frozen=True, slots=True)
-class RuleEntry:
+class RuleEntry(Struct, frozen=True):
     """A condition that sites must obey instead of the noise floor."""
 
     where: str
@@ -84,8 +81,7 @@ class RuleEntry:
     """Expression over measures, see :mod:`tapscope.expression`."""
 
 
-@dataclass(frozen=True, slots=True)
-class MapFile:
+class MapFile(Struct, frozen=True):
     """One file, or several put together in the order in which they were given."""
 
     rename: tuple[Rename, ...] = ()

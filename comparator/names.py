@@ -6,8 +6,9 @@ meet when their common spellings are equal. The table grows by adding families; 
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
+
+from msgspec import Struct
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")
 """A number that is a path component."""
@@ -16,8 +17,7 @@ PARTIAL = ".partial"
 """Last path component of the probe that shows a row-parallel layer's summands before the all-reduce."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rewrite:
+class Rewrite(Struct, frozen=True):
     """One spelling turned into the common one; ``pattern`` must match a prefix or suffix by its own anchors."""
 
     pattern: str
@@ -28,8 +28,7 @@ class Rewrite:
         return _compiled(self.pattern).sub(self.common, site, count=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class Family(Struct, frozen=True, eq=False):
     """The rewrites that belong together, applied in order."""
 
     name: str

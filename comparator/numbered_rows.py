@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.pieces import Array, Leaf, Piece, Placed
 from tapscope.comparator.places import Places
@@ -14,8 +14,7 @@ from tapscope.record import Record
 from tapscope.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(Struct, frozen=True):
     """The records of one firing, each with its rows where they are in one list of token rows for all ranks."""
 
     axis: int

@@ -1,8 +1,9 @@
 """What a comparison is asked for: which records, and by which tolerance."""
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from tapscope.comparator.mapfile import DimsEntry, MapFile, RuleEntry
 from tapscope.comparator.overrides import MeshEntry
@@ -12,8 +13,7 @@ MARGIN = 3.0
 """Two draws of the same rounding: their medians agree within some 20 %, their worst rows within a factor of 2 to 3."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(Struct, frozen=True, kw_only=True):
     """Selections apply to both runs. Raises ConfigError for a tolerance that cannot be meant."""
 
     sites: tuple[str, ...] = ()

@@ -1,8 +1,9 @@
 """Outcome: the report of a comparison, as values."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.coverage import Coverage
@@ -12,8 +13,7 @@ from tapscope.comparator.options import CompareOptions
 from tapscope.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """What a run is, for the head of a report."""
 
     name: str
@@ -36,8 +36,7 @@ class Header:
         return dtypes.short(self.dtype or None) + (f", KV {dtypes.short(kv)}" if kv else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """The outcome of a comparison."""
 
     baseline: Header

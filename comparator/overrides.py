@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
 
 from tapscope.axes import AXES, STAGES
 from tapscope.comparator.mapfile import DimsEntry
@@ -16,8 +17,7 @@ SIDES = ("baseline", "target")
 _MESH = re.compile(r"(?P<axis>\w+)=(?P<size>[0-9]{1,6})")
 
 
-@dataclass(frozen=True, slots=True)
-class MeshEntry:
+class MeshEntry(Struct, frozen=True):
     """The mesh of a run that does not say its own."""
 
     where: str
@@ -114,4 +114,4 @@ def _overridden(numbered: Numbered, entries: Sequence[DimsEntry], side: str, use
             used |= {first[0]} if first else set()
         dims = chosen.get(site)
         records.append(record if dims is None or record.dtype is None else record._replace(dims=dims))
-    return replace(numbered, records=records)
+    return structs.replace(numbered, records=records)

@@ -1,7 +1,8 @@
 """Places: where each rank stands in the mesh, and which ranks differ along which of its axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from tapscope.record import Key, Record
 from tapscope.run import Run
@@ -10,8 +11,7 @@ Coords = Mapping[str, int]
 """Mesh axis -> coordinate."""
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(Struct, frozen=True):
     """The mesh of one run."""
 
     sizes: Mapping[str, int]

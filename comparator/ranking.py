@@ -1,9 +1,9 @@
 """Ranking: what errors do to values that are there to be compared with each other: logits, and a router's scores."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator import chunks
 from tapscope.comparator.prepare import Prepared
@@ -16,8 +16,7 @@ MAX_FLIPS = 16
 """Rows with another choice that are listed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(Struct, frozen=True):
     """What a sampler would see of two rows of logits. Rows with NaN on either side are left out."""
 
     rows: int
@@ -30,8 +29,7 @@ class Agreement:
     kl_max: float
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Whether a router chooses other experts."""
 
     k: int

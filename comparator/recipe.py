@@ -1,10 +1,9 @@
 """Recipe: how a value that one run recorded whole, in parts or in summands is made of what the other run recorded."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(Struct, frozen=True):
     """What lies in a fused tensor, along one axis."""
 
     parts: tuple[str, ...]
@@ -19,23 +18,20 @@ class Fused:
     """Why it cannot be taken apart, and what would help."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """One part of a fused tensor, or all of them in plain order."""
 
     fused: Fused
     index: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """Parts side by side, in plain order."""
 
     fused: Fused
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(Struct, frozen=True):
     """The sum of several values, in float32 or wider: a hidden state and the residual that a later norm adds to it."""
 
 

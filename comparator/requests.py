@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from msgspec import Struct
+
 from tapscope import text
 from tapscope.comparator.trace import Request, is_automatic
 
@@ -20,8 +22,7 @@ MIN_MOVED = 4
 """Equal tokens at other positions that are no chance, unless they are all there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(Struct, frozen=True):
     """The first position at which two runs of one request hold different tokens."""
 
     index: int
@@ -35,8 +36,7 @@ class Fork:
     """Whether the tokens part within the prompt: the runs were given different text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Partners:
+class Partners(Struct, frozen=True):
     """A pair of requests, as indices into both sides."""
 
     baseline: int

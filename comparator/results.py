@@ -36,7 +36,11 @@ def steps_of(measured: Measured, seen: Overview, right: Sequence[Whole]) -> tupl
     steps = {right[part.join.target].records[0].key.step for part in measured.parts}
     if len(steps) == 1:
         (step,) = steps
-        return (StepResult(step, len(rows), total.max_abs, total.rel_l2, seen.quantiles[-1], total.nonfinite_mismatch),)
+        return (
+            StepResult(
+                step, len(seen.errors), total.max_abs, total.rel_l2, seen.quantiles[-1], total.nonfinite_mismatch
+            ),
+        )
     step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
     order = np.argsort(step_of, kind="stable")
     step_of = step_of[order]

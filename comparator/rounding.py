@@ -103,7 +103,7 @@ class Rounding:
         """
         case = self._cases[node]
         assert case is not None
-        is_back, is_sum = self._graph.nodes[node].is_backward, self._is_sum(node)
+        is_back, is_sum = self._graph.is_backward[node], self._is_sum(node)
         whole = path_floor(case.modelled, case.spread, case.base, case.eps, math.inf if is_back else ROW_LIMIT)
         if not self._graph.inputs(node).nodes and not self._graph.nodes[node].is_state:
             return whole, whole
@@ -158,8 +158,7 @@ class Rounding:
 
     def _is_sum(self, node: int) -> bool:
         """Whether it is the gradient of a parameter, a sum over token rows."""
-        this = self._graph.nodes[node]
-        return this.is_backward and this.port.startswith("param[")
+        return self._graph.is_backward[node] and self._graph.nodes[node].port.startswith("param[")
 
     def _keeps_rows(self, node: int) -> bool:
         """Whether each row is made of the same row of what went in."""

@@ -6,10 +6,11 @@ is equal on both sides; where they part the request is *forked*, and its later r
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, structs
 
 from tapscope.comparator.grids import Grid, SideRows, StepRows, Told, grids_of, lineages, selected
 from tapscope.comparator.options import CompareOptions
@@ -25,19 +26,21 @@ PADDING, FORKED, UNALIGNED, AGAIN, SUPERSEDED = -1, -2, -3, -4, -5
 computed again by one run only (preemption), and computed for a token that was replaced (a rejected draft)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowMap:
+_NONE = np.empty(0, np.int64)
+
+
+class RowMap(Struct, frozen=True):
     """The row pairs of two runs, and what could not be paired."""
 
     baseline: SideRows
     target: SideRows
     requests: tuple[str, ...] = ()
     """Baseline names of the paired requests."""
-    pair_request: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    pair_request: Array = _NONE
     """[pairs] index into :attr:`requests`."""
-    pair_position: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    pair_position: Array = _NONE
     """[pairs] the baseline's."""
-    pair_visit: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    pair_visit: Array = _NONE
     num_forked: tuple[int, int] = (0, 0)
     """Rows set aside behind a fork, on (baseline, target)."""
     num_unaligned: tuple[int, int] = (0, 0)
@@ -89,7 +92,7 @@ def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) 
     better = {grid.step for grid in read.grids}
     grids = [grid for grid in told if grid.step not in better] + selected(read.grids, ranks)
     again = called_again(run, frozenset(grid.step for grid in told) - better)
-    return replace(
+    return structs.replace(
         read,
         notes=(*read.notes, *again),
         grids=tuple(sorted(grids, key=lambda grid: (grid.step, grid.micro or 0, grid.ranks))),

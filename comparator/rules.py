@@ -9,8 +9,9 @@ The first rule whose regular expression is found in the site's name, on either s
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tapscope.comparator.finding import Numbers
 from tapscope.comparator.mapfile import RuleEntry
@@ -38,8 +39,7 @@ MEASURES = {
 _SPLIT = re.compile(r"(?<!\(\?)(?<!\(\?<)=")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """One compiled rule."""
 
     where: str

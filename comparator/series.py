@@ -92,11 +92,11 @@ def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
     """What a finding says of a series whose first firing has, put together, this shape."""
-    first, sources = one.first, list(recorded(one)) if one.sources else (one,)
-    ranks = {record.key.rank for firing in one.firings for record in firing.records}
-    count = sum([source.num_records for source in sources])
+    first, sources = one.first, list(recorded(one)) if one.sources else [one]
+    ranks = [record.key.rank for firing in one.firings for record in firing.records]
+    count = sum(source.num_records for source in sources) if one.sources else len(ranks)
     parts = tuple(source.site for source in sources) if len(sources) > 1 else ()
-    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(ranks)), parts)
+    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(set(ranks))), parts)
 
 
 def fire_together(sources: Sequence[Series]) -> bool:

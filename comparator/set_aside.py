@@ -6,7 +6,6 @@ their error is handed on like any other (:attr:`~.examine.Examined.handed_on`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from msgspec import structs
 
@@ -38,7 +37,7 @@ def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner:
 def _both(one: Flip | None, other: Flip) -> Flip:
     if one is None:
         return other
-    return replace(other, moved=one.moved | other.moved, turned=one.turned | other.turned)
+    return structs.replace(other, moved=one.moved | other.moved, turned=one.turned | other.turned)
 
 
 def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding]) -> dict[str, Flip]:

@@ -6,8 +6,9 @@ of 4. Expert parallelism does the same to ``local_experts``. A run that numbers 
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from itertools import accumulate
+
+from msgspec import Struct, structs
 
 from tapscope.comparator.passages import passages
 from tapscope.index import SiteInfo
@@ -15,8 +16,7 @@ from tapscope.record import Record
 from tapscope.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(Struct, frozen=True):
     """One kind of module that is numbered."""
 
     axis: str
@@ -39,8 +39,7 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(Struct, frozen=True):
     """A run's records with numbers that are the model's."""
 
     records: list[Record]
@@ -57,7 +56,7 @@ def numbered(run: Run) -> Numbered:
             found = _renumbered(run, kind, found)
     if run.mesh.get("pp", 1) > 1:
         stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
-        found = replace(found, records=passages(found.records, stage, _holders(found.records)))
+        found = structs.replace(found, records=passages(found.records, stage, _holders(found.records)))
     return found
 
 
@@ -78,11 +77,11 @@ def _renumbered(run: Run, kind: Kind, given: Numbered) -> Numbered:
         return given  # no number comes twice: they are the model's already
     if len({r.key.model for r in given.records}) > 1:
         note = f"{run.name} numbers its {kind.noun}s anew in every chunk and stage; they were left as they are"
-        return replace(given, notes=(*given.notes, note))
+        return structs.replace(given, notes=(*given.notes, note))
     sizes, doubt = _sizes(run, kind, seen)
     if not sizes:
         note = f"{run.name} numbers its {kind.noun}s anew on every rank of {kind.axis}, and {doubt}: left as they are"
-        return replace(given, notes=(*given.notes, note))
+        return structs.replace(given, notes=(*given.notes, note))
     note = f"{run.name}: {kind.noun}s are numbered on over the ranks of {kind.axis}" + (f"; {doubt}" if doubt else "")
     starts = [0, *accumulate(sizes)]
     sites = dict(given.sites)

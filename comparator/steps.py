@@ -1,10 +1,10 @@
 """Steps: which step of the target is which of the baseline, for what has no token rows and is compared whole."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.grids import StepRows
 from tapscope.comparator.rows import PADDING, RowMap
@@ -13,8 +13,7 @@ Array = np.ndarray[Any, Any]
 IN_ORDER = "no step number is in both runs: steps meet in order"
 
 
-@dataclass(frozen=True, slots=True)
-class Partners:
+class Partners(Struct, frozen=True):
     """Which steps meet."""
 
     of: Mapping[int, int]

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from itertools import islice
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from tapscope.axes import STAGES, Dims
 from tapscope.comparator.align import Join, Plan
@@ -38,8 +38,7 @@ _ELEMENTS = 1 << 22
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
+class _Tried(Struct, frozen=True):
     """What one candidate gives."""
 
     dims: str

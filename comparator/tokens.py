@@ -1,8 +1,7 @@
 """Tokens: which rows of a divergence are beyond the floor, looked at once more, for the few sites that are to blame."""
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.examine import Examiner
 from tapscope.comparator.examined import Examined
@@ -15,8 +14,7 @@ from tapscope.kernels.native.overview import row_errors
 MAX_TOKENS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class TokenError:
+class TokenError(Struct, frozen=True):
     """One row that is off."""
 
     place: Place

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.grids import Grid
 from tapscope.observe import RowRun
@@ -51,8 +52,7 @@ class Request:
         return known if len(known) == self.end - self.first else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Struct, frozen=True):
     """The requests of one side and all of its rows, as columns of equal length in the order they were computed."""
 
     grids: tuple[Grid, ...]

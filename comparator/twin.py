@@ -7,7 +7,8 @@ and never is the floor below one rounding of the dtypes at hand.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.examined import Examined
@@ -16,8 +17,7 @@ from tapscope.comparator.spread import Spread
 from tapscope.errors import NothingInCommonError
 
 
-@dataclass(frozen=True, slots=True)
-class Twin:
+class Twin(Struct, frozen=True):
     """What the twin's distance to the baseline says, by the baseline's name of the site."""
 
     name: str

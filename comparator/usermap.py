@@ -1,7 +1,9 @@
 """Usermap: the pass of the user's own ``split`` and ``join`` entries, which comes before every other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from tapscope.comparator.fused import axis_of, is_split, width_of
 from tapscope.comparator.fusions import Fusions, Met, port_of
@@ -89,7 +91,7 @@ class UserMap:
         sizes = sizes or self.fusions.widths(1 - side, series, partners, len(one.names))
         fused = Fused(one.names, axis, sizes)
         if len(one.names) != 3 or entry.order == "plain":
-            return fused if sizes or len(one.names) == 2 else replace(fused, problem=_unknown(entry, series))
+            return fused if sizes or len(one.names) == 2 else structs.replace(fused, problem=_unknown(entry, series))
         known = (*entry.heads, 0) if entry.heads else anatomy.heads(side)
         return anatomy.ordered(fused, entry.order or anatomy.order(side, series), series, known)
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +289,7 @@ def many(tmp_path: Path) -> Report:
     two = write(tmp_path / "target", {"a:out": normal(ROWS, 8, seed=1)})
     found = report(one, two)
     sites = (f"model.layers.{i}.mlp:out" for i in range(5_000))
-    return replace(found, findings=tuple(structs.replace(found.findings[0], site=site) for site in sites))
+    return structs.replace(found, findings=tuple(structs.replace(found.findings[0], site=site) for site in sites))
 
 
 @pytest.mark.parametrize("top", [12, None])

@@ -1,10 +1,11 @@
 """Explain: try every hypothesis on the values of the divergences, and keep the one that clearly wins."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, structs
 
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.explain.activations import activations
@@ -44,8 +45,7 @@ MIN_DIFFERENT = 4
 """Values that must differ from each other before agreement means anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(Struct, frozen=True):
     """What explaining needs of a comparison."""
 
     examined: Sequence[Examined]
@@ -61,7 +61,7 @@ def explain(divergences: Sequence[Divergence], context: Context) -> list[Diverge
     found = []
     for number, divergence in enumerate(divergences):
         why = _explain(divergence, context) if number < MAX_EXPLAINED else None
-        found.append(replace(divergence, explanation=why))
+        found.append(structs.replace(divergence, explanation=why))
     return found
 
 
@@ -153,8 +153,7 @@ def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
         yield from unsummed(damage, parts, axis)
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
+class _Judged(Struct, frozen=True):
     """A trial without its values."""
 
     name: str

@@ -1,10 +1,9 @@
 """Explanation: what turns the baseline's values into the target's, as far as one hypothesis says so clearly."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Tested:
+class Tested(Struct, frozen=True):
     """One hypothesis and how well it does."""
 
     name: str
@@ -14,8 +13,7 @@ class Tested:
     """Share of the error's energy that it removes, beyond what rounding explains; 0 for what does not help."""
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Struct, frozen=True):
     """What the hypotheses say about one divergence."""
 
     name: str

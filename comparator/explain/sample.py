@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
@@ -59,8 +60,7 @@ class Sample:
         return sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Which rows were taken: (join, index within it) by row, and the columns."""
 
     join: Array

@@ -1,9 +1,10 @@
 """Fold: which findings get a row, and one line for every stretch that says the same."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, overload
+
+from msgspec import Struct
 
 from tapscope import text
 from tapscope.comparator.finding import Finding, Verdict
@@ -18,8 +19,7 @@ STRETCH = " … "
 """Between the first and the last site of a stretch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One line of the table."""
 
     verdict: Verdict

@@ -119,15 +119,15 @@ class SegmentPayloads:
 
     def missing(self, records: Iterable[Record]) -> list[str]:
         """Segments that are gone or shorter than their records say; one look at each file."""
-        ends: dict[Path, int] = {}
-        last: tuple[int, str] | None = None
+        ends: dict[tuple[int, str], int] = {}
         for record in records:
             if (entry := record.entry) is not None:
-                if (record.key.rank, entry.file) != last:
-                    last, path = (record.key.rank, entry.file), self._path(record)
-                ends[path] = max(ends.get(path, 0), entry.offset + entry.nbytes)
+                place, end = (record.key.rank, entry.file), entry.offset + entry.nbytes
+                if end > ends.setdefault(place, 0):
+                    ends[place] = end
         problems = []
-        for file, end in ends.items():
+        for place, end in ends.items():
+            file = segment_path(self._run, *place)
             size = file.stat().st_size if file.is_file() else None
             if size is None:
                 problems.append(f"{file}: missing, and with it the values of its records")
