@@ -1,8 +1,10 @@
 """Way: how two runs are compared, as keys change it: which is the baseline, and by what is judged."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+from msgspec import structs
 
 from tapscope.comparator import CompareOptions
 from tapscope.comparator.mapfile import DimsEntry, Rename
@@ -28,18 +30,18 @@ class Way:
         if self.tolerance is None:
             return options
         rtol, atol = (None, None) if self.tolerance == "floor" else self.tolerance
-        return replace(options, rtol=rtol, atol=atol)
+        return structs.replace(options, rtol=rtol, atol=atol)
 
 
 def _turned(options: CompareOptions) -> CompareOptions:
     """What was said of the baseline is said of the target; a twin of the baseline is none of the target."""
 
     def turn(entries: tuple[_Sided, ...]) -> tuple[_Sided, ...]:
-        return tuple(replace(entry, side=_OTHER_SIDE.get(entry.side, entry.side)) for entry in entries)
+        return tuple(structs.replace(entry, side=_OTHER_SIDE.get(entry.side, entry.side)) for entry in entries)
 
-    mapping = replace(options.mapping, rename=turn(options.mapping.rename), dims=turn(options.mapping.dims))
+    mapping = structs.replace(options.mapping, rename=turn(options.mapping.rename), dims=turn(options.mapping.dims))
     own: dict[str, Any] = {"dims": turn(options.dims), "mesh": turn(options.mesh), "mapping": mapping}
-    return replace(options, **own, steps=options.steps_of(1), shift_steps=-options.shift_steps, floor=None)
+    return structs.replace(options, **own, steps=options.steps_of(1), shift_steps=-options.shift_steps, floor=None)
 
 
 def parse_tolerance(text: str) -> tuple[float, float] | Literal["floor"]:
