@@ -8,6 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.comparator.report.answer import answer
 from tapscope.comparator.rows import map_rows
 from tapscope.observe import RowRun
 from tapscope.run import Run, open_run
@@ -98,6 +99,26 @@ def test_a_bad_row_of_one_data_parallel_rank_is_named(tmp_path: Path) -> None:
         worst = compare(one, two).findings[0].worst
     assert worst is not None
     assert (worst.request, worst.position, worst.rank) == ("c", 5, 1)
+
+
+def test_what_is_off_is_never_put_down_to_the_rank_of_other_requests(tmp_path: Path) -> None:
+    """Column 1 is on the first of two tensor-parallel ranks, of each data-parallel pair."""
+    texts = {"a": range(3, 9), "b": range(40, 46)}
+    with RunFactory(tmp_path / "b") as base, RunFactory(tmp_path / "t", mesh={"dp": 2, "tp": 2}) as target:
+        rows = [RowRun(name, 0, 6, 0, 6 * i) for i, name in enumerate(texts)]
+        base.step(grid=(12,), rows=rows, token_ids=[t for ids in texts.values() for t in ids])
+        own = [{"rows": (RowRun(name, 0, 6, 0, 0),), "token_ids": tuple(ids)} for name, ids in texts.items()]
+        target.step(grid=(6,), apart={rank: own[rank // 2] for rank in range(4)})
+        value = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
+        off = value.copy()
+        off[6 + 2, 1] += 7
+        base.put("norm:out", value, dims="t h")
+        parts = [half for rows in np.split(off, 2) for half in np.split(rows, 2, axis=1)]
+        target.put("norm:out", dict(enumerate(parts)), dims="t h[tp]")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        where = answer(compare(one, two))[1]
+    assert "step 0, rank 2" in where
+    assert "of rank" not in where
 
 
 def test_selected_ranks_bring_their_own_rows_only(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def take(ready: Prepared, row_map: RowMap, worst: Place | None, *, is_integer: b
     join = ready.plan.joins[int(choice.join[0])]
     whole = ready.right[join.target]
     names = str(ready.left[join.baseline].dtype), str(whole.dtype)
-    ranks = _ranks(whole, ready.layouts[1])[choice.first_column : choice.first_column + choice.num_columns]
+    ranks = _ranks_of(ready, choice)[choice.first_column : choice.first_column + choice.num_columns]
     width = _width(whole, ready.layouts[1])
     return Sample(
         *sides, request, position, step, choice.first_column, width, choice.num_rows, ranks, names, is_integer
@@ -215,6 +215,18 @@ def rows_of(piece: Piece | None, run: Run, axes: tuple[int, ...], rows: Array) -
     """[rows, width]: some rows of a tensor, of any dtype."""
     assert piece is not None
     return np.concatenate([np.asarray(block.rows(rows)) for block in blocks(piece, run, axes)], axis=1)
+
+
+def _ranks_of(ready: Prepared, choice: Choice) -> Array:
+    """The rank that holds each column of the rows that were taken; -1 where that is not one for all of them (data
+    parallel ranks hold other requests)."""
+    firings = {ready.plan.joins[int(number)].target for number in np.unique(choice.join)}
+    found = [_ranks(ready.right[firing], ready.layouts[1]) for firing in firings]
+    known = found[0].copy()
+    for other in found[1:]:
+        same = len(other) == len(known) and other == known
+        known = np.where(same, known, -1)
+    return known
 
 
 def _ranks(whole: Whole, layout: Layout) -> Array:

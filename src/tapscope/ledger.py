@@ -237,7 +237,7 @@ class Ledger:
             (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {_some(self.never_fired)}"),
         ]
-        return [sentence for amount, sentence in facts if amount] + self.unknown + self.problems
+        return [sentence for amount, sentence in facts if amount] + self.problems + self.unknown
 
 
 def _ranks(ranks: list[int]) -> str:
