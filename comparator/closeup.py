@@ -25,6 +25,8 @@ class Window(Struct, frozen=True):
 
     first: int
     """The first of these columns."""
+    column: int
+    """The one that it is about."""
     baseline: Array
     """[columns] float64"""
     target: Array
@@ -34,11 +36,12 @@ class Closeup(Struct, frozen=True):
     """The rows of a finding that were read; those with equal hashes are not among them."""
 
     errors: Array
-    """[rows] float64: length of the row's difference / length of its baseline; inf where only the target is not 0."""
+    """[rows] float64: length of the row's difference / length of its baseline; inf where only the target is not 0, and
+    where the two sides are not finite in different ways."""
     max_abs: Array
     """[rows] float64: largest difference of an element."""
     columns: Array
-    """[rows] int64: where that is."""
+    """[rows] int64: where that is; -1 where it is an infinity or NaN that is off."""
     steps: Array
     """[rows] int64: target step."""
     labels: Sequence[str]
@@ -46,7 +49,7 @@ class Closeup(Struct, frozen=True):
     worst: int
     """The row whose error is largest."""
     window: Window
-    """Around the largest difference of the worst row."""
+    """Around the largest difference of the worst row, or its first value that is not finite on one side alone."""
 
 
 def closeup(ready: Prepared, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> Closeup | None:
@@ -57,13 +60,14 @@ def closeup(ready: Prepared, rows: RowMap, tolerance: tuple[float, float] = (0.0
     measured = measure(Opened(ready), tolerance)
     if not len(measured.rows):
         return None
-    errors = row_errors(measured.rows)
-    worst = int(np.argmax(np.where(measured.rows.nonfinite_mismatch > 0, np.inf, errors)))
+    odd = measured.rows.nonfinite_mismatch > 0
+    errors = np.where(odd, np.inf, row_errors(measured.rows))
+    worst = int(np.argmax(errors))
     steps = np.array([w.records[0].key.step for w in ready.right])[measured.target_firing]
     return Closeup(
         errors,
         measured.rows.max_abs,
-        measured.rows.argmax,
+        np.where(odd, -1, measured.rows.argmax),
         steps,
         _labels(measured, rows),
         worst,
@@ -86,9 +90,10 @@ def _window(ready: Prepared, measured: Measured, row: int) -> Window:
     join = next(j for j in ready.plan.joins if (j.baseline, j.target) == firings)
     left = _row(ready.left[join.baseline], ready.layouts[0], join.baseline_rows, at)
     right = _row(ready.right[join.target], ready.layouts[1], join.target_rows, at)
-    column = max(int(measured.rows.argmax[row]), 0)
+    odd = ~((left == right) | (np.isnan(left) & np.isnan(right)) | (np.isfinite(left) & np.isfinite(right)))
+    column = int(np.argmax(odd)) if odd.any() else max(int(measured.rows.argmax[row]), 0)
     first = max(column - MARGIN, 0)
-    return Window(first, left[first : column + MARGIN + 1], right[first : column + MARGIN + 1])
+    return Window(first, column, left[first : column + MARGIN + 1], right[first : column + MARGIN + 1])
 
 
 def _row(whole: Whole, layout: Layout, rows: Rows, at: int) -> Array:

@@ -118,11 +118,15 @@ def token_lines(seen: Closeup, step: int | None, width: int, height: int) -> lis
         lines.append(
             Text(
                 f"{int(seen.steps[i]):>6}  {seen.labels[i]:<{max(wide, 3)}}  {number(error):>8}  "
-                f"{number(float(seen.max_abs[i])):>8}  {int(seen.columns[i]):>7}  {bar}".rstrip()
+                f"{number(float(seen.max_abs[i])):>8}  {_column(seen, i):>7}  {bar}".rstrip()
             )
         )
     left = len(rows) - len(order)
     return [*lines, Text(f"{count(left)} more rows with smaller errors", style=DIM)] if left else lines
+
+
+def _column(seen: Closeup, row: int) -> str:
+    return str(int(seen.columns[row])) if seen.columns[row] >= 0 else "%"
 
 
 def value_lines(seen: Closeup, width: int) -> list[Text]:
@@ -134,7 +138,7 @@ def value_lines(seen: Closeup, width: int) -> list[Text]:
     columns = [str(window.first + i) for i in range(len(window.baseline))]
     wide = max((len(cell) for row in [*cells, columns] for cell in row), default=1)
     shown = max(min((width - 9) // (wide + 1), len(columns)), 1)
-    start = max(min(int(seen.columns[seen.worst]) - window.first - shown // 2, len(columns) - shown), 0)
+    start = max(min(window.column - window.first - shown // 2, len(columns) - shown), 0)
 
     def line(word: str, row: Sequence[str], style: str = "") -> Text:
         return Text(f"{word:<9}" + "".join(f" {cell:>{wide}}" for cell in row[start : start + shown]), style=style)

@@ -112,8 +112,9 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
     ]
     parts.append(divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}")
     if len(report.divergences) > 1:
-        others = text.plural(len(report.divergences) - 1, "module")
-        parts.append(f"{others} more on their own account, next {report.divergences[1].module}")
+        num = len(report.divergences) - 1
+        others = f"{text.plural(num, 'module')} more on {'its' if num == 1 else 'their'} own account"
+        parts.append(f"{others}, next {report.divergences[1].module or '(root)'}")
     parts += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
     if report.coverage.partial:
         parts.append("on partial data")

@@ -109,7 +109,7 @@ def _in_step(finding: Finding, step: int) -> tuple[Verdict, dict[str, str]]:
 
 
 def _ratio(finding: Finding) -> str:
-    if finding.basis == "none" or finding.verdict.is_orphan:
+    if finding.basis == "none" or finding.verdict.is_orphan or finding.verdict is Verdict.NONFINITE:
         return "-"
     return share(finding.ratio) if finding.floor > 0.0 else "-" if not finding.error else "exact"
 
