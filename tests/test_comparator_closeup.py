@@ -42,9 +42,9 @@ def test_a_value_that_is_not_finite_is_what_is_shown(tmp_path, value):
 
     tables = weights()
     baseline = Toy(tables).write(tmp_path / "a", PROMPTS)
-    target = Toy(tables, hooks={SITE: spoil}).write(tmp_path / "b", PROMPTS)
+    target = Toy(tables, hooks={"lm_head:out": spoil}).write(tmp_path / "b", PROMPTS)
     comparison = compare_closely(baseline, target)
-    finding = next(f for f in comparison.report.findings if f.site == SITE)
+    finding = next(f for f in comparison.report.findings if f.site == "lm_head:out")
     seen = comparison.closeup(finding)
     assert seen is not None
     assert (seen.labels[seen.worst], seen.errors[seen.worst], seen.columns[seen.worst]) == ("1:3", np.inf, -1)
