@@ -84,7 +84,7 @@ class FindingTable(RowList):
             cells |= of_step
         line = self._line(verdict.glyph, finding.site, cells, width)
         if verdict.is_bad:
-            line.stylize("bold")
+            line.stylize(self.bad_style)
         elif not verdict.is_orphan:
             line.stylize("dim")
         return line

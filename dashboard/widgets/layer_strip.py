@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from rich.style import Style
 from rich.text import Text
 from textual import events
 
+from tapscope.comparator import Verdict
 from tapscope.dashboard.keys import LAYERS
 from tapscope.dashboard.strip import Group, worst
 from tapscope.dashboard.widgets.row_list import RowList
@@ -12,7 +14,7 @@ from tapscope.text import middle
 
 _LABEL, _NARROW_LABEL = 12, 8
 _WIDE = 24
-"""Cells from which labels have all the room they want."""
+"""Cells from which labels give way only where all steps fit then."""
 
 
 class LayerStrip(RowList):
@@ -61,7 +63,10 @@ class LayerStrip(RowList):
 
     def _label(self, width: int) -> int:
         longest = max([len(group.label) for group in self.groups], default=0)
-        return min(max(longest, len("everything")), _LABEL) if width >= _WIDE else _NARROW_LABEL
+        wanted = min(max(longest, len("everything")), _LABEL)
+        needed = len(self._steps) * self._cell + 4
+        gives_way = width < _WIDE or wanted + needed > width >= _NARROW_LABEL + needed
+        return _NARROW_LABEL if gives_way else wanted
 
     def header(self, width: int) -> Text | None:
         """The steps."""
@@ -90,13 +95,15 @@ class LayerStrip(RowList):
         if row == 0:
             return Text(f"{worst([g.verdict for g in self.groups]).glyph} {middle('everything', label)}")
         group = self.groups[row - 1]
-        line = Text(f"{group.verdict.glyph} {middle(group.label, label):<{label}}")
+        line = Text(f"{group.verdict.glyph} {middle(group.label, label):<{label}}", style=self._style(group.verdict))
         for step in self.columns(width):
-            line.append(group.glyph(step).rjust(self._cell))
+            line.append(group.glyph(step).rjust(self._cell), style=self._style(group.steps.get(step)))
         if group.name == self._culprit:
-            line.append(" ◂")
-        if group.verdict.is_bad:
-            line.stylize("bold")
-        elif not group.verdict.is_orphan:
-            line.stylize("dim")
+            line.append(" ◂", style=self.bad_style)
         return line
+
+    def _style(self, verdict: Verdict | None) -> Style:
+        """Orange for what differs, dim for what agrees and where nothing was compared."""
+        if verdict is not None and verdict.is_bad:
+            return self.bad_style
+        return Style() if verdict is not None and verdict.is_orphan else Style(dim=True)

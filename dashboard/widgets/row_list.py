@@ -16,7 +16,7 @@ from tapscope.dashboard.widgets.titles import plain_title
 class RowList(ScrollView, can_focus=True, inherit_bindings=False):
     """Base of the site tree and the record table. Subclasses format; 100,000 rows cost as much as 20."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"row-list--cursor", "row-list--header"}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"row-list--cursor", "row-list--header", "row-list--bad"}
 
     class Moved(Message):
         """The cursor stands on another row."""
@@ -44,6 +44,11 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
     def format_row(self, row: int, width: int) -> Text:
         """One row, ``width`` cells; called for visible rows only."""
         raise NotImplementedError
+
+    @property
+    def bad_style(self) -> Style:
+        """Of what differs: orange, while what agrees is dim."""
+        return self.get_component_rich_style("row-list--bad", partial=True)
 
     def set_title(self, title: str, subtitle: str = "") -> None:
         """Text in the border."""
