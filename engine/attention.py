@@ -91,7 +91,8 @@ def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
         count, (keys, values) = cache.num_single, pools
         values = values if spec.value_dim is None else keys[..., : spec.value_dim]
         tables = cache.page_table[:count], cache.lengths[:count]
-        output = paged_attention(query[:count], keys, values, *tables, spec.scale, spec.window)
+        scales = cache.scales(layer)
+        output = paged_attention(query[:count], keys, values, *tables, spec.scale, spec.window, stored_scales=scales)
         if output is not None:
             return [output]
     batched = cache.num_batched(spec.window)

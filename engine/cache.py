@@ -62,8 +62,12 @@ class KVCache:
         return self._keys.is_scaled or self._values.is_scaled
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of ``layer`` in their pages, where they are stored as they are computed with."""
-        return (self._keys.layers[layer], self._values.layers[layer]) if self.form.is_plain else None
+        """Keys and values of ``layer`` in their pages as they are stored; None where some features are kept apart."""
+        return None if self._exact is not None else (self._keys.layers[layer], self._values.layers[layer])
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """What a stored 1 means in ``layer``, of keys and of values."""
+        return self._keys.scale(layer), self._values.scale(layer)
 
     def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
         """What a stored 1 means in ``layer``; None leaves it. What is cached of earlier steps is void afterwards."""

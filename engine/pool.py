@@ -35,6 +35,10 @@ class Pool:
         """Whether a stored 1 means something else in any layer."""
         return any(scale != 1.0 for scale in self._scales)
 
+    def scale(self, layer: int) -> float:
+        """What a stored 1 means in ``layer``."""
+        return self._scales[layer]
+
     def set_scale(self, layer: int, scale: float) -> None:
         """What a stored 1 means in ``layer``, where values are scaled; what was stored before means nothing then."""
         if self.form.is_fp8 and scale != self._scales[layer]:

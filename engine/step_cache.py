@@ -91,8 +91,12 @@ class StepCache:
         return self.cache.positions(layer, self.slots)
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """[pages, page_size, kv_heads, dim] of keys and values; None where they are stored in another type."""
+        """[pages, page_size, kv_heads, dim] of keys and values as stored; None where some features lie elsewhere."""
         return self.cache.pools(layer)
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """What a stored 1 means, of keys and of values."""
+        return self.cache.scales(layer)
 
     def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each.

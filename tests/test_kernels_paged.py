@@ -32,22 +32,40 @@ def pages_of(
     dims=st.sampled_from([(8, 8), (16, 5), (33, 40)]),
     window=st.sampled_from([None, 1, 7, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    stored=st.sampled_from([None, None, torch.float8_e4m3fn, torch.float8_e5m2]),
     threads=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**31),
 )
-def test_it_is_the_references(lengths, page_size, heads, dims, window, dtype, threads, seed):
+def test_it_is_the_references(lengths, page_size, heads, dims, window, dtype, stored, threads, seed):
     num_heads, kv_heads = heads
-    keys, table, given_lengths = pages_of(lengths, page_size, kv_heads, dims[0], dtype=dtype, seed=seed)
-    values = pages_of(lengths, page_size, kv_heads, dims[1], dtype=dtype, seed=seed + 1)[0]
+    kept = stored or dtype
+    keys, table, given_lengths = pages_of(lengths, page_size, kv_heads, dims[0], dtype=kept, seed=seed)
+    values = pages_of(lengths, page_size, kv_heads, dims[1], dtype=kept, seed=seed + 1)[0]
+    scales = (1.0, 1.0) if stored is None else (0.7, 0.25)
     query = torch.randn(len(lengths), num_heads, dims[0]).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = paged_attention(query, keys, values, table, given_lengths, 0.3, window)
+        found = paged_attention(query, keys, values, table, given_lengths, 0.3, window, stored_scales=scales)
     finally:
         torch.set_num_threads(before)
-    expected = paged_reference(query, keys, values, table, given_lengths, 0.3, window)
+    expected = paged_reference(query, keys, values, table, given_lengths, 0.3, window, stored_scales=scales)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-20, 3e9])
+def test_every_byte_is_read_as_torch_reads_it(stored, dtype, scale):
+    """One position a request, whose value is all there is to mix."""
+    every = torch.arange(256, dtype=torch.uint8).view(stored)
+    values = every.view(256, 1, 1, 1)
+    keys = torch.zeros(256, 1, 1, 8, dtype=torch.uint8).view(stored)
+    table, lengths = torch.arange(256, dtype=torch.int32).view(256, 1), torch.ones(256, dtype=torch.int32)
+    query = torch.ones(256, 1, 8, dtype=dtype)
+    found = paged_attention(query, keys, values, table, lengths, 1.0, None, stored_scales=(1.0, scale))
+    expected = (every.float() * scale).to(dtype)
+    torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_values_may_be_the_beginning_of_keys():
@@ -85,6 +103,10 @@ def test_where_it_does_not_serve_it_says_so():
     assert paged_attention(query.double(), keys.double(), keys.double(), table, lengths, 1.0, None) is None
     assert paged_attention(query.bfloat16(), keys, keys, table, lengths, 1.0, None) is None
     assert paged_attention(query, keys, keys.bfloat16(), table, lengths, 1.0, None) is None
+    small = keys.to(torch.float8_e4m3fn)
+    assert paged_attention(query, small, small, table, lengths, 1.0, None) is not None
+    assert paged_attention(query, small, keys, table, lengths, 1.0, None) is None
+    assert paged_attention(query, small, small, table, lengths, 1.0, None, stored_scales=(1.0, 1e38)) is None
     assert paged_attention(query, keys.mT, keys.mT, table, lengths, 1.0, None) is None
     with use_backend("numpy"):
         assert paged_attention(query, keys, keys, table, lengths, 1.0, None) is None

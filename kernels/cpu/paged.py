@@ -7,38 +7,63 @@ from tapscope.kernels.cpu.linear import is_intercepted
 from tapscope.kernels.native import library
 
 _CODES = {torch.float32: library.CODES["float32"], torch.bfloat16: library.CODES["bfloat16"]}
+_BYTES = {torch.float8_e4m3fn: library.CODES["float8_e4m3fn"], torch.float8_e5m2: library.CODES["float8_e5m2"]}
+_MAX_SCALE = 2.0**100  # what is read is finite, in either type
 
 
 def paged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, lengths: Tensor, scale: float, window: int | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    *,
+    stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | None:
     """[requests, heads, key dim] against pages -> [requests, heads, value dim]; None where C++ does not serve.
 
-    ``keys`` and ``values`` are [pages, page_size, kv_heads, dim] in the query's dtype, ``values`` maybe the first
-    features of ``keys``; ``page_table`` [requests, most pages] and ``lengths`` [requests] are int32, and a request's
-    query stands at its last position. It sees ``window`` positions, itself included, or all. Head h reads key/value
-    head h // (heads / kv_heads). Sums and softmax are in float32; :func:`paged_reference` is the same in plain torch.
+    ``keys`` and ``values`` are [pages, page_size, kv_heads, dim], ``values`` maybe the first features of ``keys``: in
+    the query's dtype, or in FP8, whose numbers times ``stored_scales`` (of keys, of values) are rounded once to
+    that. ``page_table`` [requests, most pages] and ``lengths`` [requests] are int32, and a request's query stands at
+    its last position. It sees ``window`` positions, itself included, or all. Head h reads key/value head h // (heads /
+    kv_heads). Sums and softmax are in float32; :func:`paged_reference` is the same in plain torch.
     """
     functions, code = library.functions(), _CODES.get(query.dtype)
     if functions is None or functions.paged is None or code is None or not len(query) or is_intercepted(query):
         return None
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (query, keys, page_table, lengths)):
         return None
-    if not (query.dtype == keys.dtype == values.dtype) or not _is_beside(values, keys):
+    stored = code if keys.dtype == query.dtype else _BYTES.get(keys.dtype)
+    if stored is None or keys.dtype != values.dtype or not _is_beside(values, keys) or max(stored_scales) > _MAX_SCALE:
         return None
     assert page_table.dtype == lengths.dtype == torch.int32, "page numbers and lengths are int32"
     (requests, heads, key_dim), (_, page_size, kv_heads, value_dim) = query.shape, values.shape
     output = query.new_empty(requests, heads, value_dim)
     addresses = (tensor.data_ptr() for tensor in (query, keys, values, page_table, lengths, output))
     sizes = requests, heads, kv_heads, key_dim, value_dim, values.stride(2), page_size, page_table.shape[1]
-    done = functions.paged(*addresses, *sizes, window or 0, code, torch.get_num_threads(), scale)
+    threads = torch.get_num_threads()
+    done = functions.paged(*addresses, *sizes, window or 0, code, stored, threads, scale, *stored_scales)
     return output if done else None
 
 
 def paged_reference(
-    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, lengths: Tensor, scale: float, window: int | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    *,
+    stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """What :func:`paged_attention` computes, one request at a time."""
+    if keys.dtype != query.dtype:
+        keys, values = (
+            (pool.float() * by).to(query.dtype) for pool, by in zip((keys, values), stored_scales, strict=True)
+        )
     outputs = []
     for row, pages, length in zip(query, page_table, lengths.tolist(), strict=True):
         start = max(0, length - window) if window else 0

@@ -56,7 +56,8 @@ class Functions(NamedTuple):
     processors cannot; None as above, and torch serves."""
     paged: Callable[..., bool] | None
     """(query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page
-    size, table stride, window or 0, dtype code, threads, scale) -> whether it was computed; None as above."""
+    size, table stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of
+    values) -> whether it was computed; None as above."""
 
 
 class _Choice(NamedTuple):

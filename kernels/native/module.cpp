@@ -84,15 +84,18 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // (query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page size, table
-// stride, window or 0, dtype code, threads, scale) -> whether it was computed
+// stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of values) -> whether
+// it was computed
 PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    int64_t n[17];
-    const double scale = count == 18 ? PyFloat_AsDouble(args[17]) : 0.0;
-    if (PyErr_Occurred() || !read(args, count - 1, n, 17)) return nullptr;
+    int64_t n[18];
+    if (!read(args, count - 3, n, 18)) return nullptr;
+    float scales[3];
+    for (int i = 0; i < 3; ++i) scales[i] = static_cast<float>(PyFloat_AsDouble(args[18 + i]));
+    if (PyErr_Occurred()) return nullptr;
     const ts::Paged call{at<void>(n[0]), at<void>(n[1]), at<void>(n[2]), at<int32_t>(n[3]), at<int32_t>(n[4]), at<void>(n[5]),
-                         n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14], static_cast<float>(scale)};
+                         n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14], scales[0], scales[1], scales[2]};
     bool done = false;
-    run(n[6] * n[13] * n[12] * n[8] * (n[9] + n[10]) * 4, [&] { done = ts::ts_paged(call, int(n[15]), n[16]); });
+    run(n[6] * n[13] * n[12] * n[8] * (n[9] + n[10]) * 4, [&] { done = ts::ts_paged(call, int(n[15]), int(n[16]), n[17]); });
     return PyBool_FromLong(done);
 }
 

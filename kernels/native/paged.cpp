@@ -1,10 +1,12 @@
 // Attention of decoding requests, one row each, against keys and values that are read where they lie in their pages:
-// nothing is gathered, padded or masked. Softmax goes from block to block with a running maximum (Milakov and Gimelshein,
+// nothing is gathered, padded or masked. 8-bit ones are written out a block and head at a time, once for all query heads of
+// it. Softmax goes from block to block with a running maximum (Milakov and Gimelshein,
 // Online normalizer calculation for softmax, arXiv:1805.02867), in float32 throughout.
 
 #include "paged.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
@@ -23,6 +25,27 @@ TS_INLINE void put(float x, uint16_t* to) {  // rounded to even; NaN stays NaN
     const uint32_t bits = bit_cast<uint32_t>(x);
     *to = static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
+
+// 8-bit floats by arithmetic on their bits, which becomes vectors, where a table would become loads. Zero exponents hold
+// whole numbers of the least unit.
+struct E4M3 {
+    static TS_INLINE float value(uint8_t byte) {
+        const uint32_t bits = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
+        const float small = static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-9f;
+        const float usual = bit_cast<float>((bits << 20) + (120u << 23));
+        const float magnitude = bits < 8 ? small : bits == 0x7Fu ? __builtin_nanf("") : usual;
+        return bit_cast<float>(bit_cast<uint32_t>(magnitude) | sign);
+    }
+};
+
+struct E5M2 {
+    static TS_INLINE float value(uint8_t byte) {
+        const uint32_t bits = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
+        const float small = static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-16f;
+        const float usual = bit_cast<float>((bits << 21) + ((bits < 0x7Cu ? 112u : 224u) << 23));  // 0x7C: infinite, NaN
+        return bit_cast<float>(bit_cast<uint32_t>(bits < 4 ? small : usual) | sign);
+    }
+};
 
 // e^x for x <= 0 within 2 units in the last place; 0 below -87; NaN stays NaN. Cephes' polynomial (expf.c).
 TS_INLINE float exp_of(float x) {
@@ -94,12 +117,53 @@ TS_INLINE void ask_for(const T* from, int64_t n) {
     for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i, 0, 2);
 }
 
-// One query head and a block: `mixed` += weights of the positions times their values, all relative to the maximum.
-template <class T>
-TS_INLINE void one_head(const Paged& call, const Rows<T>& rows, const Rows<T>* ahead, int64_t kv_head, const float* query,
-                        Progress* head, float* mixed) {
-    float scores[kPositions];
+// One head of a block of bytes, as numbers: scaled, and rounded once to the type that is computed with.
+struct Wide {
+    std::vector<float> memory;
+    Rows<float> rows;
+
+    void make_room(const Paged& call) {
+        memory.resize(static_cast<size_t>(kPositions * (call.key_dim + call.value_dim)));
+        for (int64_t i = 0; i < kPositions; ++i) rows.keys[i] = key(call, i), rows.values[i] = value(call, i);
+    }
+    float* key(const Paged& call, int64_t i) { return memory.data() + i * call.key_dim; }
+    float* value(const Paged& call, int64_t i) { return key(call, kPositions) + i * call.value_dim; }
+};
+
+TS_INLINE float rounded(float x, float) { return x; }
+TS_INLINE float rounded(float x, uint16_t) {  // to even; NaN, which a product makes quiet, stays NaN
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    return bit_cast<float>((bits + 0x7FFFu + (bits >> 16 & 1)) & 0xFFFF0000u);
+}
+
+template <class T, class Code>
+TS_INLINE void write_out(const uint8_t* from, int64_t n, float scale, float* to) {
+    if ((bit_cast<uint32_t>(scale) & 0x007FFFFFu) == 0) {  // a power of two: the product has no more bits than the byte
+        for (int64_t i = 0; i < n; ++i) to[i] = Code::value(from[i]) * scale;
+    } else {
+        for (int64_t i = 0; i < n; ++i) to[i] = rounded(Code::value(from[i]) * scale, T());
+    }
+}
+
+template <class T, class Code>
+TS_INLINE void widen(const Paged& call, const Rows<uint8_t>& rows, const Rows<uint8_t>* ahead, int64_t kv_head, Wide* wide) {
     const int64_t key = kv_head * call.key_dim, value = kv_head * call.value_stride;
+    wide->rows.count = rows.count, wide->rows.padded = rows.padded;
+    for (int64_t i = 0; i < rows.padded; ++i) {
+        write_out<T, Code>(rows.keys[i] + key, call.key_dim, call.key_scale, wide->key(call, i));
+        write_out<T, Code>(rows.values[i] + value, call.value_dim, call.value_scale, wide->value(call, i));
+        if (ahead == nullptr || i >= ahead->count) continue;
+        ask_for(ahead->keys[i] + key, call.key_dim);
+        ask_for(ahead->values[i] + value, call.value_dim);
+    }
+}
+
+// One query head and a block, whose rows begin `key` and `value` elements before the head's: `mixed` += weights of the
+// positions times their values, all relative to the maximum.
+template <class T>
+TS_INLINE void one_head(const Paged& call, const Rows<T>& rows, const Rows<T>* ahead, int64_t key, int64_t value,
+                        const float* query, Progress* head, float* mixed) {
+    float scores[kPositions];
     for (int64_t i = 0; i < rows.padded; i += 4) {
         const T* const* k = rows.keys + i;
         four_dots(query, k[0] + key, k[1] + key, k[2] + key, k[3] + key, call.key_dim, scores + i);
@@ -130,9 +194,29 @@ TS_INLINE void one_head(const Paged& call, const Rows<T>& rows, const Rows<T>* a
     for (; i < rows.count; ++i) add_one(scores[i], rows.values[i] + value, call.value_dim, mixed);
 }
 
+// A head's query heads against one block: its rows as they are, or as `Code` reads bytes.
+template <class T, class Code, class Stored>
+TS_INLINE void one_group(const Paged& call, const Rows<Stored>& rows, const Rows<Stored>* ahead, int64_t kv_head,
+                         const float* queries, Progress* heads, float* mixed, Wide* wide) {
+    const int64_t group = call.heads / call.kv_heads, key = kv_head * call.key_dim, value = kv_head * call.value_stride;
+    if constexpr (!std::is_void_v<Code>) widen<T, Code>(call, rows, ahead, kv_head, wide);
+    for (int64_t i = 0; i < group; ++i) {
+        const float* query = queries + i * call.key_dim;
+        float* own = mixed + i * call.value_dim;
+        if constexpr (std::is_void_v<Code>) {
+            one_head(call, rows, i == 0 ? ahead : nullptr, key, value, query, heads + i, own);
+        } else {
+            one_head<float>(call, wide->rows, nullptr, 0, 0, query, heads + i, own);
+        }
+    }
+}
+
 // The heads [first, end) of keys and values of one request, with all their query heads.
-template <class T>
+template <class T, class Code>
 TS_INLINE void some_heads(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {
+    using Stored = std::conditional_t<std::is_void_v<Code>, T, uint8_t>;
+    thread_local Wide wide;
+    if constexpr (!std::is_void_v<Code>) wide.make_room(call);
     const int64_t group = call.heads / call.kv_heads, count = (end - first) * group, length = call.lengths[request];
     memory.assign(static_cast<size_t>(count * (call.key_dim + call.value_dim)), 0.0f);
     std::vector<Progress> heads(static_cast<size_t>(count));
@@ -140,15 +224,15 @@ TS_INLINE void some_heads(const Paged& call, int64_t request, int64_t first, int
     const T* query = static_cast<const T*>(call.query) + (request * call.heads + first * group) * call.key_dim;
     for (int64_t i = 0; i < count * call.key_dim; ++i) queries[i] = value_of(query[i]) * call.scale;
     int64_t position = call.window > 0 ? std::max<int64_t>(0, length - call.window) : 0;
-    Rows<T> rows, ahead;
+    Rows<Stored> rows, ahead;
     if (position < length) find_rows(call, request, position, std::min(position + kPositions, length), &ahead);
     for (; position < length; position += kPositions) {
         rows = ahead;
         const int64_t next = position + kPositions;
         if (next < length) find_rows(call, request, next, std::min(next + kPositions, length), &ahead);
-        for (int64_t i = 0; i < count; ++i) {
-            const Rows<T>* asked = next < length && i % group == 0 ? &ahead : nullptr;
-            one_head(call, rows, asked, first + i / group, queries + i * call.key_dim, &heads[i], mixed + i * call.value_dim);
+        for (int64_t i = 0; i < count; i += group) {
+            one_group<T, Code>(call, rows, next < length ? &ahead : nullptr, first + i / group, queries + i * call.key_dim,
+                               &heads[i], mixed + i * call.value_dim, &wide);
         }
     }
     T* out = static_cast<T*>(call.out) + (request * call.heads + first * group) * call.value_dim;
@@ -158,19 +242,34 @@ TS_INLINE void some_heads(const Paged& call, int64_t request, int64_t first, int
     }
 }
 
-TS_CLONES void float_heads(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {
-    some_heads<float>(call, request, first, end, memory);
-}
+using Heads = void(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory);
 
-TS_CLONES void bfloat_heads(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {
-    some_heads<uint16_t>(call, request, first, end, memory);
+#define TS_HEADS(name, T, Code)                                                                                             \
+    TS_CLONES void name(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {       \
+        some_heads<T, Code>(call, request, first, end, memory);                                                             \
+    }
+TS_HEADS(float_heads, float, void)
+TS_HEADS(float_heads_e4m3, float, E4M3)
+TS_HEADS(float_heads_e5m2, float, E5M2)
+TS_HEADS(bfloat_heads, uint16_t, void)
+TS_HEADS(bfloat_heads_e4m3, uint16_t, E4M3)
+TS_HEADS(bfloat_heads_e5m2, uint16_t, E5M2)
+#undef TS_HEADS
+
+Heads* heads_of(int dtype, int stored) {
+    if (dtype != kFloat32 && dtype != kBFloat16) return nullptr;
+    const bool is_float = dtype == kFloat32;
+    if (stored == dtype) return is_float ? float_heads : bfloat_heads;
+    if (stored == kFloat8E4M3) return is_float ? float_heads_e4m3 : bfloat_heads_e4m3;
+    if (stored == kFloat8E5M2) return is_float ? float_heads_e5m2 : bfloat_heads_e5m2;
+    return nullptr;
 }
 
 }  // namespace
 
-bool ts_paged(const Paged& call, int dtype, int64_t threads) {
-    if (dtype != kFloat32 && dtype != kBFloat16) return false;
-    const auto heads = dtype == kFloat32 ? float_heads : bfloat_heads;
+bool ts_paged(const Paged& call, int dtype, int stored, int64_t threads) {
+    Heads* const heads = heads_of(dtype, stored);
+    if (heads == nullptr) return false;
     const int64_t parts = std::min(call.kv_heads, (threads + call.requests - 1) / call.requests);
     in_parallel(call.requests * parts, threads, [&](int64_t piece) {
         thread_local std::vector<float> memory;

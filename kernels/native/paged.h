@@ -14,10 +14,11 @@ struct Paged {
     void* out;               // [requests, heads, value_dim]
     int64_t requests, heads, kv_heads, key_dim, value_dim, value_stride, page_size, table_stride;
     int64_t window;  // a row sees its last `window` positions; 0: all
-    float scale;
+    float scale, key_scale, value_scale;  // the last two: what a stored 1 means, where keys and values are bytes
 };
 
-// False where there is no kernel for the dtype; nothing is written then.
-bool ts_paged(const Paged& call, int dtype, int64_t threads);
+// `dtype` of query and output, `stored` of keys and values: the same, or an 8-bit float. False where there is no kernel
+// for them; nothing is written then.
+bool ts_paged(const Paged& call, int dtype, int stored, int64_t threads);
 
 }  // namespace ts
