@@ -52,7 +52,7 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
             continue
         if name in _FIELDS:
             changes[name] = _named(variable, name, text)
-        elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.8)):
+        elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.7)):
             _log.warning("tapscope: %s sets nothing; did you mean %s%s?", variable, prefix, near[0].upper())
     return changes
 

@@ -215,11 +215,18 @@ def test_an_error_names_the_variable(environ: dict[str, str], says: str) -> None
 
 def test_a_slip_in_a_variable_s_name_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "tapscope"):
-        environ = {"TAPSCOPE_RULE": "a=full", "TAPSCOPE_NATIVE": "1", "TAPSCOPE_EXP_NAM": "x", "TAPSCOPE_DIR": "y"}
+        environ = {
+            "TAPSCOPE_RULE": "a=full",
+            "TAPSCOPE_NATIVE": "1",
+            "TAPSCOPE_DIR": "y",
+            "TAPSCOPE_EXP_NAM": "x",
+            "TAPSCOPE_KEPE": "y",
+        }
         DumperConfig.from_env(environ)
     assert [record.getMessage() for record in caplog.records] == [
         "tapscope: TAPSCOPE_RULE sets nothing; did you mean TAPSCOPE_RULES?",
         "tapscope: TAPSCOPE_EXP_NAM sets nothing; did you mean TAPSCOPE_EXP_NAME?",
+        "tapscope: TAPSCOPE_KEPE sets nothing; did you mean TAPSCOPE_KEEP?",
     ]
 
 
