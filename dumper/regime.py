@@ -1,6 +1,7 @@
 """Regime: the configuration in force on one rank, and the changes that are due before a step."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,9 +202,21 @@ class Regime:
 
 def _there(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
     """What there is instead of ``glob``: ports where its modules exist, else layers."""
+    if (meant := _meant(glob)) and any(Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports):
+        return f"did you mean '{meant}'?"
     head, colon, _ = glob.rpartition(":")
     modules = Glob(f"{head}:*")
     near = [path for path in ports if head and modules.matches(f"{path}:out") and ports[path]] if colon else []
     if near:
         return f"ports of {near[0] or 'the model itself'} are {', '.join(dict.fromkeys(ports[near[0]]))}"
     return describe_layers(f"{path}:out" for path in ports)
+
+
+def _meant(glob: str) -> str | None:
+    """``glob`` with the colon before its port, or the brackets behind it, that may have been forgotten."""
+    head, colon, port = glob.rpartition(":")
+    if colon:
+        found = re.fullmatch(r"(in|tap|param|buffer)(\.grad)?", port)
+        return f"{head}:{found[1]}[*]{found[2] or ''}" if found else None
+    found = re.fullmatch(r"(?:(.*)\.|(.*\*)|)((?:in|out|tap|param|buffer)(?:\[.*\])?(?:\.grad)?)", glob)
+    return f"{found[1] or found[2] or '*'}:{found[3]}" if found else None

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,21 @@ def test_a_foreign_directory_is_left_untouched(tmp_path: Path) -> None:
     with pytest.raises(RunExistsError, match="no tapscope run"):
         Dumper(build(), tmp_path / "mine", force=True).open()
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("layers.0.out", "layers.0:out"),
+        ("*tap[*]", "*:tap[*]"),
+        ("1.param[weight]", "1:param[weight]"),
+        ("*:in.grad", "*:in[*].grad"),
+    ],
+)
+def test_a_rule_that_forgets_the_colon_or_the_brackets_is_told_so(tmp_path: Path, glob: str, meant: str) -> None:
+    with pytest.raises(RuleError, match=f"did you mean '{re.escape(meant)}'"):
+        Dumper(build(), tmp_path / "run", rules=[f"{glob}=full"]).open()
+    Dumper(build(), tmp_path / "run", rules=[f"{meant}=full"]).open().close()
 
 
 def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
