@@ -77,6 +77,9 @@ def test_fused_shards_without_dims_are_told_the_dims_with_which_all_agrees(
     notes = [note for f in diff(base, dump).findings for note in f.notes if "would fit" in note]
     told = sorted({part for note in notes for part in re.findall(r"--dims '([^']+)'", note)})
     assert [text.partition("=")[0].rpartition(".")[2] for text in told] == ["gate_up_proj:out", "qkv_proj:out"]
+    assert cli.main(["diff", str(base), str(dump)]) == 1
+    reasons = [line for line in capsys.readouterr().out.splitlines() if "more sites: ranks 0-1 hold different" in line]
+    assert len(reasons) == 2  # each said once, not once a site
     assert cli.main(["diff", str(base), str(dump), *(word for text in told for word in ("--dims", text))]) == 0
     assert "agrees" in capsys.readouterr().out
 

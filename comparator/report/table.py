@@ -39,8 +39,7 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iter
     yield Text()
     rows, hidden = fold(report, top)
     yield from _table(rows, width)
-    for finding in [f for f in report.findings if f.verdict is Verdict.SHAPE][: top or None]:
-        yield Text(f"# {finding.site}: {finding.notes[0] if finding.notes else 'cannot be compared'}")
+    yield from map(Text, _unlike(report.findings, top))
     for line in hidden:
         yield Text(f"   … {line}")
     yield Text()
@@ -74,6 +73,17 @@ def _header(which: str, header: "Header") -> list[str]:
     facts = [header.model or "-", header.framework or "-", header.precision, mesh]
     sizes = [text.plural(header.steps, "step"), text.plural(header.records, "record")]
     return [which, header.name, *facts, *sizes, state]
+
+
+def _unlike(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
+    """Why sites cannot be compared, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.verdict is Verdict.SHAPE:
+            reasons.setdefault(finding.notes[0] if finding.notes else "cannot be compared", []).append(finding.site)
+    for reason, sites in list(reasons.items())[: top or None]:
+        more = f" and {text.plural(len(sites) - 1, 'more site')}" if len(sites) > 1 else ""
+        yield f"# {sites[0]}{more}: {reason}"
 
 
 def _table(rows: Sequence[Row], width: int) -> Iterator[Text]:
