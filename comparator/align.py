@@ -14,6 +14,7 @@ from tapscope.comparator.blocks import Rows
 from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.comparator.layout import Layout, is_mask, is_parameter, slots_of
+from tapscope.comparator.meet import meet
 from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap
 from tapscope.comparator.steps import StepPartners
 from tapscope.site import compact_ranges
@@ -83,7 +84,7 @@ class Aligner:
     def _plan_rows(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
         left = _side(baseline, layouts[0], self.rows.baseline, self.rows.num_pairs)
         right = _side(target, layouts[1], self.rows.target, self.rows.num_pairs)
-        _, first, second = np.intersect1d(left.keys, right.keys, return_indices=True)
+        first, second = meet(left.keys, right.keys)
         order = np.lexsort((left.rows[first], left.firing[first], right.firing[second]))
         first, second = first[order], second[order]
         joins = _joins(left, right, first, second, self.rows.num_pairs)

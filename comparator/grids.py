@@ -1,6 +1,7 @@
 """Grids: the token grids of a run's steps, one for all ranks that compute the same rows."""
 
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class Grid(Struct, frozen=True):
     shape: tuple[int, ...]
     """``(tokens,)`` packed or ``(batch, sequence)`` padded."""
     rows: tuple[RowRun, ...]
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """Token id of every row; empty when unknown."""
     ranks: tuple[int, ...]
     """Data- and context-parallel ranks hold other rows and have grids of their own."""
@@ -101,7 +102,7 @@ def grouped(run: Run, step: int, micro: int | None, told: Mapping[int, StepInfo]
     for rank, info in sorted(told.items(), key=lambda item: not item[1].token_ids):
         rows = info.grid, info.rows
         known = next((key for key in groups if key[:2] == rows), None) if not info.token_ids else None
-        groups.setdefault(known or (*rows, tuple(info.token_ids)), []).append(rank)
+        groups.setdefault(known or (*rows, array("q", info.token_ids).tobytes()), []).append(rank)
     silent = [rank for rank in run.ranks if rank not in told]
     if silent and told:
         coords = {rank: run.coords(rank) for rank in run.ranks}
@@ -109,7 +110,7 @@ def grouped(run: Run, step: int, micro: int | None, told: Mapping[int, StepInfo]
             _nearest(groups.values(), coords, rank).append(rank)
     infos = [(told[members[0]], members) for members in sorted(groups.values(), key=min)]
     return [
-        Grid(step, micro, info.phase, info.grid, info.rows, tuple(info.token_ids), tuple(sorted(members)))
+        Grid(step, micro, info.phase, info.grid, info.rows, info.token_ids, tuple(sorted(members)))
         for info, members in infos
     ]
 

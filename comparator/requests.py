@@ -9,11 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from tapscope import text
 from tapscope.comparator.trace import Request, is_automatic
+
+Array = np.ndarray[Any, Any]
 
 MAX_TRIES = 40_000
 """Pairs of left-over requests whose tokens are laid over each other; more are not tried, and that is said."""
@@ -86,7 +90,7 @@ def match_requests(names: tuple[str, str], left: Sequence[Request], right: Seque
     work = _Match((left, right), (list(range(len(left))), list(range(len(right)))))
     chosen = _chosen_names(left) & _chosen_names(right)
     work.take((i, j) for (i, *_), (j, *_) in work.by(lambda r: r.name if r.name in chosen else None))
-    for group in work.by(lambda r: (r.first, r.text) if r.text else None):
+    for group in work.by(lambda r: (r.first, words) if (words := r.text) else None):
         work.num_ambiguous += min(map(len, group)) if max(map(len, group)) > 1 else 0
         work.take(_like_named(work, *group))
     for group in work.by(lambda r: r.first if r.text else None):
@@ -141,9 +145,16 @@ def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> li
     return pairs
 
 
-def _common(one: Sequence[int], two: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+def _common(one: bytes, two: bytes) -> int:
+    """Length of the common beginning of two texts, in tokens."""
+    num = min(len(one), len(two)) // 8
+    return _equal(np.frombuffer(one, np.int64, num), np.frombuffer(two, np.int64, num))
+
+
+def _equal(one: Array, two: Array) -> int:
+    """How many are equal before the first that is not."""
+    other = one != two
+    return int(other.argmax()) if other.any() else len(one)
 
 
 def _prompt(one: Request, two: Request) -> int:
@@ -198,8 +209,8 @@ def _shift(one: Request, two: Request) -> int:
 
 
 def _overlap(one: Request, two: Request, shift: int) -> int:
-    both = sorted(p for p in one.tokens if p + shift in two.tokens)
-    return next((n for n, p in enumerate(both) if one.tokens[p] != two.tokens[p + shift]), len(both))
+    _, mine, other = one.tokens.shared(two.tokens, shift)
+    return _equal(mine, other)
 
 
 def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
@@ -232,16 +243,16 @@ def find_forks(
     forks, unknown = [], []
     for index, pair in enumerate(pairs):
         one, two = left[pair.baseline], right[pair.target]
-        both = [p for p in one.tokens if p + pair.shift in two.tokens]
-        if not both:
-            unknown.append(one.label)
+        if not pair.shift and one.tokens and one.tokens == two.tokens:
             continue
-        position = min((p for p in both if one.tokens[p] != two.tokens[p + pair.shift]), default=None)
-        if position is not None:
+        positions, mine, other = one.tokens.shared(two.tokens, pair.shift)
+        if not len(positions):
+            unknown.append(one.label)
+        elif (at := _equal(mine, other)) < len(positions):
             # What one side was given the other may have generated: only the part that both were given is prompt.
             given = min(one.prompt_end, two.prompt_end - pair.shift)
-            tokens = one.tokens[position], two.tokens[position + pair.shift]
-            forks.append(Fork(index, one.label, position, *tokens, position < given))
+            position = positions.item(at)
+            forks.append(Fork(index, one.label, position, mine.item(at), other.item(at), position < given))
     notes = [f"token ids unknown, so prefixes were not checked, for requests {_some(unknown)}"] if unknown else []
     return tuple(forks), notes
 

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.grids import Grid, SideRows, StepRows, Told, grids_of, lineages, selected
+from tapscope.comparator.meet import meet
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.recorded import called_again, recorded_grids
 from tapscope.comparator.requests import Fork, Partners, find_forks, match_requests
@@ -104,21 +105,26 @@ class _Side:
 
     def __init__(self, rows: Trace, shift_steps: int = 0) -> None:
         self.rows = rows
-        self.pair = np.full(len(rows.requests), -1, np.int64)  # request -> pair of requests
+        self.pair = np.full(len(rows.requests), -1, np.int32)  # request -> pair of requests
         self.position = rows.position  # in the baseline's count
         self.code = np.empty(0, np.int64)
-        self.visit = np.maximum(rows.visit, rows.again)
-        self.step = np.array([g.step - shift_steps for g in rows.grids], np.int64)[rows.grid]
+        self.visit = np.maximum(rows.visit, rows.again) if rows.again.any() else rows.visit
+        self._steps = np.array([g.step - shift_steps for g in rows.grids], np.int64)
 
     def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
         """Take over (request, shift) of every pair, and the positions at which the pairs fork."""
         shifts = np.zeros(len(self.pair), np.int64)
         for index, (request, shift) in enumerate(requests):
             self.pair[request], shifts[request] = index, shift
-        self.position = self.rows.position - shifts[self.rows.request]
+        if shifts.any():
+            self.position = self.rows.position - shifts[self.rows.request]
         self.pair_of_row = self.pair[self.rows.request]
         self.code = np.where(self.position >= limits[self.pair_of_row], FORKED, UNALIGNED)
         self.code[self.rows.superseded] = SUPERSEDED
+
+    def step(self, rows: Array) -> Array:
+        """The baseline's numbers of the steps that computed the rows."""
+        return self._steps[self.rows.grid[rows]]
 
     def free(self) -> Array:
         """Rows that may still pair."""
@@ -181,7 +187,7 @@ class _Pairing:
         silent[-1] = False
         rows = [side.free() for side in self.sides]
         rows = [mine[silent[side.pair_of_row[mine]]] for mine, side in zip(rows, self.sides, strict=True)]
-        yield (rows[0], left.step[rows[0]]), (rows[1], right.step[rows[1]])
+        yield (rows[0], left.step(rows[0])), (rows[1], right.step(rows[1]))
         rows = [side.free() for side in self.sides]
         yield (rows[0], left.visit[rows[0]]), (rows[1], right.visit[rows[1]])
         rows = [side.free() for side in self.sides]
@@ -197,7 +203,8 @@ class _Pairing:
             for side, (rows, third) in zip((left, right), (one, two), strict=True)
         ]
         keys = _packed(columns)
-        _, first, second = np.intersect1d(keys[0], keys[1], return_indices=True)
+        del columns
+        first, second = meet(*keys)
         mine, other = one[0][first], two[0][second]
         order = np.argsort(mine, kind="stable")
         self.found.append((mine[order], other[order]))
@@ -212,7 +219,8 @@ class _Pairing:
         mine, other = mine[order], other[order]
         left.code[mine] = right.code[other] = np.arange(len(mine))
         for side, met in ((left, mine), (right, other)):
-            rest = side.free()
+            if not len(rest := side.free()):
+                continue
             columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]
             keys = _packed(columns)
             side.code[rest[np.isin(keys[0], keys[1])]] = AGAIN
@@ -242,4 +250,12 @@ def _packed(sides: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
         return [np.empty(len(side[0]), np.int64) for side in sides]
     lows = [min(int(side[i].min()) for side in sides) for i in range(3)]
     spans = [max(int(side[i].max()) for side in sides) - low + 1 for i, low in enumerate(lows)]
-    return [((a - lows[0]) * spans[1] + (b - lows[1])) * spans[2] + (c - lows[2]) for a, b, c in sides]
+    packed = []
+    for side in sides:
+        key = np.zeros(len(side[0]), np.int64)
+        for column, low, span in zip(side, lows, spans, strict=True):
+            key *= span
+            key += column
+            key -= low
+        packed.append(key)
+    return packed

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.grids import Grid
+from tapscope.comparator.tokentext import TokenText
 from tapscope.observe import RowRun
 
 Array = np.ndarray[Any, Any]
@@ -37,8 +38,7 @@ class Request:
     """Highest one, plus 1."""
     prompt_end: int
     """Where the tokens it came with end."""
-    tokens: dict[int, int] = field(default_factory=dict)
-    """Position -> token id."""
+    tokens: TokenText = field(default_factory=TokenText)
 
     @property
     def label(self) -> str:
@@ -46,10 +46,10 @@ class Request:
         return f"{self.name} (step {self.step})" if self.part else self.name
 
     @property
-    def text(self) -> tuple[int, ...]:
-        """Its token ids from :attr:`first` on; empty when some are unknown."""
-        known = tuple(self.tokens[p] for p in sorted(self.tokens))
-        return known if len(known) == self.end - self.first else ()
+    def text(self) -> bytes:
+        """Its token ids from :attr:`first` on, 8 bytes each, the highest first; empty when some are unknown."""
+        _, known = self.tokens.columns()
+        return known.astype(">i8").tobytes() if len(known) == self.end - self.first else b""
 
 
 class Trace(Struct, frozen=True):
@@ -166,20 +166,18 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
         if len(tokens) == 1:
             request.tokens[run.position] = tokens[0]
         else:
-            request.tokens.update(zip(range(run.position, run.position + run.count), tokens, strict=False))
+            request.tokens.put(run.position, tokens[: run.count])
 
 
 def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
     """Set aside what was computed for or behind a token that is another one now, and return its position."""
-    known = current.request.tokens
-    changed = next((p for p, t in enumerate(tokens, start) if known.get(p, t) != t), None)
+    changed = current.request.tokens.changed(start, tokens)
     if changed is None:
         return None
     for chunk in current.chunks:
         if chunk.run.position + chunk.run.count > changed:
             chunk.stale_from = min(chunk.stale_from, changed)
-    for position in [p for p in known if p >= changed]:
-        del known[position]
+    current.request.tokens.cut(changed)
     return changed
 
 
@@ -206,7 +204,7 @@ def _agree(one: Request, other: Request) -> bool:
     if one.first != other.first:
         return False
     small, large = sorted((one.tokens, other.tokens), key=len)
-    return small.items() <= large.items()
+    return small.is_within(large)
 
 
 def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[int, _Chunk]]) -> Trace:
@@ -216,12 +214,20 @@ def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[
     ]
     table = np.array(facts, np.int64).reshape(-1, 7)
     counts = table[:, 5]
-    request, first, visit, grid, first_slot, _, stale_from = np.repeat(table, counts, axis=0).T
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    position = first + within
-    superseded = position >= stale_from
-    again = _count_again(request, position, superseded)
-    return Trace(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, first_slot + within)
+    request, visit, grid = (_narrow(np.repeat(_narrow(table[:, i]), counts)) for i in (0, 2, 3))
+    within = np.arange(counts.sum())
+    within -= np.repeat(np.cumsum(counts) - counts, counts)
+    position = np.repeat(table[:, 1], counts)
+    position += within
+    superseded = position >= np.repeat(table[:, 6], counts)
+    within += np.repeat(table[:, 4], counts)
+    again = _narrow(_count_again(request, position, superseded))
+    return Trace(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, _narrow(within))
+
+
+def _narrow(column: Array) -> Array:
+    """In half the space where that is enough: there may be millions of rows."""
+    return column.astype(np.int32) if column.max(initial=0) < 1 << 31 else column
 
 
 def _count_again(request: Array, position: Array, superseded: Array) -> Array:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tapscope.comparator import Report, Verdict, compare
 from tapscope.comparator.requests import best_shift, match_requests
+from tapscope.comparator.tokentext import TokenText
 from tapscope.comparator.trace import Request
 from tapscope.observe import RowRun
 from tapscope.run import Run, open_run
@@ -203,9 +204,9 @@ def test_sequences_packed_into_one_batch_row_are_told_apart(tmp_path: Path) -> N
 
 def request(name: str, tokens: Sequence[int], first: int = 0, prompt: int | None = None) -> Request:
     end = first + len(tokens)
-    return Request(
-        name, 0, 0, first, end, first + prompt if prompt is not None else end, dict(enumerate(tokens, first))
-    )
+    known = TokenText()
+    known.put(first, tokens)
+    return Request(name, 0, 0, first, end, first + prompt if prompt is not None else end, known)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=8), st.randoms())

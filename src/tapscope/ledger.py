@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +134,7 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
         phase=member.text(begin, "phase"),
         grid=grid,
         rows=rows,
-        token_ids=tuple(ids),
+        token_ids=array("q", ids) if ids else (),
         row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
         kind=member.text(begin, "kind", None),
     )

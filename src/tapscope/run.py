@@ -236,7 +236,8 @@ def open_run(path: str | Path) -> Run:
 def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
     steps: dict[int, dict[int, StepLine]] = {}
     for rank, index in sorted(ranks.items()):
-        for step, begin in index.begins.items():
+        for step in list(index.begins):
+            begin = index.begins.pop(step)  # may hold a million token ids, which the step holds in less space
             try:
                 line = step_from_lines(begin, index.ends.get(step), index.lates.get(step, ()))
                 steps.setdefault(step, {})[rank] = line

@@ -1,0 +1,111 @@
+"""Tokentext: the token ids of one request by position, in little more than 8 bytes each, however many there are."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+_UNKNOWN = np.iinfo(np.int64).min
+"""Smaller than any token id, see docs/format.md."""
+_PAGE = 64
+_EMPTY = array("q", [_UNKNOWN]) * _PAGE
+
+
+class TokenText:
+    """Position -> token id; positions may be any and have gaps."""
+
+    __slots__ = ("_pages",)
+
+    def __init__(self) -> None:
+        self._pages: dict[int, array[int]] = {}
+        """Number -> the ids of so many positions from a multiple of that on."""
+
+    def __len__(self) -> int:
+        """How many ids are known."""
+        return sum(_PAGE - page.count(_UNKNOWN) for page in self._pages.values())
+
+    def __bool__(self) -> bool:
+        return any(page != _EMPTY for page in self._pages.values())
+
+    def __getitem__(self, position: int) -> int | None:
+        """The id there; None where it is not known."""
+        number, at = divmod(position, _PAGE)
+        page = self._pages.get(number)
+        return None if page is None or page[at] == _UNKNOWN else page[at]
+
+    def __setitem__(self, position: int, token: int) -> None:
+        number, at = divmod(position, _PAGE)
+        page = self._pages.get(number)
+        if page is None:
+            page = self._pages[number] = _EMPTY[:]
+        page[at] = token
+
+    def put(self, start: int, tokens: Sequence[int]) -> None:
+        """The ids from ``start`` on, in place of what was known there."""
+        done = 0
+        while done < len(tokens):
+            number, at = divmod(start + done, _PAGE)
+            here = array("q", tokens[done : done + _PAGE - at])
+            page = self._pages.setdefault(number, _EMPTY[:])
+            page[at : at + len(here)] = here
+            done += len(here)
+
+    def changed(self, start: int, tokens: Sequence[int]) -> int | None:
+        """The first position at which ``tokens`` from ``start`` on say other than what is known."""
+        for position, token in enumerate(tokens, start):
+            known = self[position]
+            if known is not None and known != token:
+                return position
+        return None
+
+    def cut(self, position: int) -> None:
+        """Forget what is from ``position`` on."""
+        first, at = divmod(position, _PAGE)
+        for number in [number for number in self._pages if number >= first]:
+            if number > first or not at:
+                del self._pages[number]
+            else:
+                self._pages[number][at:] = _EMPTY[at:]
+
+    def columns(self) -> tuple[Array, Array]:
+        """(positions, ids), ascending, int64."""
+        numbers = sorted(self._pages)
+        ids = np.concatenate([np.empty(0, np.int64), *(np.frombuffer(self._pages[n], np.int64) for n in numbers)])
+        positions = (np.array(numbers, np.int64)[:, None] * _PAGE + np.arange(_PAGE)).reshape(-1)
+        known = ids != _UNKNOWN
+        return positions[known], ids[known]
+
+    def update(self, other: "TokenText") -> None:
+        """Also what the other one knows, in place of this one's."""
+        for number, page in other._pages.items():
+            for at, token in enumerate(page):
+                if token != _UNKNOWN:
+                    self[number * _PAGE + at] = token
+
+    def is_within(self, other: "TokenText") -> bool:
+        """Whether the other one knows all that this one does, and says the same."""
+        for number, page in self._pages.items():
+            theirs = other._pages.get(number, _EMPTY)
+            if page != theirs and any(a not in (_UNKNOWN, b) for a, b in zip(page, theirs, strict=True)):
+                return False
+        return True
+
+    def shared(self, other: "TokenText", shift: int = 0) -> tuple[Array, Array, Array]:
+        """(positions that both know, ascending, the ids of each there); ``other``'s positions are ``shift`` higher."""
+        (mine, left), (theirs, right) = self.columns(), other.columns()
+        at = np.searchsorted(theirs, mine + shift)
+        both = np.zeros(len(mine), bool)
+        inside = at < len(theirs)
+        both[inside] = theirs[at[inside]] == mine[inside] + shift
+        return mine[both], left[both], right[at[both]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenText) and self._known() == other._known()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _known(self) -> dict[int, "array[int]"]:
+        return {number: page for number, page in self._pages.items() if page != _EMPTY}
