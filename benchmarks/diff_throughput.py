@@ -6,7 +6,7 @@
 that the files are warm. ``diff`` is the command as a process of its own, from its start to its end; ``compare`` is the
 same in this process. Rounds are interleaved and medians shown, because other work on the machine slows all alike.
 *tiny*: microseconds for each pair of tensors of 64 values, start-up included. *memory*: the largest anonymous resident
-memory (mapped files do not count) while one pair of tensors of about 1 GB is compared.
+memory (mapped files do not count) while one pair of tensors of about 1 GB is compared, and one of a million token rows.
 
 Predicted before the first run, from kernels at 10 GB/s, 0.25 s of start-up and 0.4 ms of Python a site: 2.2 GB/s on one
 thread; with two threads over sites 3.5. Tiny: 0.15 ms at first, three quarters of it reading lines and making findings.
@@ -35,6 +35,8 @@ from tapscope.run import open_run
 
 TINY = ((2_000, 1), (100, 20), (100_000, 1), (500, 200))
 """(sites, steps)"""
+HUGE = ((32_768, 4_096, "t h"), (32_768, 4_096, "t h[tp]"), (32_768, 4_096, "t h[tp:partial]"), (1_000_000, 8, "t h"))
+"""(token rows of one step, features, dims)"""
 
 
 def read_everything(root: Path) -> None:
@@ -147,7 +149,9 @@ def measure_memory(root: Path, rows: int, width: int, dims: str) -> None:
             elapsed = time.perf_counter() - start
     extra = (peaks[1] - peaks[0]) / 2**20
     print(
-        f"memory: {dims:<18} {nbytes / 1e9:5.2f} GB {elapsed:6.2f} s  {extra:7.1f} MiB beside the mapping", flush=True
+        f"memory: {rows:9,} x {width:5,} {dims:<18} {nbytes / 1e9:5.2f} GB {elapsed:6.2f} s "
+        f"{extra:7.1f} MiB beside the mapping",
+        flush=True,
     )
 
 
@@ -182,8 +186,8 @@ def main() -> None:
             measure_large(root / "large", args.layers, args.rounds)
         for sites, steps in TINY if "tiny" in parts else ():
             measure_tiny(root / f"tiny{sites}x{steps}", sites, steps, args.rounds)
-        for dims in ("t h", "t h[tp]", "t h[tp:partial]") if "memory" in parts else ():
-            measure_memory(root, 32_768, 4_096, dims)
+        for rows, width, dims in HUGE if "memory" in parts else ():
+            measure_memory(root, rows, width, dims)
 
 
 if __name__ == "__main__":

@@ -36,14 +36,7 @@ class JoinedRows:
         both = overlaps(left, right)
         if masks or any(one.values is None or two.values is None for _, one, two in both):
             self._compare()
-            width = sum(max(one.block.width, two.block.width) for _, one, two in both)
-            step = max(1, _CHUNK // max(1, width))
-            for start in range(0, num, step):
-                stop = min(start + step, num)
-                rows = part_of(join.baseline_rows, start, stop), part_of(join.target_rows, start, stop)
-                self._copy(both, *rows, masks=masks)
-                self._waiting = stop - start
-                self._compare()
+            self._done.append(self._copied(both, join, num, masks=masks))
         else:
             for offset, one, two in both:
                 picked = _picked(one.values, join.baseline_rows, two.values, join.target_rows)
@@ -53,18 +46,26 @@ class JoinedRows:
         self.num_rows += num
         return num
 
-    def _copy(self, both: list[tuple[int, Columns, Columns]], baseline: Rows, target: Rows, *, masks: bool) -> None:
-        for offset, one, two in both:
-            a, b = one.rows(baseline), two.rows(target)
-            a, b = (_visible(a), _visible(b)) if masks else (a, b)
-            self._strips.append(Strip(a, b, column=offset))
-            self.ranks.append(two.block.rank)
+    def _copied(self, both: list[tuple[int, Columns, Columns]], join: Join, num: int, *, masks: bool) -> Compared:
+        """A join that is copied to be compared, so many elements at a time."""
+        whole = Compared.empty(num)
+        step = max(1, _CHUNK // max(1, sum(max(one.block.width, two.block.width) for _, one, two in both)))
+        for start in range(0, num, step):
+            stop = min(start + step, num)
+            strips = []
+            for offset, one, two in both:
+                a = one.rows(part_of(join.baseline_rows, start, stop))
+                b = two.rows(part_of(join.target_rows, start, stop))
+                strips.append(Strip(*((_visible(a), _visible(b)) if masks else (a, b)), column=offset))
+            whole.put(start, compare_strips(strips, stop - start, atol=self._atol, rtol=self._rtol))
+        whole.strip[:] += len(self.ranks)
+        self.ranks += [two.block.rank for _, _, two in both]
+        return whole
 
     def _compare(self) -> None:
         if self._strips:
             found = compare_strips(self._strips, self._waiting, atol=self._atol, rtol=self._rtol)
-            if self._done:
-                found.strip[:] += len(self.ranks) - len(self._strips)
+            found.strip[:] += len(self.ranks) - len(self._strips)
             self._done.append(found)
         self._strips, self._waiting = [], 0
 
@@ -73,9 +74,12 @@ class JoinedRows:
         self._compare()
         if len(self._done) == 1:
             return self._done[0]
-        none = Compared(RowMeasures.concat([]), np.empty(0), np.empty(0, np.int64))
-        _, at_worst, strip = zip(none, *self._done, strict=True)
-        return Compared(RowMeasures.concat([each.rows for each in self._done]), *map(np.concatenate, (at_worst, strip)))
+        whole, start = Compared.empty(self.num_rows), self.num_rows
+        while self._done:  # each is let go once it is copied: there may be millions of rows
+            part = self._done.pop()
+            start -= len(part.strip)
+            whole.put(start, part)
+        return whole
 
 
 def compare_blocks(left: list[Block], right: list[Block], join: Join) -> RowMeasures:

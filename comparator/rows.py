@@ -17,6 +17,7 @@ from tapscope.comparator.meet import meet
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.recorded import called_again, recorded_grids
 from tapscope.comparator.requests import Fork, Partners, find_forks, match_requests
+from tapscope.comparator.tokentext import TokenText
 from tapscope.comparator.trace import NEVER, Trace, trace
 from tapscope.run import Run
 
@@ -80,6 +81,8 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     left, right = (trace(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
+    for request in (*left.requests, *right.requests):
+        request.tokens = TokenText()  # there may be millions, and nobody asks for them again
     work = _Pairing((_Side(left), _Side(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
     notes = (*told[0].notes, *told[1].notes, *matching.notes, *unchecked)
@@ -185,8 +188,7 @@ class _Pairing:
         for side in self.sides:
             silent[side.pair_of_row[side.rows.again > side.rows.visit]] = True
         silent[-1] = False
-        rows = [side.free() for side in self.sides]
-        rows = [mine[silent[side.pair_of_row[mine]]] for mine, side in zip(rows, self.sides, strict=True)]
+        rows = [mine[silent[side.pair_of_row[mine]]] for side in self.sides for mine in (side.free(),)]
         yield (rows[0], left.step(rows[0])), (rows[1], right.step(rows[1]))
         rows = [side.free() for side in self.sides]
         yield (rows[0], left.visit[rows[0]]), (rows[1], right.visit[rows[1]])

@@ -51,6 +51,18 @@ class Compared(NamedTuple):
     strip: Array
     """[rows] int64: index of the strip that holds it; the row's first where there is none."""
 
+    @staticmethod
+    def empty(num_rows: int) -> "Compared":
+        """With room for so many rows."""
+        rows = RowMeasures(np.empty((len(FLOATS), num_rows)), np.empty((len(INTEGERS), num_rows), np.int64))
+        return Compared(rows, np.empty(num_rows), np.empty(num_rows, np.int64))
+
+    def put(self, start: int, part: "Compared") -> None:
+        """Copy the rows of ``part`` to the place from ``start`` on."""
+        here = slice(start, start + len(part.strip))
+        self.rows.floats[:, here], self.rows.integers[:, here] = part.rows.floats, part.rows.integers
+        self.at_worst[here], self.strip[here] = part.at_worst, part.strip
+
 
 def compare_strips(strips: Sequence[Strip], num_rows: int, *, atol: float = 0.0, rtol: float = 0.0) -> Compared:
     """Compare ``num_rows`` rows that lie in strips, in one call.
@@ -58,11 +70,7 @@ def compare_strips(strips: Sequence[Strip], num_rows: int, *, atol: float = 0.0,
     Together the strips hold each row; those of the same rows follow each other, from left to right. Values are compared
     as :func:`compare_rows` does. Raises ValueError and IndexError for what is no strip.
     """
-    compared = Compared(
-        RowMeasures(np.empty((len(FLOATS), num_rows)), np.empty((len(INTEGERS), num_rows), np.int64)),
-        np.empty(num_rows),
-        np.empty(num_rows, np.int64),
-    )
+    compared = Compared.empty(num_rows)
     functions = library.functions()
     if functions is None:
         _compare_strips_reference(strips, compared, atol, rtol)
