@@ -136,9 +136,9 @@ def _amount(finding: Finding) -> str:
     if finding.test in ("replicas", "tolerance", "rule", "permuted"):
         return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
     if finding.test == "gain":
-        return f"scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
+        return f"a common scale off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     if finding.test == "channel":
-        return f"one channel scaled by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
+        return f"the scale of one channel off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     what = "largest element off by" if finding.test in ("element", "peak") else "error"
     return f"{what} {text.number(finding.error)}, rounding explains {text.number(finding.floor)}"
 
