@@ -294,6 +294,7 @@ def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp
         (b"no safetensors at all", "the body is truncated: 21 bytes do not even hold its header"),
         (bytes([2, *bytes(7)]) + b"[]", "the body is no safetensors file"),
         (whole[:3000], "the body is truncated"),
+        (save({}), "the body holds no tensors"),
         (strange, "the body: model.nothing.weight is unexpected"),
         (misshaped, "model.norm.weight in the body has shape [3]; config.json asks for [64]"),
     ):

@@ -28,7 +28,10 @@ async def read_json(request: Request) -> Any:
 
 
 async def spooled(request: Request, path: Path) -> None:
-    """Write the body to ``path`` as it comes, never holding more than a piece; raises UsageError, LiveError."""
+    """Write the body, a safetensors file, to ``path`` as it comes, never holding more than a piece.
+
+    Raises UsageError for one without a byte of a tensor, LiveError where there is no room.
+    """
     num_bytes = 0
     try:
         with path.open("wb") as file:
@@ -41,6 +44,9 @@ async def spooled(request: Request, path: Path) -> None:
         raise LiveError(f"the body cannot be kept in {path.parent}: {error}; set TMPDIR to a place with room") from None
     if not num_bytes:
         raise UsageError("the body is empty; send a safetensors file")
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") + 8 == num_bytes and file.read(1) == b"{":
+            raise UsageError("the body holds no tensors: nothing but a header")
 
 
 def checked(model: type[M], body: Any) -> M:
