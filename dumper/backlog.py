@@ -70,6 +70,10 @@ class Backlog:
         buffer = self.pool.take(nbytes)
         return Slot(buffer.ctypes.data, nbytes, -1, buffer)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much more would be let in now."""
+        return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes
+
     def cancel(self, slot: Slot) -> None:
         """The payload is not needed after all."""
         with self._mutex:
@@ -92,13 +96,15 @@ class Backlog:
         return True
 
     def put_lines(self, lines: Lines) -> bool:
-        """Queue records that are text already; False when they had to be dropped."""
+        """Queue records that are text already; False when they had to be dropped, as in :meth:`put`."""
         with self._mutex:
-            if not self._admits(lines.number * LINE_COST):
+            if self.dead or not (lines.payloads or self._admits(lines.number * LINE_COST)):
+                for _, _, payload in lines.payloads:
+                    self._release(payload.slot)
                 return False
             self._queue.append(lines)
             lines.step.tally.sent += lines.number
-            self._charge(lines.number, 0)
+            self._charge(lines.number, lines.nbytes)
         return True
 
     def hand_over(self, items: Iterable[Pending | LateLine | bytes]) -> None:
@@ -176,21 +182,16 @@ class Backlog:
     def _admits(self, nbytes: int) -> bool:
         if self.dead:
             return False
-        if self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes:
-            return True
-        return self._wait_for_room(nbytes)
+        return self.has_room(nbytes) or self._wait_for_room(nbytes)
 
     def _wait_for_room(self, nbytes: int) -> bool:
         if self._block_timeout_s is None or self._stalled:
             return False
         self.flush()
-        self.lock.wait_for(lambda: self.dead is not None or self._has_room(nbytes), self._block_timeout_s)
+        self.lock.wait_for(lambda: self.dead is not None or self.has_room(nbytes), self._block_timeout_s)
         # Who has waited in vain waits no more until the recorder moves: one stall costs one timeout, not one a value.
-        self._stalled = not self._has_room(nbytes)
+        self._stalled = not self.has_room(nbytes)
         return self.dead is None and not self._stalled
-
-    def _has_room(self, nbytes: int) -> bool:
-        return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes
 
     # ---- the pipeline's thread
 
@@ -209,6 +210,7 @@ class Backlog:
                     nbytes += item.nbytes
                 elif isinstance(item, Lines):
                     number += item.number
+                    nbytes += item.nbytes
             self._waiting_records -= number
             self._waiting_bytes -= nbytes
             self._flush = self._flush and bool(self._queue)

@@ -9,6 +9,7 @@ from tapscope.dumper.port import Layout, Port
 from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp, record_line
 from tapscope.ledger import encode_line, event_line
+from tapscope.record import FORWARD, tensor_name
 from tapscope.wire import Message
 
 LINE_COST = 512
@@ -118,13 +119,8 @@ class Batch:
             if item.slot is not None:
                 self.slots.append(item.slot)
             return
-        slot, layout = item.slot, item.layout
-        if slot is not None:
-            name = item.stamp.tensor_name(item.port)
-            self.payloads.append([line, item.payload, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
-            self.slots.append(slot)
-            if slot.buffer is not None:
-                self.frames.append(slot.buffer.data)
+        if item.slot is not None:
+            self._add_payload(line, item.payload, item.stamp.tensor_name(item.port), item.layout, item.slot)
         elif item.payload is not None:
             self.shared.append([line, item.payload])
 
@@ -135,9 +131,20 @@ class Batch:
 
     def add_lines(self, item: Lines) -> None:
         """Take records in that are text already."""
+        first = self.num_lines
+        for line, number, (port, layout, slot) in item.payloads:
+            name = tensor_name(port.site, item.step.info.step, 0, 0, FORWARD, port.model)
+            self._add_payload(first + line, number, name, layout, slot)
+        self.shared.extend([first + line, number] for line, number in item.shared)
         self.lines.append(item.text)
         self.num_lines += item.number
         self.num_records += item.number
+
+    def _add_payload(self, line: int, number: int | None, name: str, layout: Layout, slot: Slot) -> None:
+        self.payloads.append([line, number, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
+        self.slots.append(slot)
+        if slot.buffer is not None:
+            self.frames.append(slot.buffer.data)
 
     @property
     def has_payloads(self) -> bool:

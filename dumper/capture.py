@@ -112,7 +112,9 @@ def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Take
         return _take_elsewhere(tensor, layout, memo, sink)
     address, nbytes, dtype = _address(tensor, layout), layout.nbytes, layout.dtype
     known = memo.recall(address, nbytes, dtype) if nbytes >= SMALL else None
-    taken = _copied(known, nbytes, memo, sink, summary.take, address, layout.count, dtype)
+    if known is not None and (payload := memo.payload(known[1], nbytes)) is not None:
+        return *known, payload, None
+    taken = _copied(nbytes, memo, sink, summary.take, address, layout.count, dtype)
     if nbytes >= SMALL and taken is not None:
         memo.note(address, nbytes, dtype, taken[0], taken[1])
     return taken
@@ -120,21 +122,11 @@ def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Take
 
 def take_by(pen: Any, address: int, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
     """As :func:`take`, for a tensor at ``address`` that lies as the layout's stencil says: a native pen reads it."""
-    known = pen.recall(layout.stencil, address)
-    return _copied(known, layout.nbytes, memo, sink, pen.copy, layout.stencil, address)
+    return _copied(layout.nbytes, memo, sink, pen.copy, layout.stencil, address)
 
 
-def _copied(
-    known: tuple[bytes, bytes] | None,
-    nbytes: int,
-    memo: Memo,
-    sink: Sink,
-    copy: Callable[..., tuple[bytes, bytes]],
-    *what: Any,
-) -> Taken | None:
-    """What is ``known`` already, where its bytes are on their way; else what ``copy(*what, target)`` tells of them."""
-    if known is not None and (payload := memo.payload(known[1], nbytes)) is not None:
-        return *known, payload, None
+def _copied(nbytes: int, memo: Memo, sink: Sink, copy: Callable[..., tuple[bytes, bytes]], *what: Any) -> Taken | None:
+    """What ``copy(*what, target)`` tells of the bytes; they are kept unless this step has sent the same."""
     slot = sink.reserve(nbytes)
     if slot is None:
         return None

@@ -18,7 +18,8 @@ class Memo:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._places: dict[tuple[int, int, str], tuple[bytes, bytes]] = {}
-        self._payloads: dict[tuple[bytes, int], int] = {}
+        self.payloads: dict[tuple[bytes, int], int] = {}
+        """(digest, bytes) -> number of the payload that holds them, always this one dict."""
         self.generation = 0
         """Payloads are shared within one."""
 
@@ -26,7 +27,7 @@ class Memo:
         """A new step: memory is used again for other values."""
         self.generation += 1
         self._places.clear()
-        self._payloads.clear()
+        self.payloads.clear()
 
     def recall(self, address: int, nbytes: int, dtype: str) -> tuple[bytes, bytes] | None:
         """(text, digest) of at least SMALL bytes, if they were seen there in this step and are still the same."""
@@ -39,7 +40,7 @@ class Memo:
 
     def payload(self, digest: bytes, nbytes: int) -> int | None:
         """Number of the payload that holds these bytes."""
-        return self._payloads.get((digest, nbytes))
+        return self.payloads.get((digest, nbytes))
 
     def number(self) -> int:
         """For a new payload."""
@@ -47,4 +48,4 @@ class Memo:
 
     def sent(self, digest: bytes, nbytes: int, payload: int) -> None:
         """The payload is on its way: equal bytes need not be sent again in this step."""
-        self._payloads[digest, nbytes] = payload
+        self.payloads[digest, nbytes] = payload

@@ -1,11 +1,11 @@
-"""Pen: writes the lines of records of which only statistics are kept, without a word of Python in between.
+"""Pen: writes the lines of records, of statistics without a word of Python in between.
 
 What a pen declines (a tensor that lies otherwise than the last one, that is not plain memory, a firing that is not the
 first of its step) the taker takes, and so it does where there is no C++ library; the lines are the same. A hook asks
 its fast path (:meth:`Pen.fast_path`) before anything else: what a pen can write then never comes as far as here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tapscope import dtypes
@@ -17,29 +17,56 @@ from tapscope.kernels.native import library, summary
 if TYPE_CHECKING:
     from tapscope.dumper.account import Account
     from tapscope.dumper.backlog import Backlog
+    from tapscope.dumper.capture import Taken
+    from tapscope.dumper.memo import Memo
     from tapscope.dumper.port import Layout, Port
+    from tapscope.dumper.slot import Slot
     from tapscope.dumper.stamp import Stamp
     from tapscope.dumper.steps import OpenStep
 
 
+class Payload(NamedTuple):
+    """The bytes of a record."""
+
+    port: "Port"
+    layout: "Layout"
+    slot: "Slot"
+
+
 class Lines(NamedTuple):
-    """Records on their way, as the text that will lie on disk."""
+    """Records on their way, as the text that will lie on disk, and their payloads."""
 
     text: bytes
     """Without the last newline."""
     number: int
     step: "OpenStep"
+    generation: int = 0
+    """Payloads are shared within one."""
+    payloads: Sequence[tuple[int, int, Payload]] = ()
+    """(line, number of the payload, the payload)"""
+    shared: Sequence[tuple[int, int]] = ()
+    """(line, number of the payload that holds the same bytes)"""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payloads that travel with it."""
+        return sum(payload.slot.nbytes for _, _, payload in self.payloads)
 
 
 class Pen:
     """Between :meth:`begin` and :meth:`end` it writes, and queues its lines by the dozen."""
 
     def __init__(
-        self, backlog: "Backlog", account: "Account", send: Callable[[tuple["Port", "Layout"], int], None]
+        self,
+        backlog: "Backlog",
+        account: "Account",
+        memo: "Memo",
+        send: Callable[[tuple["Port", "Layout"], int], None],
     ) -> None:
         """``send`` records the tensor at an address, which lies at a port as a layout says; it does not raise."""
         self._backlog = backlog
         self._account = account
+        self._memo = memo
         self._send = send
         functions = library.functions()
         plain = (capture.PLAIN_TYPES, capture.EXCHANGE, capture.keys_of, capture.HOST_KEYS)
@@ -64,7 +91,8 @@ class Pen:
         """
         if self.native is not None:
             step = stamp.step
-            self.native.begin(step, str(step.info.step), step.serial, numbers, self.pass_on, self._send)
+            about = str(step.info.step), step.serial, numbers, self.pass_on, self._send, self._memo.payloads
+            self.native.begin(step, *about)
             self.stamp = stamp
 
     def write(self, stencil: Any, tensor: Any) -> bool:
@@ -77,13 +105,26 @@ class Pen:
         address: int = self.native.find(stencil, tensor)
         return address
 
+    def repeat(self, stencil: Any, address: int) -> bool:
+        """Write the record of a whole tensor if this step has sent equal bytes; False if it has not."""
+        is_written: bool = self.native.repeat(stencil, address)
+        return is_written
+
+    def keep(self, port: "Port", layout: "Layout", taken: "Taken") -> None:
+        """Write the record of a whole tensor, which was :func:`~.capture.take_by` this pen."""
+        text, digest, number, slot = taken
+        self.native.keep(layout.stencil, text, number, None if slot is None else Payload(port, layout, slot))
+        if slot is not None and number is not None:
+            self._memo.sent(digest, slot.nbytes, number)
+
     def pass_on(self) -> None:
         """Queue what waits; never raises."""
         if (stamp := self.stamp) is None:
             return
         try:
-            text, number = self.native.drain()
-            if number and not self._backlog.put_lines(Lines(text, number, stamp.step)):
+            text, number, payloads, shared = self.native.drain()
+            lines = Lines(text, number, stamp.step, self._memo.generation, payloads, shared)
+            if number and not self._backlog.put_lines(lines):
                 self._account.count(stamp.step, dropped=number)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, "statistics", error)

@@ -183,13 +183,11 @@ class Pipeline:
                 self._post(item)
             elif isinstance(item, (bytes, LateLine)):
                 batch.add_line(bytes(item))
-            elif isinstance(item, Lines):
-                batch.add_lines(item)
             else:
                 if item.generation != self._generation:
                     batch = self._send_batch(batch) if batch.has_payloads else batch
                     self._generation = item.generation
-                batch.add(item)
+                batch.add_lines(item) if isinstance(item, Lines) else batch.add(item)
         self._send_batch(batch)
         return self._num_batches - before
 

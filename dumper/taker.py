@@ -45,7 +45,7 @@ class Taker:
         self._announced_sites: set[str] = set()
         self._seq: Iterator[int] = itertools.count()
         self._underway = Underway(account)
-        self.pen = Pen(backlog, account, self._send_at)
+        self.pen = Pen(backlog, account, self.memo, self._send_at)
 
     def restart(self) -> None:
         """A new run begins: records are numbered from 0 and sites announced again."""
@@ -125,18 +125,24 @@ class Taker:
         if port.keep == "stats":
             return self.pen.write(layout.stencil, leaf)
         address = self.pen.find(layout.stencil, leaf)
-        if address:
+        if address and not self.pen.repeat(layout.stencil, address):
             self._send_at((port, layout), address)
         return address > 0
 
     def _send_at(self, where: tuple[Port, Layout], address: int) -> None:
         """The whole tensor at ``address``, which lies as the layout says; never raises."""
         port, layout = where
-        stamp = self.pen.stamp
+        pen, stamp = self.pen, self.pen.stamp
         if stamp is None:
             return
         try:
-            self._send(port, stamp, layout, capture.take_by(self.pen.native, address, layout, self.memo, self._backlog))
+            if not self._backlog.has_room(layout.nbytes):
+                pen.pass_on()  # what waits here may be what fills it
+            taken = capture.take_by(pen.native, address, layout, self.memo, self._backlog)
+            if taken is not None and pen.stamp is stamp:
+                pen.keep(port, layout, taken)
+            else:  # there is no room, or another thread has ended the step meanwhile
+                self._send(port, stamp, layout, taken)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, port.site, error)
 

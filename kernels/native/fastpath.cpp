@@ -81,21 +81,25 @@ bool match_call(const Pen* pen, PyObject* pattern, PyObject* const* args, Py_ssi
            match_keywords(pen, PyTuple_GET_ITEM(pattern, 1), args[1], found);
 }
 
+// Whether the step with this number is still open: another thread may end it.
+bool is_open(const Pen* pen, long long serial) { return pen->open.step && pen->serial == serial; }
+
 // Whether the leaf was taken; an exception may be set either way.
-bool take(Pen* pen, const Leaf& leaf) {
+bool take(Pen* pen, const Leaf& leaf, long long serial) {
     if (!leaf.where) return write(pen, leaf.stencil, leaf.lying);
     const Owned send(Py_NewRef(pen->open.send));
     const Dense dense(leaf.lying, leaf.stencil->count * leaf.stencil->width);
+    if (PyErr_Occurred() || !is_open(pen, serial)) return false;
+    if (repeat(pen, leaf.stencil, leaf.lying, dense.bytes())) return true;
+    if (PyErr_Occurred() || !is_open(pen, serial)) return false;
     const Owned at(PyLong_FromVoidPtr(const_cast<uint8_t*>(dense.bytes())));
-    return at && !PyErr_Occurred() &&
-           (Owned(PyObject_CallFunctionObjArgs(send.get(), leaf.where, at.get(), nullptr)), true);
+    return at && (Owned(PyObject_CallFunctionObjArgs(send.get(), leaf.where, at.get(), nullptr)), true);
 }
 
 bool take_all(Pen* pen, const Leaves& leaves) {
     const long long serial = pen->serial;
     for (const Leaf& leaf : leaves) {
-        const bool is_over = !pen->open.step || pen->serial != serial;  // another thread has ended the step meanwhile
-        if (is_over || !take(pen, leaf) || PyErr_Occurred()) return false;
+        if (!is_open(pen, serial) || !take(pen, leaf, serial) || PyErr_Occurred()) return false;
     }
     return true;
 }

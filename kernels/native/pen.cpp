@@ -13,6 +13,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "calls.h"
 #include "taken.h"
@@ -22,7 +23,8 @@ namespace {
 
 constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
 
-constexpr long long kMany = 64;  // lines that wait here at most: until they are queued only a crash can lose them
+constexpr long long kMany = 64;       // lines that wait here at most: until they are queued only a crash can lose them
+constexpr long long kMuch = 1 << 20;  // bytes of payloads, likewise
 
 using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
 
@@ -39,6 +41,7 @@ struct PenState {
     uint64_t generation = 0;  // counts the steps that began or ended
     uint64_t forks = 0;       // of this process when the step began
     std::map<Place, Seen> places;
+    std::vector<std::pair<long long, long long>> shared;  // (line among those that wait, number of its payload)
 };
 
 PyTypeObject* pen_type = nullptr;
@@ -66,13 +69,14 @@ PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
     for (PyObject* each : all_of(around)) Py_INCREF(each);
     self->around = around;
     self->view = dlpack::view_of(around.exchange);
-    self->state = new PenState;
+    self->state = new PenState, self->entries = PyList_New(0);
     return reinterpret_cast<PyObject*>(self);
 }
 
 void close(Pen* pen) {
     ++pen->state->generation;
-    for (PyObject** each : {&pen->open.step, &pen->open.numbers, &pen->open.pass_on, &pen->open.send}) Py_CLEAR(*each);
+    auto& [step, numbers, pass_on, send, sent] = pen->open;
+    for (PyObject** each : {&step, &numbers, &pass_on, &send, &sent}) Py_CLEAR(*each);
 }
 
 void free_pen(PyObject* object) {
@@ -80,6 +84,7 @@ void free_pen(PyObject* object) {
     PyTypeObject* type = Py_TYPE(object);
     close(self);
     for (PyObject* each : all_of(self->around)) Py_XDECREF(each);
+    Py_XDECREF(self->entries);
     delete self->state;
     type->tp_free(object);
     Py_DECREF(type);
@@ -126,13 +131,10 @@ Seen read(PenState* state, const Stencil* stencil, uint64_t place, const uint8_t
     return seen;
 }
 
-// The members `hash` to `stats` of a line; empty with an exception set where there is no memory.
-std::string content_of(PenState* state, const Stencil* stencil, const Lying& lying) {
-    const Dense dense(lying, stencil->count * stencil->width);
-    if (PyErr_Occurred()) return "";
+// The same, from what the step has met where it can.
+Seen look(PenState* state, const Stencil* stencil, uint64_t place, const uint8_t* bytes) {
     Seen found;
-    if (recall(state, stencil, lying.address, dense.bytes(), &found)) return found.text;
-    return read(state, stencil, lying.address, dense.bytes(), nullptr).text;
+    return recall(state, stencil, place, bytes, &found) ? found : read(state, stencil, place, bytes, nullptr);
 }
 
 const uint8_t* at(uint64_t address) { return reinterpret_cast<const uint8_t*>(uintptr_t(address)); }
@@ -142,13 +144,33 @@ PyObject* as_tuple(const Seen& seen) {
                          reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest));
 }
 
-void add_line(Pen* pen, const Stencil* stencil, const std::string& number, const std::string& content) {
+// A line with the next number; where it stands among those that wait, or -1 with an exception set.
+long long add_line(Pen* pen, const Stencil* stencil, const std::string& content) {
+    const Owned number(PyIter_Next(pen->open.numbers));
+    const Owned digits(number ? PyObject_Str(number.get()) : nullptr);
+    const char* text = digits ? PyUnicode_AsUTF8(digits.get()) : nullptr;
+    if (!text) return -1;
     std::string& to = pen->state->lines;
     if (pen->waiting) to += '\n';
     to += "{\"type\":\"record\",\"seq\":";
-    to.append(number).append(*stencil->head).append(pen->state->step).append(*stencil->tail);
+    to.append(text).append(*stencil->head).append(pen->state->step).append(*stencil->tail);
     to.append(stencil->is_literal ? "" : ",").append(content) += '}';
-    ++pen->waiting;
+    return pen->waiting++;
+}
+
+// Has what waits queued when it is much.
+void pass_on_much(Pen* pen) {
+    if (pen->waiting < kMany && pen->nbytes < kMuch) return;
+    const Owned pass_on(Py_NewRef(pen->open.pass_on));
+    Owned(PyObject_CallNoArgs(pass_on.get()));
+}
+
+// Number of the payload that holds these bytes; 0 where none does.
+long long payload_of(const Pen* pen, const Stencil* stencil, const Seen& seen) {
+    const Owned key(Py_BuildValue("y#L", reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest),
+                                  stencil->count * stencil->width));
+    PyObject* number = key ? PyDict_GetItemWithError(pen->open.sent, key.get()) : nullptr;
+    return number ? PyLong_AsLongLong(number) : 0;
 }
 
 // (stencil, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain or another
@@ -171,15 +193,40 @@ PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     return forgive() ? PyBool_FromLong(is_written) : nullptr;  // whoever looks closer says what is the matter
 }
 
-// (stencil, address) -> (text, digest) of what this step has met there and is still the same; else None
-PyObject* pen_recall(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "recall(stencil, address)");
-    const uint64_t address = PyLong_AsUnsignedLongLongMask(args[1]);
-    Seen found;
+// (stencil, address) -> whether the line of a whole tensor was written, because equal bytes have been sent in this step
+PyObject* pen_repeat(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "repeat(stencil, address)");
+    auto* self = reinterpret_cast<Pen*>(object);
+    Lying lying;
+    lying.address = PyLong_AsUnsignedLongLongMask(args[1]);
+    const bool is_written = self->open.step && !PyErr_Occurred() &&
+                            repeat(self, reinterpret_cast<Stencil*>(args[0]), lying, at(lying.address));
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(is_written);
+}
+
+// (stencil, text, number of its payload, what is known of that or None where it has been sent) -> None; the line is written
+PyObject* pen_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    Py_ssize_t size = 0;
+    char* text = nullptr;
+    if (count != 4 || Py_TYPE(args[0]) != stencil_type || PyBytes_AsStringAndSize(args[1], &text, &size) < 0) {
+        return PyErr_Format(PyExc_TypeError, "keep(stencil, text, payload, about)");
+    }
+    auto* self = reinterpret_cast<Pen*>(object);
+    const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
+    const long long payload = PyLong_AsLongLong(args[2]);
+    if (!self->open.step) return PyErr_Format(PyExc_RuntimeError, "no step is open");
+    const long long line = PyErr_Occurred() ? -1 : add_line(self, stencil, std::string(text, size_t(size)));
+    if (line < 0) return nullptr;
+    if (args[3] == Py_None) {
+        self->state->shared.emplace_back(line, payload);
+    } else {
+        const Owned entry(Py_BuildValue("LLO", line, payload, args[3]));
+        if (!entry || PyList_Append(self->entries, entry.get()) < 0) return nullptr;
+        self->nbytes += stencil->count * stencil->width;
+    }
+    pass_on_much(self);
     if (PyErr_Occurred()) return nullptr;
-    const auto* self = reinterpret_cast<Pen*>(object);
-    if (!recall(self->state, reinterpret_cast<Stencil*>(args[0]), address, at(address), &found)) Py_RETURN_NONE;
-    return as_tuple(found);
+    Py_RETURN_NONE;
 }
 
 // (stencil, address, target) -> (text, digest) of what lies there, and a copy of it at the target
@@ -194,16 +241,17 @@ PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     return as_tuple(read(state, stencil, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
-// (step, its number, its serial, numbers, pass_on, send) -> None; memory is used again for other values
+// (step, its number, its serial, numbers, pass_on, send, sent) -> None; memory is used again for other values
 PyObject* pen_begin(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<Pen*>(object);
     OpenStep open;
     const char* number;
     long long serial;
-    if (!PyArg_ParseTuple(args, "OsLOOO", &open.step, &number, &serial, &open.numbers, &open.pass_on, &open.send)) {
+    if (!PyArg_ParseTuple(args, "OsLOOOO!", &open.step, &number, &serial, &open.numbers, &open.pass_on, &open.send,
+                          &PyDict_Type, &open.sent)) {
         return nullptr;
     }
-    for (PyObject* each : {open.step, open.numbers, open.pass_on, open.send}) Py_INCREF(each);
+    for (PyObject* each : {open.step, open.numbers, open.pass_on, open.send, open.sent}) Py_INCREF(each);
     close(self);
     self->open = open, self->serial = serial;
     self->state->step = number, self->state->forks = num_forks;
@@ -217,12 +265,27 @@ PyObject* pen_end(PyObject* object, PyObject*) {
     Py_RETURN_NONE;
 }
 
-// () -> (lines, how many); they wait no more
+PyObject* list_of(const std::vector<std::pair<long long, long long>>& pairs) {
+    PyObject* list = PyList_New(Py_ssize_t(pairs.size()));
+    for (size_t i = 0; list && i < pairs.size(); ++i) {
+        PyObject* pair = Py_BuildValue("LL", pairs[i].first, pairs[i].second);
+        if (!pair) return Py_DECREF(list), nullptr;
+        PyList_SET_ITEM(list, Py_ssize_t(i), pair);
+    }
+    return list;
+}
+
+// () -> (lines, how many, entries, [(line, number of the payload that has been sent)]); they wait no more
 PyObject* pen_drain(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<Pen*>(object);
     std::string& lines = self->state->lines;
-    PyObject* found = Py_BuildValue("y#L", lines.data(), Py_ssize_t(lines.size()), self->waiting);
-    if (found) lines.clear(), self->waiting = 0;
+    PyObject* fresh = PyList_New(0);
+    const Owned shared(list_of(self->state->shared));
+    if (!fresh || !shared) return Py_XDECREF(fresh), nullptr;
+    const Owned entries(std::exchange(self->entries, fresh));
+    PyObject* found =
+        Py_BuildValue("y#LOO", lines.data(), Py_ssize_t(lines.size()), self->waiting, entries.get(), shared.get());
+    if (found) lines.clear(), self->state->shared.clear(), self->waiting = self->nbytes = 0;
     return found;
 }
 
@@ -230,7 +293,8 @@ PyMethodDef kPenMethods[] = {
     {"begin", pen_begin, METH_VARARGS, nullptr},
     {"find", fast<pen_find>(), METH_FASTCALL, nullptr},
     {"write", fast<pen_write>(), METH_FASTCALL, nullptr},
-    {"recall", fast<pen_recall>(), METH_FASTCALL, nullptr},
+    {"repeat", fast<pen_repeat>(), METH_FASTCALL, nullptr},
+    {"keep", fast<pen_keep>(), METH_FASTCALL, nullptr},
     {"copy", fast<pen_copy>(), METH_FASTCALL, nullptr},
     {"drain", pen_drain, METH_NOARGS, nullptr},
     {"end", pen_end, METH_NOARGS, nullptr},
@@ -269,17 +333,32 @@ bool is_ordinary(const Pen* pen) {
 
 bool write(Pen* pen, const Stencil* stencil, const Lying& lying) {
     const uint64_t generation = pen->state->generation;
-    const std::string content = stencil->is_literal ? "" : content_of(pen->state, stencil, lying);
-    if (PyErr_Occurred() || generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
-    const Owned number(PyIter_Next(pen->open.numbers));
-    const Owned text(number ? PyObject_Str(number.get()) : nullptr);
-    const char* digits = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
-    if (!digits) return false;
-    add_line(pen, stencil, digits, content);
-    if (pen->waiting >= kMany) {
-        const Owned pass_on(Py_NewRef(pen->open.pass_on));
-        Owned(PyObject_CallNoArgs(pass_on.get()));
+    std::string content;
+    if (!stencil->is_literal) {
+        const Dense dense(lying, stencil->count * stencil->width);
+        if (PyErr_Occurred()) return false;
+        content = look(pen->state, stencil, lying.address, dense.bytes()).text;
     }
+    if (generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
+    if (add_line(pen, stencil, content) < 0) return false;
+    pass_on_much(pen);
+    return true;
+}
+
+bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t* bytes) {
+    const uint64_t generation = pen->state->generation;
+    Seen seen;
+    if (stencil->count * stencil->width < kSmall) {
+        seen = read(pen->state, stencil, lying.address, bytes, nullptr);
+    } else if (!recall(pen->state, stencil, lying.address, bytes, &seen)) {
+        return false;
+    }
+    if (generation != pen->state->generation) return false;
+    const long long payload = payload_of(pen, stencil, seen);
+    const long long line = payload && !PyErr_Occurred() ? add_line(pen, stencil, seen.text) : -1;
+    if (line < 0) return false;
+    pen->state->shared.emplace_back(line, payload);
+    pass_on_much(pen);
     return true;
 }
 

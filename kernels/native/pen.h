@@ -45,7 +45,8 @@ struct OpenStep {
     PyObject* step = nullptr;     // see dumper/steps.py
     PyObject* numbers = nullptr;  // iterator: the number of the next record
     PyObject* pass_on = nullptr;  // (): queues the lines that wait
-    PyObject* send = nullptr;     // ((port, layout), address): queues a record with its bytes
+    PyObject* send = nullptr;     // ((port, layout), address): writes a record whose bytes are to be sent
+    PyObject* sent = nullptr;     // dict: (digest, bytes) -> number of the payload of this step that holds them
 };
 
 struct PenState;
@@ -57,6 +58,8 @@ struct Pen {
     dlpack::View view;  // null where torch has none
     long long serial;   // of the open step
     long long waiting;  // lines
+    long long nbytes;   // of the payloads that wait with them
+    PyObject* entries;  // list: (line among those that wait, number of its payload, what is known of that)
     PenState* state;
 };
 
@@ -70,6 +73,10 @@ bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found);
 // Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has ended
 // meanwhile. An exception may be set either way.
 bool write(Pen* pen, const Stencil* stencil, const Lying& lying);
+
+// The same for the record of a whole tensor, whose bytes are given, if this step has sent equal ones: the line names
+// those. False for others, of which nothing was written. An exception may be set either way.
+bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t* bytes);
 
 extern PyTypeObject *stencil_type, *pen_type;
 
