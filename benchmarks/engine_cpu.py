@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,23 +142,15 @@ def compare(name: str, case: Case, ways: dict[str, Way], rounds: int) -> None:
 
 def compare_observed(folder: Path, dtype: str, llm: LLM, case: Case, rounds: int) -> None:
     """What the dumper costs the engine at batch 8; CPU time is this process's, its recorder's is another."""
-    observer = partial(make_observer, out=str(folder / "run"), config=DumperConfig(keep="off"))
-    with LLM(folder, dtype=dtype, device="cpu", observer=observer) as watched:
-        dumper = watched.engine.runner.observer
-
-        def keeping(keep: str) -> list[list[int]]:
-            dumper.configure(keep=keep)
-            return by_engine(watched, case)
-
-        middle, _ = in_turn(
-            {
-                "without the dumper": lambda: by_engine(llm, case),
-                "without it, again": lambda: by_engine(llm, case),
-                "attached, capture off": lambda: keeping("off"),
-                "statistics everywhere": lambda: keeping("stats"),
-            },
-            rounds,
-        )
+    with ExitStack() as stack:
+        ways: dict[str, Way] = {"without the dumper": partial(by_engine, llm, case)}
+        ways["without it, again"] = ways["without the dumper"]
+        for way, keep in (("attached, capture off", "off"), ("statistics everywhere", "stats")):
+            observer = partial(make_observer, out=str(folder / keep), config=DumperConfig(keep=keep))
+            watched = stack.enter_context(LLM(folder, dtype=dtype, device="cpu", observer=observer))
+            ways[way] = partial(by_engine, watched, case)
+            ways[way]()  # the first value through a tap takes longer, and so does the recorder's start
+        middle, _ = in_turn(ways, rounds)
     cpu, wall = middle["without the dumper"]
     for way in list(middle)[1:]:
         print(f"{way:<21} {middle[way][0] / cpu:5.3f} cpu {middle[way][1] / wall:5.3f} wall of the time without it")
