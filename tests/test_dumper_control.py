@@ -34,15 +34,15 @@ def test_a_change_is_applied_by_both_ranks_at_one_step(job: Job) -> None:
     steps = answer["ranks"]
     assert set(steps) == {"0", "1"}
     wait_until(lambda: all(rank["epoch"] == answer["epoch"] for rank in job.ask("state")[1]["ranks"]), "both apply")
-    # Ranks step on their own here: one that had passed the named step applies at its next and says so.
-    assert all(isinstance(step, int) for step in steps.values())
+    # Ranks step on their own here: one that had passed the named step applies at its next and says so, and one that is
+    # more than a second behind it, on a busy machine, was pending.
     status, off = job.ask("configure", {"enabled": False})
     assert (status, off["epoch"]) == (200, answer["epoch"] + 1)
     run = open_run(job.run)
     assert {record.key.site for record in run.records} == {"layers.1:out"}
     assert all(record.stats is not None and record.entry is None for record in run.records)
     for rank in (0, 1):
-        assert min(r.key.step for r in run.records if r.key.rank == rank) == steps[str(rank)]
+        assert steps[str(rank)] in (min(r.key.step for r in run.records if r.key.rank == rank), "pending")
 
 
 def test_capture_keeps_n_steps_in_full_on_every_rank_and_falls_back(job: Job) -> None:

@@ -88,7 +88,7 @@ bool is_open(const Pen* pen, long long serial) { return pen->open.step && pen->s
 bool take(Pen* pen, const Leaf& leaf, long long serial) {
     if (!leaf.where) return write(pen, leaf.stencil, leaf.lying);
     const Owned send(Py_NewRef(pen->open.send));
-    const Dense dense(leaf.lying, leaf.stencil->count * leaf.stencil->width);
+    const Dense dense(leaf.lying, leaf.stencil->nbytes());
     if (PyErr_Occurred() || !is_open(pen, serial)) return false;
     if (repeat(pen, leaf.stencil, leaf.lying, dense.bytes())) return true;
     if (PyErr_Occurred() || !is_open(pen, serial)) return false;

@@ -9,29 +9,18 @@
 #include <structmember.h>
 
 #include <array>
-#include <map>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "calls.h"
-#include "taken.h"
+#include "memo.h"
 
 namespace ts {
 namespace {
 
-constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
-
 constexpr long long kMany = 64;       // lines that wait here at most: until they are queued only a crash can lose them
 constexpr long long kMuch = 1 << 20;  // bytes of payloads, likewise
-
-using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
-
-struct Seen {
-    uint8_t digest[16];
-    std::string text;
-};
 
 }  // namespace
 
@@ -40,7 +29,7 @@ struct PenState {
     std::string step;
     uint64_t generation = 0;  // counts the steps that began or ended
     uint64_t forks = 0;       // of this process when the step began
-    std::map<Place, Seen> places;
+    Memo memo;
     std::vector<std::pair<long long, long long>> shared;  // (line among those that wait, number of its payload)
 };
 
@@ -106,37 +95,6 @@ bool is_in_backward(const Pen* pen) {
     return !task || PyLong_AsLong(task.get()) != -1;
 }
 
-// What lies at the place, where this step has met it and its bytes, which are given, are still the same.
-bool recall(const PenState* state, const Stencil* stencil, uint64_t place, const uint8_t* bytes, Seen* found) {
-    const int64_t nbytes = stencil->count * stencil->width;
-    if (nbytes < kSmall) return false;
-    const auto seen = state->places.find({place, stencil->count, stencil->code});
-    if (seen == state->places.end()) return false;
-    *found = seen->second;  // the map may change while the GIL is released
-    uint8_t digest[16];
-    run(nbytes, [&] { ts_hash(bytes, nbytes, digest); });
-    return !std::memcmp(digest, found->digest, sizeof digest);
-}
-
-// What lies at the place, noted for this step; and a copy of its bytes where there is a target.
-Seen read(PenState* state, const Stencil* stencil, uint64_t place, const uint8_t* bytes, void* target) {
-    const int64_t nbytes = stencil->count * stencil->width;
-    Taken found;
-    int64_t size = 0;
-    run(nbytes, [&] { size = ts_take(bytes, stencil->count, stencil->code, 1, target, &found); });
-    Seen seen;
-    std::memcpy(seen.digest, found.digest, sizeof seen.digest);
-    seen.text.assign(found.text, size_t(size));
-    if (nbytes >= kSmall) state->places[{place, stencil->count, stencil->code}] = seen;
-    return seen;
-}
-
-// The same, from what the step has met where it can.
-Seen look(PenState* state, const Stencil* stencil, uint64_t place, const uint8_t* bytes) {
-    Seen found;
-    return recall(state, stencil, place, bytes, &found) ? found : read(state, stencil, place, bytes, nullptr);
-}
-
 const uint8_t* at(uint64_t address) { return reinterpret_cast<const uint8_t*>(uintptr_t(address)); }
 
 PyObject* as_tuple(const Seen& seen) {
@@ -168,7 +126,7 @@ void pass_on_much(Pen* pen) {
 // Number of the payload that holds these bytes; 0 where none does.
 long long payload_of(const Pen* pen, const Stencil* stencil, const Seen& seen) {
     const Owned key(Py_BuildValue("y#L", reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest),
-                                  stencil->count * stencil->width));
+                                  stencil->nbytes()));
     PyObject* number = key ? PyDict_GetItemWithError(pen->open.sent, key.get()) : nullptr;
     return number ? PyLong_AsLongLong(number) : 0;
 }
@@ -222,7 +180,7 @@ PyObject* pen_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     } else {
         const Owned entry(Py_BuildValue("LLO", line, payload, args[3]));
         if (!entry || PyList_Append(self->entries, entry.get()) < 0) return nullptr;
-        self->nbytes += stencil->count * stencil->width;
+        self->nbytes += stencil->nbytes();
     }
     pass_on_much(self);
     if (PyErr_Occurred()) return nullptr;
@@ -237,8 +195,8 @@ PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     const uint64_t address = PyLong_AsUnsignedLongLongMask(args[1]), target = PyLong_AsUnsignedLongLongMask(args[2]);
     if (PyErr_Occurred()) return nullptr;
     const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
-    auto* state = reinterpret_cast<Pen*>(object)->state;
-    return as_tuple(read(state, stencil, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
+    auto& memo = reinterpret_cast<Pen*>(object)->state->memo;
+    return as_tuple(memo.read(stencil, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
 // (step, its number, its serial, numbers, pass_on, send, sent) -> None; memory is used again for other values
@@ -255,7 +213,7 @@ PyObject* pen_begin(PyObject* object, PyObject* args) {
     close(self);
     self->open = open, self->serial = serial;
     self->state->step = number, self->state->forks = num_forks;
-    self->state->places.clear();
+    self->state->memo.forget();
     Py_RETURN_NONE;
 }
 
@@ -335,9 +293,9 @@ bool write(Pen* pen, const Stencil* stencil, const Lying& lying) {
     const uint64_t generation = pen->state->generation;
     std::string content;
     if (!stencil->is_literal) {
-        const Dense dense(lying, stencil->count * stencil->width);
+        const Dense dense(lying, stencil->nbytes());
         if (PyErr_Occurred()) return false;
-        content = look(pen->state, stencil, lying.address, dense.bytes()).text;
+        content = pen->state->memo.look(stencil, lying.address, dense.bytes()).text;
     }
     if (generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
     if (add_line(pen, stencil, content) < 0) return false;
@@ -348,9 +306,9 @@ bool write(Pen* pen, const Stencil* stencil, const Lying& lying) {
 bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t* bytes) {
     const uint64_t generation = pen->state->generation;
     Seen seen;
-    if (stencil->count * stencil->width < kSmall) {
-        seen = read(pen->state, stencil, lying.address, bytes, nullptr);
-    } else if (!recall(pen->state, stencil, lying.address, bytes, &seen)) {
+    if (stencil->nbytes() < kSmall) {
+        seen = pen->state->memo.read(stencil, lying.address, bytes, nullptr);
+    } else if (!pen->state->memo.recall(stencil, lying.address, bytes, &seen)) {
         return false;
     }
     if (generation != pen->state->generation) return false;

@@ -27,6 +27,8 @@ struct Stencil {
     long long width;  // bytes of one
     int code;
     bool is_literal;  // a plain value: its tail is the rest of the line
+
+    int64_t nbytes() const { return count * width; }
 };
 
 // What a pen needs of torch and of the context; they live as long as the process.

@@ -84,7 +84,7 @@ bool find_by_asking(const Stencil* stencil, PyObject* tensor, Lying* found) {
     if (Owned(PyObject_CallMethodNoArgs(tensor, name_contiguous)).get() != Py_True) return false;
     const Owned pointer(PyObject_CallMethodNoArgs(tensor, name_pointer));
     if (!pointer) return false;
-    found->address = PyLong_AsUnsignedLongLongMask(pointer.get()), found->run = stencil->count * stencil->width;
+    found->address = PyLong_AsUnsignedLongLongMask(pointer.get()), found->run = stencil->nbytes();
     return (found->address || !stencil->count) && !PyErr_Occurred();
 }
 

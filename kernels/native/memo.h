@@ -1,0 +1,62 @@
+// What the open step has met already, so that the same tensor is read fast; as dumper/memo.py.
+//
+// Only a hash of the bytes says that they are the same, never an address.
+#pragma once
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "calls.h"
+#include "pen.h"
+#include "taken.h"
+
+namespace ts {
+
+constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
+
+struct Seen {
+    uint8_t digest[16];
+    std::string text;  // the members `hash` to `stats` of a line
+};
+
+class Memo {
+  public:
+    // A new step: memory is used again for other values.
+    void forget() { places_.clear(); }
+
+    // What lies at the place, if this step has met it there and the bytes, which are given, are still the same.
+    bool recall(const Stencil* stencil, uint64_t place, const uint8_t* bytes, Seen* found) const {
+        if (stencil->nbytes() < kSmall) return false;
+        const auto seen = places_.find({place, stencil->count, stencil->code});
+        if (seen == places_.end()) return false;
+        *found = seen->second;  // the map may change while the GIL is released
+        uint8_t digest[16];
+        run(stencil->nbytes(), [&] { ts_hash(bytes, stencil->nbytes(), digest); });
+        return !std::memcmp(digest, found->digest, sizeof digest);
+    }
+
+    // What lies there, from now on known; and a copy of the bytes where there is a target.
+    Seen read(const Stencil* stencil, uint64_t place, const uint8_t* bytes, void* target) {
+        Taken taken;
+        int64_t size = 0;
+        run(stencil->nbytes(), [&] { size = ts_take(bytes, stencil->count, stencil->code, 1, target, &taken); });
+        Seen seen;
+        std::memcpy(seen.digest, taken.digest, sizeof seen.digest);
+        seen.text.assign(taken.text, size_t(size));
+        if (stencil->nbytes() >= kSmall) places_[{place, stencil->count, stencil->code}] = seen;
+        return seen;
+    }
+
+    Seen look(const Stencil* stencil, uint64_t place, const uint8_t* bytes) {
+        Seen found;
+        return recall(stencil, place, bytes, &found) ? found : read(stencil, place, bytes, nullptr);
+    }
+
+  private:
+    using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
+    std::map<Place, Seen> places_;
+};
+
+}  // namespace ts
