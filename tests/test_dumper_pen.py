@@ -219,11 +219,11 @@ def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypat
 
 
 def test_what_waits_in_a_pen_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:
-    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])  # 24 values of 256 KiB, of which 3 have room
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])  # 24 values of 300 KiB, of which 3 have room
     limits = {"queue_bytes": "1MiB", "ring_bytes": 0, "block_timeout_s": 600}
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", **limits) as dumper:
         for _ in range(4):
-            model(torch.randn(512, 128))
+            model(torch.randn(600, 128))
         dumper.flush()
     records = open_run(tmp_path / "run").records
     assert len(records) == 4 * 26  # nothing was dropped
