@@ -400,7 +400,7 @@ def test_rows_of_a_step_may_be_told_by_tensors_and_arrays(tmp_path: Path) -> Non
                 model(torch.ones(1, 8))
                 dumper.metric("loss", torch.tensor(0.5))
     run = open_run(tmp_path / "run")
-    assert [run.steps[step][0].info.token_ids for step in range(3)] == [tuple(range(6))] * 3
+    assert [tuple(run.steps[step][0].info.token_ids) for step in range(3)] == [tuple(range(6))] * 3
 
 
 def test_what_was_flushed_is_in_the_run_while_it_is_open(tmp_path: Path) -> None:
