@@ -6,11 +6,14 @@ than one machine the network must be trusted.
 """
 
 import itertools
+import logging
 import os
 import socket as sockets
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +25,15 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.obey import obey
 from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.pulse import Pulse
+from tapscope.engine.pulse import Pulse, pulse_in
 from tapscope.engine.ranks import Ranks
+from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.engine.workers import identity
 from tapscope.errors import ConfigError, RankLostError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, encode
 
+_log = logging.getLogger(__name__)
 distributed: Any = torch.distributed
 _count = itertools.count()
 """Engines made by this process: all ranks make the same ones in the same order, and each has keys of its own."""
@@ -45,6 +50,8 @@ class Place:
     port: int
     hostname: str
     """What the other ranks know this process's machine by."""
+    is_one_machine: bool
+    """Whether all ranks run on it."""
 
     @classmethod
     def read(cls, config: EngineConfig) -> "Place":
@@ -58,7 +65,7 @@ class Place:
             host, port = _variable("MASTER_ADDR"), str(_number("MASTER_PORT"))
         is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
         hostname = "127.0.0.1" if is_one_machine else host if rank == 0 else sockets.gethostname()
-        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host, int(port), hostname)
+        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host, int(port), hostname, is_one_machine)
 
     def store(self, config: EngineConfig) -> Any:
         """A store of this engine alone; raises RankLostError when the ranks do not meet within the time."""
@@ -76,7 +83,10 @@ class Place:
 
     def meet(self, store: Any, config: EngineConfig, device: torch.device) -> TensorParallel:
         """Join the collectives; raises RankLostError."""
-        return TensorParallel.join(store, self.rank, self.size, config.rank_timeout_s, device, self.hostname)
+        limit = config.rank_timeout_s
+        # Where rank 0 watches the others, it finds who hangs before those who wait for him give up.
+        collective_s = 2 * limit if self.is_one_machine else limit
+        return TensorParallel.join(store, self.rank, self.size, limit, device, self.hostname, collective_s=collective_s)
 
 
 class ExternalRanks(Ranks):
@@ -86,6 +96,7 @@ class ExternalRanks(Ranks):
         self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
     ) -> None:
         self._place = Place.read(config)
+        self._pids: dict[int, int | None] = {}
         super().__init__(config, model_config, observer, pulse)
         self._ended = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
@@ -97,16 +108,37 @@ class ExternalRanks(Ranks):
         """The other ranks."""
         return range(1, self._config.tp)
 
+    @property
+    def pids(self) -> dict[int, int | None]:
+        """Process ids of those that are watched."""
+        return self._pids
+
     def connect(self) -> TensorParallel:
-        """Tell the others where plans come from and join them; raises RankLostError."""
+        """Tell the others where plans come from, join them, watch those of this machine; raises RankLostError."""
         store = self._place.store(self._config)
+        for rank in self.peers:
+            Pulse.create(pulse_in(self.folder, rank))
+        store.set("folder", str(self.folder) if self._place.is_one_machine else "")
         store.set("plans", f"tcp://{_resolved(self._place.hostname)}:{self._port}")
         device = device_of(self._config, self._place.local_rank)
         self.await_all("up")
         try:
-            return self._place.meet(store, self._config, device)
+            tp = self._place.meet(store, self._config, device)
         except RankLostError as error:
             self.explain(error)
+        pids = {rank: int(store.get(_pid_key(rank))) for rank in self.peers}
+        self._pids = {rank: pid or None for rank, pid in pids.items()}
+        self.watch(self._config.rank_timeout_s, self._pulse)
+        tp.pulse = self._pulse
+        return tp
+
+    def _on_hung(self, number: int, said: str) -> None:
+        # The launcher may end this process before it can raise.
+        _log.error("rank %d of %d %s", number, self._config.tp, said)
+        super()._on_hung(number, said)
+
+    def _dead(self) -> list[int]:
+        return sorted(self._hung)
 
     def check(self) -> None:
         """Raise RankLostError when a rank has failed, or its connection was lost."""
@@ -136,6 +168,7 @@ def obey_if_launched(config: EngineConfig, model_config: ModelConfig, observer: 
     torch.set_num_threads(1)
     store = place.store(config)
     try:
+        folder = _shared_folder(store, place.rank)
         address = store.get("plans").decode()
     except RuntimeError as error:
         raise RankLostError(f"rank {place.rank} did not hear of rank 0 in {config.rank_timeout_s} s") from error
@@ -146,7 +179,7 @@ def obey_if_launched(config: EngineConfig, model_config: ModelConfig, observer: 
         socket.connect(address)
         try:
             device = device_of(config, place.local_rank)
-            obey(lambda: place.meet(store, config, device), config, model_config, observer, socket, ended)
+            obey(partial(_meet, place, store, config, device, folder), config, model_config, observer, socket, ended)
         except BaseException:
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
             raise
@@ -154,6 +187,27 @@ def obey_if_launched(config: EngineConfig, model_config: ModelConfig, observer: 
             socket.disable_monitor()
             ended.close(linger=0)
     raise SystemExit(0)
+
+
+def _shared_folder(store: Any, rank: int) -> Path | None:
+    """Where rank 0 watches this process's pulse; None where they share no files."""
+    text = store.get("folder").decode()
+    folder = Path(text) if text and pulse_in(Path(text), rank).exists() else None
+    store.set(_pid_key(rank), str(0 if folder is None else os.getpid()))
+    if folder is not None:
+        tell_stack(stack_in(folder, rank))
+    return folder
+
+
+def _meet(place: Place, store: Any, config: EngineConfig, device: torch.device, folder: Path | None) -> TensorParallel:
+    tp = place.meet(store, config, device)
+    if folder is not None:
+        tp.pulse = Pulse(pulse_in(folder, place.rank))
+    return tp
+
+
+def _pid_key(rank: int) -> str:
+    return f"pid-{rank}"
 
 
 def _resolved(hostname: str) -> str:

@@ -77,8 +77,11 @@ class TensorParallel:
         hostname: str = "127.0.0.1",
         *,
         is_watched: bool = False,
+        collective_s: float | None = None,
     ) -> "TensorParallel":
         """Meet the other ranks through ``store``, listening on ``hostname``; raises RankLostError after ``timeout_s``.
+
+        A collective fails after ``collective_s`` (None: ``timeout_s``), among ranks that are watched never.
 
         Tensors on the CPU travel by gloo; those on ``device``, where it is a GPU, by NCCL.
         """
@@ -87,13 +90,13 @@ class TensorParallel:
             store.set_timeout(timeout)
             group = _gloo(store, rank, size, timeout, hostname)
             is_gpu = device is not None and device.type == "cuda"
-            on_gpu = _WATCHED if is_watched else timeout
-            tp = cls(rank, size, group, _nccl(store, rank, size, on_gpu, device) if is_gpu else None)
+            limit = _WATCHED if is_watched else timedelta(seconds=collective_s or timeout_s)
+            tp = cls(rank, size, group, _nccl(store, rank, size, limit, device) if is_gpu else None)
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
         tp.device = device
-        if is_watched:
-            tp._reduce_options.timeout = tp._gather_options.timeout = _WATCHED
+        if limit != timeout:
+            tp._reduce_options.timeout = tp._gather_options.timeout = limit
         return tp
 
     def watch(self, sentinels: Sequence[int]) -> None:

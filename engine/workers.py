@@ -74,15 +74,15 @@ class Workers:
     def watch(self, limit_s: float, own: Pulse | None = None) -> None:
         """Kill a worker that hangs for ``limit_s``; ``own`` is this process's, where it is a rank of theirs."""
         watched = {
-            number: Watched(process.pid, Pulse(pulse_in(self.folder, number)), stack_in(self.folder, number))
-            for number, process in self._processes.items()
-            if process.pid is not None
+            number: Watched(pid, Pulse(pulse_in(self.folder, number)), stack_in(self.folder, number))
+            for number, pid in self.pids.items()
+            if pid is not None
         }
         self._watch = WatchThread(Watch(watched, limit_s, own), self._on_hung)
 
     def _on_hung(self, number: int, said: str) -> None:
         """In the watch's thread: whoever waits for the worker then sees it end."""
-        pid = self._processes[number].pid
+        pid = self.pids[number]
         if pid is not None:
             self._hung[number] = said
             with suppress(ProcessLookupError):
@@ -95,7 +95,7 @@ class Workers:
 
     @property
     def pids(self) -> dict[int, int | None]:
-        """Process id of each spawned worker."""
+        """Process id of each worker, where it is known."""
         return {number: process.pid for number, process in self._processes.items()}
 
     @property

@@ -169,6 +169,49 @@ def test_a_launched_rank_that_is_killed_is_said_on_rank_0(launched: tuple[Path, 
             process.communicate()
 
 
+STUCK = """
+import os, signal, sys
+from tapscope.engine import LLM
+from tapscope.errors import RankLostError
+
+class Stuck:
+    epoch, armed = 0, False
+    def __init__(self, model, info): self.rank = info.rank
+    def before_step(self, info):
+        while self.rank == 1 and info.step == 2: signal.pause()
+    def after_step(self, metrics): pass
+    def close(self): pass
+
+llm = LLM(sys.argv[1], tp=2, launch="external", device="cpu", rank_timeout_s=3, observer=Stuck)
+try:
+    llm.generate([[5, 6, 7]], max_new_tokens=6, ignore_eos=True)
+except RankLostError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_launched_rank_that_hangs_is_ended_and_rank_0_says_where_it_stood(
+    launched: tuple[Path, Path], tmp_path: Path
+) -> None:
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    host, port = _free_address().split(":")
+    places = [{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port} for rank in (0, 1)]
+    ranks = [
+        warm.start(program, launched[0], stdout=subprocess.PIPE, text=True, env=os.environ | place) for place in places
+    ]
+    try:
+        said = ranks[0].communicate(timeout=90)[0]
+        assert "rank 1 of 2 hangs: it has not moved for" in said
+        assert f'File "{program}", line 10 in before_step' in said
+        assert ranks[0].returncode == 0
+        assert ranks[1].wait(20) == -signal.SIGKILL
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
 def test_a_launch_that_cannot_be_is_refused(launched: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = launched
     monkeypatch.delenv("RANK", raising=False)
