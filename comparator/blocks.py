@@ -87,7 +87,7 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     before it are, too, as leave no more than :data:`MAX_ROWS` rows. Shards along the first other axis stay where they
     lie; what else is spread is read in parts.
     """
-    axes = token_axes or _row_axes(piece.shape)
+    axes = token_axes or row_axes(piece.shape)
     if isinstance(piece, Leaf) and (matrix := _outermost(piece.shape, axes)):  # the plain case, in fewer steps
         array = run.array(piece.record)
         if array.flags.c_contiguous:
@@ -96,7 +96,7 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     return list(_blocks(piece, run, axes, 0))
 
 
-def _row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axes that are rows where there are no token axes."""
     count = max((i for i, n in enumerate(shape) if n != 1), default=0)
     while count and math.prod(shape[:count]) > MAX_ROWS:

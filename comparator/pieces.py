@@ -1,7 +1,7 @@
 """Pieces: a tensor that lies in several records, as an expression over them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,29 @@ def _leaves(piece: Piece) -> Iterator[Record]:
     else:
         for part in piece.parts:
             yield from _leaves(part)
+
+
+def ranks_at(piece: Piece, at: Sequence[int]) -> set[int]:
+    """The ranks whose records have a part in one element; ``at`` is its index, one number an axis."""
+    if isinstance(piece, Leaf):
+        return {piece.record.key.rank}
+    if isinstance(piece, Turned):
+        turned = dict(zip(piece.order, at, strict=True))
+        return ranks_at(piece.part, [turned[i] for i in range(len(at))])
+    if isinstance(piece, Summed):
+        return set().union(*(ranks_at(part, at) for part in piece.parts))
+    before, here, after = at[: piece.axis], at[piece.axis], at[piece.axis + 1 :]
+    if isinstance(piece, Cut):
+        return ranks_at(piece.part, [*before, here + piece.start, *after])
+    if isinstance(piece, Placed):
+        rows = np.flatnonzero(piece.rows == here).tolist()
+        return set().union(*(ranks_at(piece.part, [*before, row, *after]) for row in rows))
+    for part in piece.parts:
+        length = part.shape[piece.axis]
+        if here < length:
+            return ranks_at(part, [*before, here, *after])
+        here -= length
+    return set()
 
 
 def is_joined(piece: Piece) -> bool:

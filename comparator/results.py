@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import row_axes
 from tapscope.comparator.finding import Numbers, Place, StepResult
+from tapscope.comparator.layout import Layout
 from tapscope.comparator.measure import Measured
-from tapscope.comparator.pieces import Joined
+from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, leaves, ranks_at
 from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.rows import RowMap
+from tapscope.dtypes import COMPLEX
 from tapscope.kernels.native import Measure, Overview, relative_l2
 
 
@@ -63,6 +66,10 @@ def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Pla
     rank = measured.ranks[measured.strip.item(row)] if _is_alone(whole) else None
     # The column is that of the largest distance, and there is none to a value that is not finite.
     index = () if measured.rows.nonfinite_mismatch.item(row) else (measured.rows.argmax.item(row),)
+    if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are left out
+        picked = join.target_rows
+        target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
+        rank = _rank_at(whole, ready.layouts[1], target_row, index[0])
     if join.pairs is None:
         return Place(step, baseline_step, index=(at, *index), rank=rank)
     pair = join.pairs.item(at)
@@ -75,6 +82,24 @@ def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Pla
         index,
         rank,
     )
+
+
+def _is_spread(piece: Piece | None) -> bool:
+    return piece is not None and not isinstance(piece, Leaf | Summed) and len(list(leaves(piece))) > 1
+
+
+def _rank_at(whole: Whole, layout: Layout, row: int, column: int) -> int | None:
+    """The rank that alone holds an element of the rows, if one does."""
+    assert whole.piece is not None
+    shape = whole.piece.shape
+    axes = layout.axes or row_axes(shape)
+    others = [i for i in range(len(shape)) if i not in axes]
+    column //= 2 if (whole.dtype or "") in COMPLEX else 1
+    at = dict(zip(axes, np.unravel_index(row, [shape[i] for i in axes]), strict=True)) if axes else {}
+    if others:
+        at |= dict(zip(others, np.unravel_index(column, [shape[i] for i in others]), strict=True))
+    found = ranks_at(whole.piece, [int(at[i]) for i in range(len(shape))])
+    return found.pop() if len(found) == 1 else None
 
 
 def _is_alone(whole: Whole) -> bool:

@@ -86,6 +86,38 @@ def test_a_wrong_column_is_placed_within_the_whole(tmp_path: Path) -> None:
     assert (found.worst.position, found.worst.index, found.worst.rank) == (2, (5,), 1)
 
 
+@pytest.mark.parametrize(
+    ("dims", "mesh"),
+    [
+        ("t h[tp]", {"tp": 2}),
+        ("t[sp] h", {"sp": 3}),
+        ("t[cp:zigzag] h", {"cp": 2}),
+        ("t[cp:zigzag,sp] h", {"cp": 1, "sp": 2}),
+        ("t[dp] h[tp]", {"dp": 2, "tp": 2}),
+        ("t (q=8+k=2+v=2)[tp]", {"tp": 2}),
+        ("t (q=6+k=3+v=3)/3[tp]", {"tp": 3}),
+        ("t h=12[tp]", {"tp": 5}),
+    ],
+)
+def test_the_rank_that_holds_the_bad_element_is_named(tmp_path: Path, dims: str, mesh: dict[str, int]) -> None:
+    whole = values(ROWS, 12)
+    parts = {rank: part.copy() for rank, part in deal(whole, parse(dims), mesh, (ROWS,)).items()}
+    parts[1].reshape(-1)[0] += 9
+    found = finding(tmp_path, whole, parts, dims, mesh)
+    assert found.verdict is Verdict.DIFFERS
+    assert found.worst is not None
+    assert found.worst.rank == 1
+
+
+def test_summands_have_no_rank_of_their_own(tmp_path: Path) -> None:
+    whole = values(ROWS, 12)
+    parts = deal(whole, parse("t h[tp:partial]"), {"tp": 2})
+    parts[1] = parts[1] + 9
+    found = finding(tmp_path, whole, parts, "t h[tp:partial]", {"tp": 2})
+    assert found.worst is not None
+    assert found.worst.rank is None
+
+
 def test_a_missing_shard_is_said_and_never_a_pass(tmp_path: Path) -> None:
     whole = values(ROWS, 8)
     found = finding(tmp_path, whole, {0: whole[:, :4]}, "t h[tp]", {"tp": 2})
