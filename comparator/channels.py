@@ -38,15 +38,15 @@ def worst_channel(opened: Opened, measured: Measured) -> Channel:
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
     for part, (left, right) in zip(parts, sides, strict=True):
         join, start, num = part.join, part.first, part.num_rows
-        at = _sample(num, width, len(parts))
+        at = sample(num, width, len(parts))
         at = at[~odd[start + at]]
         _add(sums, left, right, (_chosen(join.baseline_rows, at), _chosen(join.target_rows, at)), num_rows)
         num_rows += len(at)
     return find_channel(sums, num_rows)
 
 
-def _sample(num: int, width: int, num_joins: int) -> Array:
-    """Some of ``num`` rows, evenly apart."""
+def sample(num: int, width: int, num_joins: int) -> Array:
+    """Some of ``num`` rows, evenly apart, so few that those of all joins are :data:`MAX_ELEMENTS` at most."""
     if not num:
         return np.empty(0, np.int64)
     wanted = max(1, min(num, _MAX_ROWS // num_joins, MAX_ELEMENTS // max(width, 1) // num_joins))

@@ -10,6 +10,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.calls import by_argument
 from tapscope.comparator.closeup import Closeup, closeup
+from tapscope.comparator.common import check_common
 from tapscope.comparator.coverage import cover
 from tapscope.comparator.damage import Damage, look, with_damage
 from tapscope.comparator.examine import Examiner
@@ -34,8 +35,9 @@ from tapscope.comparator.series import series_of
 from tapscope.comparator.set_aside import set_aside, sound_flips
 from tapscope.comparator.stages import numbered
 from tapscope.comparator.tokens import tokens_of
+from tapscope.comparator.training import beginning, merged, trained_steps, with_drifts
 from tapscope.comparator.twin import Twin, twin_of
-from tapscope.errors import ConfigError, NothingInCommonError
+from tapscope.errors import ConfigError, NothingInCommonError, RuleError
 from tapscope.index import SiteInfo, uncollected
 from tapscope.kernels.native import filled
 from tapscope.run import Run, open_run
@@ -105,6 +107,7 @@ def _compare(
     seen = _see(baseline, target, options, damage, rules, progress)
     check_models((baseline, target), seen.examined)
     seen, findings, divergences = _judge(seen, rules, _twin(baseline, target, options), options)
+    findings, divergences = _from_the_beginning(seen, findings, divergences, damage, rules)
     if look(damage, divergences, seen.examined):  # once more, without what only looked like a culprit
         return _compare(baseline, target, options, damage, progress)
     if all(f.basis == "none" for f in findings):
@@ -138,6 +141,34 @@ def _judge(
     return seen, findings, explain(placed, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
 
 
+def _from_the_beginning(
+    seen: "_Seen",
+    findings: list[Finding],
+    divergences: list[Divergence],
+    damage: tuple[Damage, Damage],
+    rules: tuple[Rule, ...],
+) -> tuple[list[Finding], list[Divergence]]:
+    """The same in the light of the first steps of a training, where those alone say more; see :mod:`.training`."""
+    options, baseline, target = seen.options, seen.examiner.preparer.baseline, seen.examiner.preparer.target
+    steps = trained_steps(seen.examined)
+    if len(steps) < 2 or options.floor is not None or options.tolerance is not None:
+        return findings, divergences
+    both = {r.key.step for r in baseline.records} & {r.key.step - options.shift_steps for r in target.records}
+    both &= options.steps if options.steps is not None else both
+
+    def judge(last: int) -> tuple[list[Finding], list[Divergence]]:
+        some = structs.replace(options, steps=frozenset(step for step in both if step <= last))
+        try:
+            first = _see(baseline, target, some, damage)
+            first = structs.replace(first, everything=with_drifts(first.everything, seen.everything, last))
+            return _judge(first, rules, None, some)[1:]
+        except (RuleError, NothingInCommonError):  # what was asked for comes later
+            return [], []
+
+    early = beginning(steps, judge)
+    return merged(findings, early) if early[1] else (findings, divergences)
+
+
 class _Seen(Struct, frozen=True):
     """Two runs, matched and measured, before anything is judged."""
 
@@ -149,6 +180,7 @@ class _Seen(Struct, frozen=True):
     num_objects: tuple[int, int]
     flips: Mapping[str, Flip]
     notes: tuple[str, ...]
+    options: CompareOptions
 
     def without_moved_rows(self) -> "_Seen":
         """Without the token rows that went to other experts at a near tie, where these matter."""
@@ -177,16 +209,17 @@ def _see(
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
     pairs = select_pairs(match(*series, options.mapping, hints), options)
-    _check_common(baseline, target, pairs, rows)
+    check_common(baseline, target, pairs, rows)
     check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
     examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance, options.detail)
+    examiner.backward = any(pair.baseline is not None and pair.baseline.site.endswith(".grad") for pair in pairs)
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     sites = {**given[1].sites, **given[0].sites}
     notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
     everything = _examine(examiner, pairs, progress)
     flips = explain_flips([one for one in everything if not one.apart], examiner.preparer)
-    return _Seen(everything, examiner, rows, sites, counts, objects, flips, notes)
+    return _Seen(everything, examiner, rows, sites, counts, objects, flips, notes, options)
 
 
 def _shift_note(options: CompareOptions, rows: RowMap) -> list[str]:
@@ -219,24 +252,6 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
         own = structs.replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
         seen = _see(baseline, run, own, (Damage(baseline), Damage(run))).without_moved_rows()
         return twin_of(str(options.floor), seen.examined, options.margin)
-
-
-def _check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:
-    if empty := [run for run in (baseline, target) if not run.records]:
-        raise NothingInCommonError(f"{empty[0].path} holds no record yet; tapscope info {empty[0].path} says what came")
-    if not any(p.baseline and p.target for p in pairs):
-        examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
-        raise NothingInCommonError(
-            f"{baseline.path} and {target.path} have no site in common: e.g. {examples[0]} against {examples[1]}; "
-            "were they captured from models of one architecture? (--map FILE says which names mean the same)"
-        )
-    if rows.known and not rows.num_pairs:
-        facts = [*rows.problems, *(f"request {f.request} parts at position {f.position}" for f in rows.forks)]
-        why = facts[0] if facts else "their steps hold other positions"
-        raise NothingInCommonError(
-            f"{baseline.path} and {target.path} have no token row in common: {why}; capture both with the same prompts "
-            "and request ids"
-        )
 
 
 def _examine(examiner: Examiner, pairs: Sequence[Pair], progress: Progress | None) -> list[Examined]:

@@ -1,5 +1,6 @@
 """Examine: everything about one matched pair of sites that can be known without looking at other sites."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,11 +16,12 @@ from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Measured, Opened, WidthError, measure_all
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
-from tapscope.comparator.results import numbers_of, place_of, steps_of
+from tapscope.comparator.results import numbers_of, place_of, recorded_size, steps_of
 from tapscope.comparator.series import side_of
 from tapscope.comparator.spread import NOTHING, Sizes, sizes_of, spread_of
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, examine_values, unequal_hashes
+from tapscope.comparator.updates import drifts, sways
 from tapscope.dtypes import COMPLEX
 from tapscope.errors import DataError
 from tapscope.kernels.native import Overview
@@ -68,6 +70,8 @@ class Examiner:
     tolerance: tuple[float, float] | None = None
     detail: bool = False
     """Whether unequal pairs are measured once more, see :mod:`.detail`."""
+    backward: bool = False
+    """Whether there are gradients, whose floors depend on how large values are."""
     _suggester: Suggester = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,7 +165,8 @@ class Examiner:
         ready, site, notes = begun.ready, begun.facts["site"], begun.known["notes"]
         numbers, num_rows = numbers_of(seen.total, measured.num_hashed), len(measured.rows)
         if not num_rows or not numbers.count:
-            same: _Facts = {"numbers": numbers, "spread": NOTHING}
+            size = recorded_size(ready) if self.backward else 0.0
+            same: _Facts = {"numbers": numbers, "spread": NOTHING, "size": size}
             return same | ({"basis": "hash"} if numbers.count else {"notes": (*notes, EMPTY)})
         may_permute = seen.num_unequal > 0 and ready.left[0].dtype == ready.right[0].dtype
         odd = np.flatnonzero(measured.rows.equal < measured.rows.width) if may_permute or begun.is_exact else _NONE
@@ -173,6 +178,9 @@ class Examiner:
             "numbers": numbers,
             "basis": "values",
             "spread": spread_of(seen, channel, _sizes(site, measured), measured.width),
+            "size": math.sqrt(measured.rows.sum_sq_baseline.sum()) if self.backward else 0.0,
+            "drifts": drifts(opened, measured, seen),
+            "sways": sways(opened, measured, seen),
             "worst": place_of(measured, seen.worst, ready, self.preparer.row_map),
             "steps": steps_of(measured, seen, ready.right),
             "unequal": tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if begun.is_exact else (),

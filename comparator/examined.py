@@ -1,5 +1,6 @@
 """Examined: everything about one matched pair of sites that can be known without looking at other sites."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from tapscope import dtypes
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import are_masks
-from tapscope.comparator.spread import Spread
+from tapscope.comparator.spread import Drift, Quantiles, Spread
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
@@ -35,6 +36,12 @@ class Examined(Struct, frozen=True, kw_only=True):
     """None for what was not compared as numbers."""
     handed_on: Spread | None = None
     """The spread of all rows where some were set aside (:mod:`.set_aside`): that is what goes into what follows."""
+    size: float = 0.0
+    """Norm of the baseline's rows that were read; 0 where none was."""
+    drifts: tuple[Drift, ...] = ()
+    """Of a parameter that an optimizer moved, step by step; see :mod:`.updates`."""
+    sways: Mapping[int, Quantiles] = {}
+    """Step -> what errors of a parameter's gradient turn of an update; empty for anything else."""
     numbers: Numbers | None = None
     worst: Place | None = None
     steps: tuple[StepResult, ...] = ()

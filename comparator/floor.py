@@ -81,10 +81,16 @@ class Floor(Struct, frozen=True):
         """The stricter of both, test by test."""
         return Floor(tuple(map(min, self.limits, other.limits)))
 
-    def of_sum(self, gain: float) -> "Floor":
-        """Of a sum over rows, which may be off by as much more ``gain``, and in any channel."""
+    def of_sum(self, gain: float, num_rows: int) -> "Floor":
+        """Of a sum over rows, which may be off by as much more ``gain``, and in any channel; of ``num_rows`` itself, so
+        that of one row the typical largest element is the largest of all."""
         *errors, own, _, element, peak = self.limits
-        return Floor((*errors, own + gain, math.inf, element, peak))
+        return Floor((*errors, own + gain, math.inf, peak if num_rows == 1 else element, peak))
+
+    def scaled(self, gain: float) -> "Floor":
+        """The same where a common gain of that size is explained besides."""
+        *errors, own, channel, element, peak = self.limits
+        return Floor((*errors, own + gain, channel, element, peak))
 
 
 def scores(errors: Sequence[float], floors: Sequence[float]) -> list[float]:
@@ -139,13 +145,15 @@ def local_floor(
     stretch = stretch * _narrow(spread)
     if stretch != 1.0:
         errors[1:] = [stretch * error for error in errors[1:]]
+    element = min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), limit)
+    peak = (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst)
     return Floor(
         (
             *_rising(errors, limit, tail_limit),
             _gain_floor(spread, inputs.gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
             math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, inputs.channel)),
-            min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), limit),
-            (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst),
+            peak if sums_rows and spread.num_rows == 1 else element,  # as of_sum
+            peak,
         )
     )
 

@@ -4,6 +4,7 @@ Values are normalised again and again; gradients are not. Those of tokens that t
 beside those of others, what they are summed to may cancel, and float16 has no room for them.
 """
 
+import math
 from collections.abc import Sequence
 
 from msgspec import structs
@@ -38,6 +39,27 @@ def of_loss(logits: Numbers | None) -> Spread:
     return structs.replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
 
 
+def of_values(graph: Graph, spreads: Sequence[Spread | None], node: int) -> list[Spread]:
+    """What the errors of values make of a gradient beside those of other gradients: a derivative is taken at values,
+    also where the function that it is of was not captured; and it may have a jump there."""
+    inputs = graph.inputs(node)
+    if not graph.nodes[node].is_backward or graph.nodes[node].is_summed:
+        return []
+    places = [graph.value_of(i) for i in (*inputs.nodes, node)] if inputs.how == "around" else []
+    found = [spread for i in places if i is not None and (spread := spreads[i]) is not None]
+    if graph.has_kink(node):
+        given = [spreads[i] for i in inputs.nodes if graph.nodes[i].is_input and not graph.nodes[i].is_backward]
+        found += [_of_kink(spread) for spread in given if spread is not None]
+    return found
+
+
+def _of_kink(spread: Spread) -> Spread:
+    """A derivative with a jump at 0, of values with these errors. Of normal values 0.8 e lie within e of their size
+    around 0, and there a gradient is all or nothing."""
+    errors = tuple(math.sqrt(0.8 * min(error, 1.0)) for error in spread.errors)
+    return structs.replace(NOTHING, errors=errors, element=1.0, peak=1.0)
+
+
 def spilled(spread: Spread) -> Spread:
     """As the errors of one row appear in another one that they are added to, going backward.
 
@@ -60,12 +82,43 @@ def stretch(spread: Spread, inputs: Sequence[Spread]) -> float:
     return max(1.0, spread.sizes.reach / given) if spread.sizes else 1.0
 
 
-def cancellation(spread: Spread, inputs: Sequence[Spread]) -> float:
+def effects(graph: Graph, sizes: Sequence[float]) -> list[float]:
+    """Of each gradient with its value beside it, norm of the one times norm of the other: what a relative error of the
+    value would change of the loss; 0 where either is not known. ``sizes`` are the norms."""
+    values = {(node.path, node.port): size for node, size in zip(graph.nodes, sizes, strict=True)}
+    return [
+        size * values.get((node.path, node.port.removesuffix(".grad")), 0.0) if node.is_backward else 0.0
+        for node, size in zip(graph.nodes, sizes, strict=True)
+    ]
+
+
+def difference(effect: float, inputs: Sequence[float]) -> float:
+    """By how much the effect of a value is smaller than that of what was made of it. A function that is linear in it
+    leaves both the same; where a softmax or a norm hardly heeds it, its gradient is a difference of larger terms, and
+    carries their errors."""
+    return max(1.0, max(inputs, default=0.0) / effect) if effect > 0.0 else 1.0
+
+
+def shared_gain(spread: Spread) -> float:
+    """Common gain of the rows of a gradient that were mixed on the way: each carries the errors of tokens behind it,
+    so that only as many as the root of them are independent."""
+    return 3.0 * spread.gain_sd / math.sqrt(math.sqrt(max(spread.num_rows, 1)))
+
+
+def cancellation(size: float, inputs: Sequence[float]) -> float:
     """By how much a sum over tokens is smaller than independent ones would have left it: the condition of summation
     (Higham, section 4.1); of a bias, or of a norm's weight, beside which what is summed has size 1. A bias of keys has
-    no effect on a softmax, and its gradient is all rounding."""
-    given = max((s.sizes.norm for s in inputs if s.sizes), default=0.0)
-    return max(1.0, given / spread.sizes.norm) if spread.sizes and spread.sizes.norm > 0.0 else 1.0
+    no effect on a softmax, and its gradient is all rounding. Of all are given their norms."""
+    return max(1.0, max(inputs, default=0.0) / size) if size > 0.0 else 1.0
+
+
+def flushes(names: Sequence[str], spread: Spread | None) -> list[Spread]:
+    """What rounding to multiples of the smallest number does to the largest element of the smallest row: all of it may
+    be gone; of nothing but float16."""
+    sizes, smallest = spread.sizes if spread is not None else None, max(map(dtypes.smallest, names))
+    if sizes is None or sizes.least <= 0.0 or smallest < 1e-30:
+        return []
+    return [structs.replace(NOTHING, peak=min(smallest / sizes.least, 1.0))]
 
 
 def underflow(names: Sequence[str], spread: Spread) -> float:

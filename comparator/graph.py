@@ -6,6 +6,7 @@ parameters; anything else came from what the enclosing module was given and what
 backward the same holds of gradients, beside the values of the forward.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,6 +22,8 @@ OPS_PER_LAYER = 8
 OPS_POINTWISE = 6
 """Roundings in sequence within a pointwise function: ``x * 0.5 * (1 + tanh(a * (x + b * x**3)))``."""
 
+_KINKED = re.compile(r"(?i)(leaky|p|r)?relu6?|hard(tanh|sigmoid)|(hard|soft)shrink|threshold")
+
 
 class Graph:
     """Inputs of every node of a comparison."""
@@ -34,6 +37,10 @@ class Graph:
         self._inside: dict[str, list[int]] = {}
         self._called = {node.path for node in nodes}
         self._around_path: dict[str, str] = {}
+        self._gradients = {(n.path, n.port.removesuffix(".grad")): i for i, n in enumerate(nodes) if n.is_summed}
+        """Of parameters, by their module and port."""
+        self._values = {(node.path, node.port): i for i, node in enumerate(nodes) if node.numeric}
+        self._classes = {node.path: node.cls for node in nodes}
         for i, node in enumerate(nodes):
             if node.is_input or node.is_state:
                 self._given.setdefault(node.path, []).append(i)
@@ -101,6 +108,16 @@ class Graph:
             return (node.path.removesuffix(PARTIAL),)
         return (self._enclosing(node.path),)
 
+    def value_of(self, index: int) -> int | None:
+        """The value that a gradient is beside; None for a value, or where it was not compared."""
+        node = self.nodes[index]
+        return self._values.get((node.path, node.port.removesuffix(".grad"))) if node.is_backward else None
+
+    def has_kink(self, index: int) -> bool:
+        """Whether it is the gradient of what a pointwise function was given whose derivative jumps."""
+        paths = self._consumers.get(index, [self.nodes[index].path])
+        return any(_KINKED.fullmatch(self._classes.get(path, "")) for path in paths)
+
     def _enclosing(self, path: str) -> str:
         """The nearest module around another that is called; a list of modules never is, and can do nothing."""
         known = self._around_path.get(path)
@@ -127,10 +144,10 @@ class Graph:
     def _inputs(self, index: int) -> Inputs:
         node = self.nodes[index]
         if node.is_state:
-            return Inputs((), "")
+            return self._updates(index)
         if not node.is_input:
             path = node.path.removesuffix(PARTIAL)
-            own = [i for i in self._given.get(path, ()) if i < index and self._reaches(i, index)]
+            own = [i for i in self._given.get(path, ()) if self._is_before(i, index) and self._reaches(i, index)]
             is_backward = self.is_backward[index]
             if is_backward and not any(self.is_backward[i] for i in own):
                 own = []  # the gradient that went in was seen later, by a module that hands on its input, or never
@@ -150,6 +167,17 @@ class Graph:
         if not before:
             return Inputs((), "", OPS_PER_LAYER * (1 + self._layers_before(index)))
         return Inputs(before, "before", 4 + OPS_PER_LAYER * self._gap(before, index))
+
+    def _updates(self, index: int) -> Inputs:
+        """The gradient that a parameter was moved by."""
+        node = self.nodes[index]
+        places = self._gradients if node.is_trained else {}
+        found = places.get((node.path, node.port))
+        return Inputs((), "") if found is None else Inputs((found,), "captured")
+
+    def _is_before(self, origin: int, index: int) -> bool:
+        """Whether a site fires before another; what an optimizer makes of a parameter is there in the next step."""
+        return origin < index or self.nodes[origin].is_trained
 
     def _reaches(self, origin: int, index: int) -> bool:
         """Whether a value of that module may have gone into this one: not from the backward into the forward."""

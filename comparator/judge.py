@@ -12,10 +12,11 @@ from tapscope.comparator.flips import Flip
 from tapscope.comparator.floor import score
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.node import Inputs, Node
-from tapscope.comparator.rounding import Rounding, params_of
+from tapscope.comparator.rounding import Rounding
 from tapscope.comparator.rules import Rule, find_rule, measures_of
 from tapscope.comparator.series import identity
 from tapscope.comparator.twin import Twin
+from tapscope.comparator.widths import params_of
 from tapscope.index import SiteInfo
 
 
@@ -145,12 +146,12 @@ class Judge:
         if one.permuted:  # rounding leaves no value where it was and none where another was
             by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
             return _finding(one, order, Verdict.DIFFERS, error=spread.errors[-1], **by)
-        local, floor = self._rounding.floors(node, is_behind_culprit=self._is_behind(node))
+        judged, local, floor = self._rounding.judged(node, is_behind_culprit=self._is_behind(node))
         twin = self._standards.twin.floor(one, self._rounding.base(node)) if self._standards.twin else None
-        error, limit, test = (twin or floor).worst(spread)
-        growth = score(*local.worst(spread)[:2])
+        error, limit, test = twin.worst(spread) if twin is not None else floor.worst(judged)
+        growth = score(*local.worst(judged)[:2])
         if twin is not None:  # what the inputs are off beyond their own floor, the site need not answer for
-            beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes), default=0.0)
+            beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             growth = score(error, limit) / max(1.0, beyond)
         verdict = Verdict.DIFFERS if score(error, limit) > 1.0 else Verdict.CLOSE
         source = "rounding" if twin is None else "twin"
@@ -172,7 +173,7 @@ def _node(one: Examined, sites: Mapping[str, SiteInfo]) -> Node:
     path, _, port = one.site.rpartition(":")
     numeric = not one.is_exact and one.spread is not None
     identities = identity(one.pair.baseline), identity(one.pair.target)
-    return Node(path, port, numeric, bool(params_of(one, sites)), _class(one, sites), identities)
+    return Node(path, port, numeric, bool(params_of(one, sites)), _class(one, sites), bool(one.drifts), identities)
 
 
 def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:

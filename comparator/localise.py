@@ -7,7 +7,7 @@ from msgspec import Struct, structs
 from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, StepResult, Verdict
 from tapscope.comparator.graph import Graph, is_within
-from tapscope.comparator.node import Inputs
+from tapscope.comparator.node import Inputs, Node
 from tapscope.comparator.tokens import TokenError
 
 CLEAR = 2.0
@@ -90,10 +90,20 @@ def _adds(finding: Finding) -> bool:
 
 
 def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inputs]) -> bool:
-    """Whether what went into a node was wrong by then; a wrong gradient is in all weights from the next step on."""
-    if any(i in bad and bad[i] <= bad[node] for i in inputs[node].nodes):
+    """Whether what went into a node was wrong by then, or a gradient or weight that all of the next step is made of."""
+    if any(i in bad and _when(i, bad, graph) < _when(node, bad, graph) for i in inputs[node].nodes):
         return True
-    return any(graph.nodes[i].is_backward and step < bad[node] for i, step in bad.items())
+    return any(step < bad[node] and _lasts(graph.nodes[i]) for i, step in bad.items())
+
+
+def _when(node: int, bad: dict[int, int], graph: Graph) -> tuple[int, bool, int]:
+    """When a node began to be wrong: what an optimizer makes of a parameter comes behind all else of the step."""
+    return bad[node], graph.nodes[node].is_trained, node
+
+
+def _lasts(node: Node) -> bool:
+    """Whether what is wrong of it in one step is in all values of the next."""
+    return node.is_backward or node.is_trained
 
 
 def _clear(nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], matched: Sequence[int]) -> list[int]:

@@ -18,6 +18,8 @@ class Node(Struct, frozen=True):
     """Whether the module has parameters of its own: then it is one operation."""
     cls: str = ""
     """Class of the module, where known."""
+    is_trained: bool = False
+    """Whether it is a parameter that steps of an optimizer moved: it is used in the step after that of its record."""
     identities: tuple[object, object] = (None, None)
     """What is equal when the values of two sites are, one a run; None where that is not known."""
 
@@ -25,6 +27,11 @@ class Node(Struct, frozen=True):
     def is_backward(self) -> bool:
         """Whether it is a gradient."""
         return self.port.endswith(".grad")
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether it is the gradient of a parameter, a sum over token rows."""
+        return self.is_backward and self.port.startswith("param[")
 
     @property
     def is_state(self) -> bool:

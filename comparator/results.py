@@ -1,5 +1,6 @@
 """Results: what was measured of a site, as a finding says it: in numbers, step by step, and where."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +32,12 @@ def numbers_of(total: Measure, num_hashed: int) -> Numbers:
         total.nonfinite_target,
         total.nonfinite_mismatch,
     )
+
+
+def recorded_size(ready: Prepared) -> float:
+    """Norm of the baseline as its statistics say it."""
+    stats = [record.stats for whole in ready.left for record in whole.records]
+    return math.sqrt(sum(s.count * s.rms**2 for s in stats if s is not None and s.rms is not None))
 
 
 def steps_of(measured: Measured, seen: Overview, right: Sequence[Whole]) -> tuple[StepResult, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from tapscope import dtypes
+from tapscope.comparator.backward import Backward
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.floor import (
     CONDITION,
@@ -20,21 +21,19 @@ from tapscope.comparator.floor import (
     summed_gain,
     unit,
 )
-from tapscope.comparator.gradients import cancellation, losses, of_loss, spilled, stretch, underflow
+from tapscope.comparator.gradients import shared_gain, spilled, underflow
 from tapscope.comparator.graph import Graph
-from tapscope.comparator.names import is_partial, reduced
 from tapscope.comparator.spread import NOTHING, Largest, Spread, given, largest, largest_of
+from tapscope.comparator.trained import STATE, Judged, Trained
+from tapscope.comparator.widths import params_of, reduction_of
 from tapscope.index import SiteInfo
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 _GUESS = 4096
 """Reduction length where no parameter shape of either run is known."""
 _FLOAT32 = dtypes.epsilon("float32")
-_STATE = 1.5
-"""Condition of a parameter: it is copied, perhaps into another dtype, and nothing else."""
 _MOVED = 2.0
 """How much further off a row may be that took another way: as far as a vector of its size that points elsewhere."""
-Params = Mapping[str, tuple[int, ...]]
 
 
 class _Case(Struct, frozen=True):
@@ -64,26 +63,30 @@ class Rounding:
         """``matched`` are the indices in ``examined`` of the graph's nodes."""
         self._examined, self._graph = [examined[i] for i in matched], graph
         self._params = [params_of(one, sites) for one in self._examined]
-        self._reductions = [_reduction(n.cls, p) for n, p in zip(graph.nodes, self._params, strict=True)]
+        self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, self._params, strict=True)]
         self._widest = max(filter(None, self._reductions), default=_GUESS)
-        self._losses = losses(graph)
         self._spreads = [
             (one.handed_on or one.spread or NOTHING) if node.numeric else None
             for node, one in zip(graph.nodes, self._examined, strict=True)
         ]
         """Of numeric nodes."""
+        self._backward = Backward(self._examined, graph, tuple(self._spreads))
+        self._besides = [self._backward.beside(node, self._coarsest(node)) for node in range(len(matched))]
+        self._trained = Trained(self._examined, graph)
+        for node in self._trained.nodes:
+            self._spreads[node] = self._trained.handed_on(node)
         self._given = [None if spread is None else given(spread) for spread in self._spreads]
         """What the modules behind a numeric node are given with it."""
         self._modelled = [0.0] * len(matched)
         """Of nodes that have a case."""
         self._behind_flips = [one.handed_on is not None for one in self._examined]
         """Whether token rows that took another way are in what a node holds."""
-        self._cases: list[_Case | None] = []
-        for node in range(len(matched)):
-            case = self._case(node)
-            self._cases.append(case)
+        self._cases: list[_Case | None] = [None] * len(matched)
+        for node in (*self._trained.nodes, *range(len(matched))):  # of a parameter the next steps are made
+            case = self._cases[node] = self._case(node)
             if case is not None:
-                self._modelled[node] = case.modelled
+                trained = graph.nodes[node].is_trained
+                self._modelled[node] = self._trained.modelled(node, case.base) if trained else case.modelled
                 self._behind_flips[node] |= case.is_behind_flips
         self._condition = self._conditions()
 
@@ -103,25 +106,36 @@ class Rounding:
         """
         case = self._cases[node]
         assert case is not None
-        is_back, is_sum = self._graph.is_backward[node], self._is_sum(node)
+        is_back, is_sum = self._graph.is_backward[node], self._graph.nodes[node].is_summed
         whole = path_floor(case.modelled, case.spread, case.base, case.eps, math.inf if is_back else ROW_LIMIT)
         if not self._graph.inputs(node).nodes and not self._graph.nodes[node].is_state:
             return whole, whole
         condition = self._condition[node]
         if self._graph.nodes[node].is_state:
-            condition = _STATE
+            condition = STATE
         elif case.is_twin and all(s.is_zero for s in self._inputs(node)):
             condition = min(condition, CONDITION_TWIN)
         mixes = self._graph.inputs(node).how in ("around", "inside", "before")
         local = local_floor(case.given, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
         if is_sum:
-            whole = whole.of_sum(summed_gain(case.given))
+            whole = whole.of_sum(summed_gain(case.given), case.spread.num_rows)
         if not (case.is_behind_flips or is_behind_culprit or is_back):
             return local, local.smaller(whole)
         wide, is_bounded = self._wide(node, case, condition, mixes=mixes)
         if case.is_behind_flips or not is_bounded:
             return wide, wide
+        if is_back and mixes:
+            whole = whole.scaled(shared_gain(case.spread))
         return wide, (wide if is_back else local).smaller(whole)
+
+    def judged(self, node: int, *, is_behind_culprit: bool = False) -> Judged:
+        """The spread that is furthest beyond its floor, and the :meth:`floors` of it."""
+        case = self._cases[node]
+        assert case is not None
+        local, whole = self.floors(node, is_behind_culprit=is_behind_culprit)
+        if self._graph.nodes[node].is_summed:
+            local, whole = local.scaled(self._trained.clipped), whole.scaled(self._trained.clipped)
+        return self._trained.judged(node, (case.spread, local, whole), case.base, case.eps)
 
     def _wide(self, node: int, case: _Case, condition: float, *, mixes: bool) -> tuple[Floor, bool]:
         """(floor where errors may be all in a few rows: of tokens that took another way, or whose gradient is next to
@@ -130,10 +144,9 @@ class Rounding:
         moves = self._graph.inputs(node).how != "same" and not self._keeps_rows(node)
         if moves:
             inputs = tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in inputs)
-        is_vector = (
-            self._is_sum(node) and len(self._params[node].get(this.port[len("param[") :].partition("]")[0], ())) == 1
-        )
-        cancels = cancellation(case.spread, inputs) if is_vector else 1.0
+        shape = self._params[node].get(this.port[len("param[") :].partition("]")[0], ())
+        is_vector = this.is_summed and len(shape) == 1
+        cancels = self._backward.cancellation(node) if is_vector else 1.0
         found = local_floor(
             largest(inputs),
             case.base,
@@ -141,38 +154,25 @@ class Rounding:
             cancels * condition,
             case.eps,
             mixes=mixes,
-            sums_rows=self._is_sum(node),
+            sums_rows=this.is_summed,
             limit=max(ROW_LIMIT, _MOVED * cancels * max((s.errors[-1] for s in inputs), default=0.0)),
-            # What a large row's gradient is off by is many times a small row that it is added to.
-            tail_limit=math.inf if this.is_backward and moves else 0.0,
-            stretch=self._stretch(node, case) if this.is_backward else 1.0,
+            # A large row's error is many times a small row that it is added to, and small rows are differences.
+            tail_limit=math.inf if this.is_backward and self._graph.inputs(node).how != "same" else 0.0,
+            stretch=self._backward.stretch(node, self._inputs(node)),
         )
-        return found, cancels == 1.0
-
-    def _stretch(self, node: int, case: _Case) -> float:
-        """How much worse the condition of single rows may be: of any size where a sum goes over other tokens."""
-        if not self._is_sum(node):
-            return stretch(case.spread, self._inputs(node))
-        origins = (self._examined[i] for i in self._graph.inputs(node).nodes)
-        return math.inf if any(one.is_exact and one.num_unequal for one in origins) else 1.0
-
-    def _is_sum(self, node: int) -> bool:
-        """Whether it is the gradient of a parameter, a sum over token rows."""
-        return self._graph.is_backward[node] and self._graph.nodes[node].port.startswith("param[")
+        return found.scaled(shared_gain(case.spread) if this.is_backward and mixes else 0.0), cancels == 1.0
 
     def _keeps_rows(self, node: int) -> bool:
         """Whether each row is made of the same row of what went in."""
         this = self._graph.nodes[node]
-        return not this.is_input and not self._is_sum(node) and (bool(self._params[node]) or this.is_pointwise)
+        return not this.is_input and not this.is_summed and (bool(self._params[node]) or this.is_pointwise)
 
     def _inputs(self, node: int) -> tuple[Spread, ...]:
         """The spreads of what went into a node."""
+        if self._graph.nodes[node].is_trained:
+            return (self._trained.updated(node),)
         found = tuple(s for s in map(self._spreads.__getitem__, self._graph.inputs(node).nodes) if s is not None)
-        return (*found, self._loss(node)) if node in self._losses else found
-
-    def _loss(self, node: int) -> Spread:
-        """What a loss hands on to the first of the gradients."""
-        return of_loss(self._examined[self._losses[node]].numbers)
+        return *found, *self._besides[node]
 
     def _case(self, node: int) -> _Case | None:
         one = self._examined[node]
@@ -184,15 +184,26 @@ class Rounding:
         summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self._params[node] else 1
         once = math.hypot(unit(*names, reduction), underflow(names, one.spread))
         base = once * math.sqrt(inputs.ops * summed)
-        modelled = math.hypot(max(map(self._modelled.__getitem__, inputs.nodes), default=0.0), base)
+        modelled = math.hypot(self._model(inputs.nodes), base)
         errors = [errors for errors in map(self._given.__getitem__, inputs.nodes) if errors is not None]
-        if node in self._losses:
-            loss = self._loss(node)
-            errors.append(given(loss))
+        if one.drifts:
+            update = self._trained.updated(node)
+            errors, modelled = [given(update)], math.hypot(update.errors[-1], base)
+        errors += map(given, self._besides[node])
+        if (loss := self._backward.loss(node)) is not None:
             modelled = math.hypot(modelled, loss.errors[-1])
         behind = any(map(self._behind_flips.__getitem__, inputs.nodes))
         eps = max(map(dtypes.epsilon, names))
         return _Case(one.spread, largest_of(errors), base, modelled, eps, names[0] == names[1], behind)
+
+    def _model(self, origins: Sequence[int]) -> float:
+        """What everything up to some values adds; parameters that were trained carry errors of their own."""
+        trained = [self._graph.nodes[i].is_trained for i in origins]
+        sides = (
+            [self._modelled[i] for i, is_own in zip(origins, trained, strict=True) if is_own is own]
+            for own in (True, False)
+        )
+        return math.hypot(*(max(side, default=0.0) for side in sides))
 
     def _coarsest(self, node: int) -> tuple[str, str]:
         """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""
@@ -227,26 +238,3 @@ class Rounding:
 
 def _dtype(one: Examined, side: str) -> str:
     return getattr(one, side).dtype or ""
-
-
-def params_of(one: Examined, sites: Mapping[str, SiteInfo]) -> Params:
-    """Local shapes of the parameters of the module that the site belongs to."""
-    for side in (one.baseline, one.target):
-        info = sites.get(reduced(side.site) if is_partial(side.site) else side.site) if side else None
-        if info is not None and info.params:
-            return info.params
-    return {}
-
-
-def _reduction(cls: str, params: Params) -> int:
-    """Length of the sums that a module with parameters makes; 0 where that is not known."""
-    if "Embedding" in cls:
-        return 1
-    if not params:
-        return 0
-    matrices = [shape for shape in params.values() if len(shape) >= 2]
-    if cls == "Conv1D":  # GPT-2's, which keeps its weight as [in, out]
-        return max((shape[0] for shape in matrices), default=0)
-    return max(
-        (math.prod(shape[1:]) for shape in matrices), default=max((s[0] for s in params.values() if s), default=0)
-    )

@@ -26,8 +26,8 @@ class Sizes(Struct, frozen=True):
     """The largest beside the median one."""
     rms: float
     """Of the typical row's elements."""
-    norm: float
-    """Of all rows together."""
+    least: float
+    """Of the smallest row's elements."""
 
 
 class Spread(Struct, frozen=True):
@@ -72,6 +72,19 @@ class Spread(Struct, frozen=True):
 
 NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
 """The spread of equal tensors."""
+
+
+Quantiles = tuple[float, ...]
+"""One number at each of :data:`QUANTILES`."""
+
+
+class Drift(Struct, frozen=True):
+    """A parameter behind one step of an optimizer."""
+
+    step: int
+    spread: Spread
+    moved: Spread
+    """How far the step took it, relative to its rows."""
 
 
 class Largest(Struct, frozen=True):
@@ -131,5 +144,5 @@ def sizes_of(sum_sq: Array, width: Array) -> Sizes:
     if not use.any():
         return Sizes(1.0, 0.0, 0.0)
     found, middle = sum_sq[use], median(sum_sq[use])
-    rms = math.sqrt(median(found / np.maximum(width[use], 1)))
-    return Sizes(math.sqrt(float(found.max()) / middle), rms, math.sqrt(float(found.sum())))
+    squares = found / np.maximum(width[use], 1)
+    return Sizes(math.sqrt(float(found.max()) / middle), math.sqrt(median(squares)), math.sqrt(float(squares.min())))

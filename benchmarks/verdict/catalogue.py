@@ -15,7 +15,7 @@ from benchmarks.verdict.setup import Setup
 from tapscope.errors import ConfigError, UsageError
 
 VISIBILITIES = ("strong", "subtle")
-PATCHES = ("transformers", "engine", "megatron", "checkpoint")
+PATCHES = ("transformers", "engine", "megatron", "checkpoint", "trainer")
 _KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "BASELINE", "TARGET", "BOTH", "WHERE")
 _MEGATRON: Mapping[str, Any] = {"schedule": "whole", "batch": "right"}  # all it runs, so the other side does too
 _PLACE = ("step", "rank", "request", "position")
@@ -87,10 +87,10 @@ def read(path: Path, *, is_bug: bool) -> list[Case]:
     _require(not strange, path, f"WHERE has {strange[:1]}; it may have {', '.join(_PLACE)}")
     shared = {"patches": patches, "patch": patch, "expect": expect if is_bug else ()}
     shared |= {"visibility": visibility, "where": where, "about": about, "path": path.resolve()}
-    return [Case(**fields, **shared) for fields in _expanded(path, values, patches)]
+    return [Case(**fields, **shared) for fields in _expanded(path, values, patches, patched=patch is not None)]
 
 
-def _expanded(path: Path, values: Mapping[str, Any], patches: str) -> list[dict[str, Any]]:
+def _expanded(path: Path, values: Mapping[str, Any], patches: str, *, patched: bool) -> list[dict[str, Any]]:
     """One case for every family, every BASELINE and every TARGET."""
     families = _texts(path, "FAMILY", values.get("FAMILY", "llama"))
     framework = patches if patches in ("engine", "megatron") else "transformers"
@@ -104,6 +104,11 @@ def _expanded(path: Path, values: Mapping[str, Any], patches: str) -> list[dict[
             sides = {"baseline": start.but(left), "target": start.but(right)}
         except (ConfigError, UsageError) as error:
             raise UsageError(f"{path}: {error}") from None
+        trains = bool(sides["target"].optimizer)
+        _require(trains or patches != "trainer", path, "a trainer's patch needs a setting optimizer, adamw or sgd")
+        _require(
+            not trains or patches != "transformers" or not patched, path, "where an optimizer runs PATCHES is trainer"
+        )
         words = [] if len(families) == 1 else [name]
         for group, chosen in ((both, shared), (baselines, left), (targets, right)):
             words += [] if len(group) == 1 else [_said(chosen)]

@@ -11,12 +11,15 @@ import torch
 from benchmarks.verdict.fused import fuse
 from benchmarks.verdict.patching import Patch, applied
 from benchmarks.verdict.setup import Setup
+from benchmarks.verdict.trainer import Trainer
 from benchmarks.verdict.workload import BOS, Request, requests
 from tapscope import Dumper
 from tapscope.observe import RowRun, StepInfo
 from tapscope.tokenrows import padded_step
 
 CHUNK = 5
+NUM_STEPS = 3
+"""Steps of an optimizer."""
 
 
 def load(checkpoint: Path, setup: Setup) -> Any:
@@ -32,8 +35,11 @@ def load(checkpoint: Path, setup: Setup) -> Any:
 
 
 def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = None) -> None:
-    """Capture one run to ``out``."""
+    """Capture one run to ``out``; where an optimizer trains the model, ``patch`` is given the Trainer."""
     model, work = load(checkpoint, setup), requests(setup.workload, setup.seed, setup.order)
+    if setup.optimizer:
+        _train(model, setup, out, patch)
+        return
     with applied(patch, model), Dumper(model, out, keep="full", grads=setup.train, params=setup.train) as dumper:
         for group in [[r] for r in work] if setup.batch == "separate" else [work]:
             _run_group(model, dumper, group, setup)
@@ -58,6 +64,32 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
         model.zero_grad(set_to_none=True)
 
 
+def _train(model: Any, setup: Setup, out: Path, patch: Patch | None) -> None:
+    """Steps of an optimizer, each over requests of its own."""
+    trainer = Trainer(
+        model, setup.optimizer, master=setup.master, foreach=setup.update == "foreach", fused=setup.update == "fused"
+    )
+    trainer.num_micros = setup.micros
+    with applied(patch, trainer), Dumper(model, out, keep="full", grads=True, params=True) as dumper:
+        for step in range(NUM_STEPS):
+            groups = [requests(setup.workload, _seed(setup, step, i), setup.order) for i in range(setup.micros)]
+            (first, *_), *_ = calls = [list(_calls(group, setup)) for group in groups]
+            names = [r.name for r in groups[0]]
+            info = padded_step(step, "train", first.ids, first.positions, first.valid, names)
+            with dumper.step_of(info):
+                for i, (call,) in enumerate(calls):
+                    with dumper.micro(i):
+                        given = {"input_ids": torch.tensor(call.ids), "position_ids": torch.tensor(call.positions)}
+                        logits = model(**given, attention_mask=torch.tensor(call.mask), use_cache=False).logits
+                        trainer.loss(logits, _labels(call.ids, call.valid)).backward()
+                trainer.step()
+            trainer.zero_grad()
+
+
+def _seed(setup: Setup, step: int, micro: int) -> int:
+    return setup.seed + 100 * step + 10000 * micro
+
+
 def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
     """All requests in one row, told apart by their positions alone."""
     rows, ids, positions = [], [], []
@@ -77,11 +109,14 @@ def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Set
 
 def _backward(logits: torch.Tensor, ids: list[list[int]], valid: list[list[bool]]) -> None:
     """Mean cross-entropy of every next token that belongs to the same request."""
-    labels = torch.tensor(ids)[:, 1:].masked_fill(~torch.tensor(valid)[:, 1:], -100)
-    before = torch.tensor(valid)[:, :-1]
-    labels = labels.masked_fill(~before, -100)
     flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    torch.nn.functional.cross_entropy(flat, labels.reshape(-1), ignore_index=-100).backward()
+    torch.nn.functional.cross_entropy(flat, _labels(ids, valid).reshape(-1), ignore_index=-100).backward()
+
+
+def _labels(ids: list[list[int]], valid: list[list[bool]]) -> torch.Tensor:
+    """The next token, or -100 where that or the token itself is padding."""
+    known = torch.tensor(valid)
+    return torch.tensor(ids)[:, 1:].masked_fill(~(known[:, 1:] & known[:, :-1]), -100)
 
 
 @dataclass(frozen=True, slots=True)

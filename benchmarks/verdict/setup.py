@@ -13,6 +13,8 @@ _CHOICES = {
     "order": ("given", "reversed"),
     "schedule": ("decode", "whole", "chunks"),
     "workload": ("short", "long", "one"),
+    "optimizer": ("", "adamw", "sgd"),
+    "update": ("loop", "foreach", "fused"),
 }
 
 
@@ -42,6 +44,14 @@ class Setup:
     """Of the requests' tokens."""
     train: bool = False
     """Forward and backward of a cross-entropy; gradients are captured too. Needs schedule ``whole``."""
+    optimizer: str = ""
+    """``adamw`` or ``sgd``: three steps of training; parameters are captured behind each. Needs ``train``."""
+    update: str = "foreach"
+    """How the optimizer goes over the parameters: one by one (``loop``), ``foreach`` or ``fused``."""
+    micros: int = 1
+    """Batches whose gradients are accumulated in each step of the optimizer."""
+    master: bool = False
+    """The optimizer works on float32 copies of the parameters."""
     named: bool = True
     """False: nobody tells the dumper about requests and positions; it reads them off the model's arguments."""
     fused: bool = False
@@ -55,11 +65,15 @@ class Setup:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
-        for name in ("tp", "page_size"):
+        for name in ("tp", "page_size", "micros"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be a whole number above 0")
         if self.train and self.schedule != "whole":
             raise ConfigError("train needs schedule='whole'")
+        if self.optimizer and not (self.train and self.framework == "transformers" and self.batch in ("left", "right")):
+            raise ConfigError("optimizer needs train=True, framework='transformers' and a padded batch")
+        if (self.micros > 1 or self.master) and not self.optimizer:
+            raise ConfigError("micros and master need an optimizer")
         if self.batch == "packed" and self.schedule != "whole":
             raise ConfigError("batch='packed' needs schedule='whole'")
         if self.framework == "transformers" and self.tp > 1:

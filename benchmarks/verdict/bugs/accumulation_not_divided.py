@@ -1,0 +1,12 @@
+"""The loss of a micro-batch is not divided by their number."""
+
+PATCHES = "trainer"
+EXPECT = ["lm_head", ""]
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd", "micros": 2}
+TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+
+
+def patch(trainer):
+    loss = trainer.loss
+    trainer.loss = lambda logits, labels: loss(logits, labels) * trainer.num_micros

@@ -1,0 +1,13 @@
+"""Adam's betas are swapped; the first step, corrected for its start, does not show it."""
+
+PATCHES = "trainer"
+EXPECT = "model.embed_tokens"
+VISIBILITY = "strong"
+WHERE = {"step": 1}
+BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
+TARGET = [{}, {"attention": "sdpa"}]
+
+
+def patch(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["betas"] = group["betas"][::-1]

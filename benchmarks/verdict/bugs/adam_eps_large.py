@@ -1,0 +1,12 @@
+"""Adam's epsilon is 1e-4 for 1e-8, of the size of small gradients."""
+
+PATCHES = "trainer"
+EXPECT = "model.embed_tokens"
+VISIBILITY = "subtle"
+BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
+TARGET = [{}, {"attention": "sdpa"}]
+
+
+def patch(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["eps"] = 1e-4

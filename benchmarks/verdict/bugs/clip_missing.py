@@ -1,0 +1,17 @@
+"""Gradients are not clipped."""
+
+PATCHES = "trainer"
+EXPECT = [
+    "model.embed_tokens",
+    "model.layers.0.self_attn.*",
+]  # in bfloat16 the first that moved further than it is rounded
+VISIBILITY = "strong"
+BOTH = [
+    {"train": True, "schedule": "whole", "optimizer": "adamw"},
+    {"train": True, "schedule": "whole", "optimizer": "sgd"},
+]
+TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+
+
+def patch(trainer):
+    trainer.clip = lambda: None

@@ -1,0 +1,15 @@
+"""Gradients of the step before are still there."""
+
+PATCHES = "trainer"
+EXPECT = [
+    "model.embed_tokens",
+    "model.layers.0.self_attn.*",
+]  # in bfloat16 the first that moved further than it is rounded
+VISIBILITY = "strong"
+WHERE = {"step": 1}
+BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
+TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+
+
+def patch(trainer):
+    trainer.zero_grad = lambda: None

@@ -1,0 +1,12 @@
+"""The loss was scaled for float16, its gradients are not scaled back."""
+
+PATCHES = "trainer"
+EXPECT = ["lm_head", ""]
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
+TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+
+
+def patch(trainer):
+    loss = trainer.loss
+    trainer.loss = lambda logits, labels: 8 * loss(logits, labels)

@@ -1,0 +1,15 @@
+"""Momentum is forgotten after every step."""
+
+PATCHES = "trainer"
+EXPECT = [
+    "model.embed_tokens",
+    "model.layers.0.self_attn.*",
+]  # in bfloat16 the first that moved further than it is rounded
+VISIBILITY = "strong"
+WHERE = {"step": 1}
+BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
+TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+
+
+def patch(trainer):
+    trainer.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.state.clear())

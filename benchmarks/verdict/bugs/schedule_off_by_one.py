@@ -1,0 +1,18 @@
+"""The learning rate is that of the step before."""
+
+PATCHES = "trainer"
+EXPECT = [
+    "model.embed_tokens",
+    "model.layers.0.self_attn.*",
+]  # in bfloat16 the first that moved further than it is rounded
+VISIBILITY = "strong"
+WHERE = {"step": 1}
+BOTH = [
+    {"train": True, "schedule": "whole", "optimizer": "adamw"},
+    {"train": True, "schedule": "whole", "optimizer": "sgd"},
+]
+TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+
+
+def patch(trainer):
+    trainer.scheduler.lr_lambdas = [lambda step: 1.0 / max(1, step)] * 2

@@ -1,0 +1,57 @@
+"""Backward: what the floors of a comparison's gradients depend on beside those of values; see :mod:`.gradients`."""
+
+import math
+from collections.abc import Sequence
+
+from tapscope.comparator.examined import Examined
+from tapscope.comparator.gradients import (
+    cancellation,
+    difference,
+    effects,
+    flushes,
+    losses,
+    of_loss,
+    of_values,
+    stretch,
+)
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.spread import Spread
+
+
+class Backward:
+    """The gradients among the nodes of a graph."""
+
+    def __init__(self, examined: Sequence[Examined], graph: Graph, spreads: Sequence[Spread | None]) -> None:
+        """``examined`` and ``spreads`` are those of the graph's nodes."""
+        self._examined, self._graph, self._spreads = examined, graph, spreads
+        self._losses = losses(graph)
+        self._effects = effects(graph, [one.size for one in examined])
+
+    def loss(self, node: int) -> Spread | None:
+        """What a loss hands on to the first of the gradients; None to any other node."""
+        own = self._losses.get(node)
+        return None if own is None else of_loss(self._examined[own].numbers)
+
+    def beside(self, node: int, names: Sequence[str]) -> list[Spread]:
+        """What goes into a gradient of these dtypes beside what the graph says; nothing into a value."""
+        if not self._graph.nodes[node].is_backward:
+            return []
+        loss, own = self.loss(node), self._spreads[node]
+        found = [] if loss is None else [loss]
+        return [*found, *of_values(self._graph, self._spreads, node), *flushes(names, own)]
+
+    def stretch(self, node: int, inputs: Sequence[Spread]) -> float:
+        """How much worse the condition of single rows may be: of any size where a sum goes over other tokens."""
+        this, origins, own = self._graph.nodes[node], self._graph.inputs(node).nodes, self._spreads[node]
+        if not this.is_backward or own is None:
+            return 1.0
+        if this.is_summed:
+            moved = any(self._examined[i].is_exact and self._examined[i].num_unequal for i in origins)
+            return math.inf if moved else 1.0
+        before = [self._effects[i] for i in origins if not self._graph.nodes[i].is_summed]
+        return stretch(own, inputs) * difference(self._effects[node], before)
+
+    def cancellation(self, node: int) -> float:
+        """See :func:`.gradients.cancellation`."""
+        origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].is_backward)
+        return cancellation(self._examined[node].size, [self._examined[i].size for i in origins])

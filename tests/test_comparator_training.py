@@ -1,0 +1,152 @@
+"""Trainings of several optimizer steps: what rounding may do to a parameter, and which step began it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tapscope import Dumper, open_run
+from tapscope.comparator import Report, compare
+from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.gradients import difference
+from tapscope.comparator.localise import Divergence
+from tapscope.comparator.spread import NOTHING, Spread
+from tapscope.comparator.training import beginning
+from tapscope.comparator.updates import of_updates
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 64)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(64, 50)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.down(self.act(self.up(self.norm(self.embed(ids)))))
+
+
+def train(
+    out: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    fused: bool = False,
+    patch: Callable[[Net, torch.optim.Optimizer], None] | None = None,
+) -> Path:
+    """A run of :data:`STEPS` steps of AdamW, gradients and parameters included."""
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1, fused=fused or None)
+    if patch is not None:
+        patch(net, optimizer)
+    draw = torch.Generator().manual_seed(1)
+    with Dumper(net, out, keep="full", grads=True, params=True) as dumper:
+        for _ in range(STEPS):
+            ids = torch.randint(0, 50, (4, 9), generator=draw)
+            with dumper.step():
+                logits = net(ids[:, :-1]).float()
+                nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    return out
+
+
+def report(baseline: Path, target: Path) -> Report:
+    with open_run(baseline) as one, open_run(target) as two:
+        return compare(one, two)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("training") / "golden")
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_another_implementation_or_dtype_of_the_optimizer_agrees(
+    golden: Path, tmp_path: Path, dtype: torch.dtype, fused: bool
+) -> None:
+    found = report(golden, train(tmp_path / "other", dtype, fused=fused))
+    assert found.exit_code == 0, found.first_divergence
+    weight = next(f for f in found.findings if f.site == "up:param[weight]")
+    assert weight.verdict is Verdict.CLOSE
+    assert weight.inputs == "captured"  # its gradient
+
+
+def test_swapped_betas_are_named_in_the_step_that_they_begin_to_matter(golden: Path, tmp_path: Path) -> None:
+    def swap(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["betas"] = group["betas"][::-1]
+
+    found = report(golden, train(tmp_path / "other", patch=swap))
+    first = found.first_divergence
+    assert first is not None
+    assert first.site == "embed:param[weight]"
+    assert first.step == 1  # with the correction for the start, the first step is alike
+    assert {(d.site.rpartition(":")[2].partition("[")[0], d.step) for d in found.divergences} == {("param", 1)}
+
+
+def test_one_parameter_that_is_not_trained_is_the_only_one_named(golden: Path, tmp_path: Path) -> None:
+    def forget(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not net.up.weight]
+
+    found = report(golden, train(tmp_path / "other", patch=forget))
+    assert [(d.module, d.site, d.step) for d in found.divergences] == [("up", "up:param[weight]", 0)]
+
+
+def test_a_gradient_that_is_halved_is_named_before_the_parameter_that_it_moves(golden: Path, tmp_path: Path) -> None:
+    def halve(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        net.up.weight.register_hook(lambda gradient: 0.5 * gradient)
+
+    first = report(golden, train(tmp_path / "other", patch=halve)).first_divergence
+    assert first is not None
+    assert (first.site, first.step) == ("up:param[weight].grad", 0)
+
+
+def test_what_errors_turn_of_an_update_is_that_share_of_what_it_moved() -> None:
+    moved = Spread(8, (1e-2, 2e-2, 3e-2, 4e-2), 0.0, 0.0, 0.0, peak=0.1, width=16)
+    once = of_updates([((0.1,) * 4, moved)])
+    assert once.errors == pytest.approx((1e-3, 2e-3, 3e-3, 4e-3))
+    assert of_updates([((0.1,) * 4, moved)] * 3).errors == pytest.approx([3 * e for e in once.errors])
+    assert once.peak == pytest.approx(0.1 * 0.4)  # a row's error may be all in one element
+    assert of_updates([]) == NOTHING
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 5, 8, 33])
+def test_the_beginning_is_the_fewest_steps_in_which_anything_is_off(num_steps: int) -> None:
+    steps = [10 * i for i in range(num_steps)]
+    for bad in [*steps, 10**6]:
+        asked: list[int] = []
+
+        def judge(last: int, bad: int = bad, asked: list[int] = asked) -> tuple[list[Finding], list[Divergence]]:
+            asked.append(last)
+            finding = Finding("a:out", Verdict.DIFFERS)
+            divergence = Divergence("a", "a:out", finding, last, None, "close", "")
+            return ([finding], [divergence]) if last >= bad else ([], [])
+
+        divergences = beginning(steps, judge)[1]
+        # What shows in the last step alone, or never, the whole has said already.
+        assert [d.step for d in divergences] == ([bad] if bad < steps[-1] else [])
+        assert len(asked) == len(set(asked)) <= 2 * np.log2(num_steps) + 2
+
+
+def test_a_gradient_of_what_a_function_hardly_heeds_is_a_difference() -> None:
+    assert difference(10.0, [10.0, 3.0]) == 1.0
+    assert difference(2.0, [10.0, 3.0]) == 5.0
+    assert difference(0.0, [10.0]) == 1.0  # not known
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    y = nn.functional.layer_norm(x, (32,))
+    y.retain_grad()
+    (y * torch.randn(64, 32, generator=torch.Generator().manual_seed(3)) + 3 * y.detach() * y).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    effects = [float(v.norm() * g.norm()) for v, g in ((x.detach(), x.grad), (y.detach(), y.grad))]
+    assert difference(effects[0], effects[1:]) > 2.5  # a norm takes out what is along its output
