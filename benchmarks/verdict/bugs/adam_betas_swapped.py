@@ -5,7 +5,6 @@ EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
 WHERE = {"step": 1}
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
-TARGET = [{}, {"attention": "sdpa"}]
 
 
 def patch(trainer):

@@ -8,7 +8,7 @@ EXPECT = [
 VISIBILITY = "strong"
 WHERE = {"step": 1}
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
-TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+TARGET = [{}, {"attention": "sdpa"}]
 
 
 def patch(trainer):

@@ -11,7 +11,7 @@ BOTH = [
     {"train": True, "schedule": "whole", "optimizer": "adamw"},
     {"train": True, "schedule": "whole", "optimizer": "sgd"},
 ]
-TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+TARGET = [{}, {"attention": "sdpa"}]
 
 
 def patch(trainer):
