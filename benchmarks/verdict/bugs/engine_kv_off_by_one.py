@@ -12,7 +12,7 @@ WHERE = {"step": 1}
 
 
 def patch(model):
-    def short(query, keys, values, page_table, lengths, scale, window):
-        return paged_reference(query, keys, values, page_table, lengths - 1, scale, window)
+    def short(query, keys, values, page_table, lengths, scale, window, **stored):
+        return paged_reference(query, keys, values, page_table, lengths - 1, scale, window, **stored)
 
     return mock.patch("tapscope.engine.attention.paged_attention", short)
