@@ -51,11 +51,7 @@ def test_the_line_of_a_pending_record_is_that_of_the_record(
     found = summarize(tensor.data_ptr(), 2, "float32")
     key = Key(port.site, step, 0, occurrence, micro, pass_, model)
     rec = Record(key, 7, "float32", (2,), "a", rows, found.stats, found.hash, bag=found.bag)
-    slow = encode(
-        Record(
-            **{name: getattr(rec, name) for name in rec.__slots__} | {"slice": cut, "cap": cap, "tags": said or None}
-        )
-    )
+    slow = encode(rec._replace(slice=cut, cap=cap, tags=said or None))
     assert fast == slow
 
 
