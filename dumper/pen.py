@@ -15,6 +15,8 @@ from tapscope.dumper.passes import graph_task
 from tapscope.kernels.native import library, summary
 
 if TYPE_CHECKING:
+    import torch
+
     from tapscope.dumper.account import Account
     from tapscope.dumper.backlog import Backlog
     from tapscope.dumper.capture import Taken
@@ -61,9 +63,9 @@ class Pen:
         backlog: "Backlog",
         account: "Account",
         memo: "Memo",
-        send: Callable[[tuple["Port", "Layout"], int], None],
+        send: Callable[["Port", "Stamp", "Layout", "Taken | None"], None],
     ) -> None:
-        """``send`` records the tensor at an address, which lies at a port as a layout says; it does not raise."""
+        """``send`` queues the record of a value that was taken, or counts it where it was not, without a pen."""
         self._backlog = backlog
         self._account = account
         self._memo = memo
@@ -91,31 +93,42 @@ class Pen:
         """
         if self.native is not None:
             step = stamp.step
-            about = str(step.info.step), step.serial, numbers, self.pass_on, self._send, self._memo.payloads
+            about = str(step.info.step), step.serial, numbers, self.pass_on, self._send_at, self._memo.payloads
             self.native.begin(step, *about)
             self.stamp = stamp
 
-    def write(self, stencil: Any, tensor: Any) -> bool:
-        """Write the record of a plain tensor that lies as :func:`stencil_of` was told; False for any other."""
-        is_written: bool = self.native.write(stencil, tensor)
-        return is_written
+    def take(self, port: "Port", tensor: "torch.Tensor") -> bool:
+        """Record a plain tensor that lies as the last one at this port did; False for any other, and nothing is."""
+        layout = port.latest
+        if layout.stencil is None:
+            return False
+        if port.keep == "stats":
+            is_written: bool = self.native.write(layout.stencil, tensor)
+            return is_written
+        address: int = self.native.find(layout.stencil, tensor)
+        if address and not self.native.repeat(layout.stencil, address):
+            self._send_at((port, layout), address)
+        return address > 0
 
-    def find(self, stencil: Any, tensor: Any) -> int:
-        """Address of the elements of such a tensor, one after the other; 0 for any other."""
-        address: int = self.native.find(stencil, tensor)
-        return address
-
-    def repeat(self, stencil: Any, address: int) -> bool:
-        """Write the record of a whole tensor if this step has sent equal bytes; False if it has not."""
-        is_written: bool = self.native.repeat(stencil, address)
-        return is_written
-
-    def keep(self, port: "Port", layout: "Layout", taken: "Taken") -> None:
-        """Write the record of a whole tensor, which was :func:`~.capture.take_by` this pen."""
-        text, digest, number, slot = taken
-        self.native.keep(layout.stencil, text, number, None if slot is None else Payload(port, layout, slot))
-        if slot is not None and number is not None:
-            self._memo.sent(digest, slot.nbytes, number)
+    def _send_at(self, where: tuple["Port", "Layout"], address: int) -> None:
+        """Record the whole tensor at ``address``, which lies as the layout says; never raises."""
+        port, layout = where
+        stamp, memo = self.stamp, self._memo
+        if stamp is None:
+            return
+        try:
+            if not self._backlog.has_room(layout.nbytes):
+                self.pass_on()  # what waits here may be what fills it
+            taken = capture.take_by(self.native, address, layout, memo, self._backlog)
+            if taken is None or self.stamp is not stamp:  # another thread has ended the step meanwhile
+                self._send(port, stamp, layout, taken)
+                return
+            text, digest, number, slot = taken
+            self.native.keep(layout.stencil, text, number, None if slot is None else Payload(port, layout, slot))
+            if slot is not None and number is not None:
+                memo.sent(digest, slot.nbytes, number)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self._account.fail(stamp.step, port.site, error)
 
     def pass_on(self) -> None:
         """Queue what waits; never raises."""

@@ -14,6 +14,7 @@ from tapscope.dumper.batch import Pending
 from tapscope.dumper.capture import Taken
 from tapscope.dumper.captures import Captures
 from tapscope.dumper.cut import Part
+from tapscope.dumper.decider import Decider
 from tapscope.dumper.flatten import plain_value
 from tapscope.dumper.keeper import Keeper
 from tapscope.dumper.memo import Memo
@@ -21,7 +22,7 @@ from tapscope.dumper.moment import moment_of
 from tapscope.dumper.pen import Pen
 from tapscope.dumper.placement import Placed
 from tapscope.dumper.port import NO_LAYOUT, Layout, Port
-from tapscope.dumper.rules import Moment, Taking
+from tapscope.dumper.rules import Taking
 from tapscope.dumper.slot import Slot
 from tapscope.dumper.stamp import Stamp
 from tapscope.dumper.underway import StillUnderway, Underway
@@ -44,8 +45,9 @@ class Taker:
         """Who takes what is recorded now, in memory; nothing then goes to the run."""
         self._announced_sites: set[str] = set()
         self._seq: Iterator[int] = itertools.count()
+        self._rules = Decider(keeper, account, self.memo)
         self._underway = Underway(account)
-        self.pen = Pen(backlog, account, self.memo, self._send_at)
+        self.pen = Pen(backlog, account, self.memo, self._send)
 
     def restart(self) -> None:
         """A new run begins: records are numbered from 0 and sites announced again."""
@@ -82,7 +84,7 @@ class Taker:
                 return
             step = stamp.step
             may_pen = stamp is self.pen.stamp and port.announced and not (step.in_full or step.halted)
-            if may_pen and self._take_by_pen(port, leaf, stamp):
+            if may_pen and self.pen.take(port, leaf):
                 return
             if step.ended:
                 self._account.note_late(step)
@@ -117,38 +119,9 @@ class Taker:
         finally:
             self._seq = after
 
-    def _take_by_pen(self, port: Port, leaf: Any, stamp: Stamp) -> bool:
-        """A plain tensor that lies as the last one at this port did; False for any other, and nothing was taken."""
-        layout = port.latest
-        if layout.stencil is None:
-            return False
-        if port.keep == "stats":
-            return self.pen.write(layout.stencil, leaf)
-        address = self.pen.find(layout.stencil, leaf)
-        if address and not self.pen.repeat(layout.stencil, address):
-            self._send_at((port, layout), address)
-        return address > 0
-
-    def _send_at(self, where: tuple[Port, Layout], address: int) -> None:
-        """The whole tensor at ``address``, which lies as the layout says; never raises."""
-        port, layout = where
-        pen, stamp = self.pen, self.pen.stamp
-        if stamp is None:
-            return
-        try:
-            if not self._backlog.has_room(layout.nbytes):
-                pen.pass_on()  # what waits here may be what fills it
-            taken = capture.take_by(pen.native, address, layout, self.memo, self._backlog)
-            if taken is not None and pen.stamp is stamp:
-                pen.keep(port, layout, taken)
-            else:  # there is no room, or another thread has ended the step meanwhile
-                self._send(port, stamp, layout, taken)
-        except Exception as error:  # noqa: BLE001 - the model must go on
-            self._account.fail(stamp.step, port.site, error)
-
     def _divert(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """A value for those who capture in memory."""
-        taking = port.choice.static or self._decide(port, leaf, stamp)
+        taking = port.choice.static or self._rules.decide(port, leaf, stamp)
         if taking.keep != "off":
             for each in self.captures:
                 each.add(port, leaf, stamp, taking)
@@ -156,7 +129,7 @@ class Taker:
     def _take_carefully(self, port: Port, leaf: Any, stamp: Stamp) -> None:
         """A value that is no ordinary tensor, or whose rule has conditions, or of which a part is kept."""
         self.settle()
-        taking = _FULL if stamp.step.in_full else port.choice.static or self._decide(port, leaf, stamp)
+        taking = _FULL if stamp.step.in_full else port.choice.static or self._rules.decide(port, leaf, stamp)
         if stamp.step.halted:
             self._account.count(stamp.step, left_out=taking.keep != "off")
         elif taking.keep != "off":
@@ -180,7 +153,7 @@ class Taker:
             self._await(port, stamp, found.tensor, layout, "off")
             return
         measured = capture.measure(found.tensor, layout, self.memo)
-        if self._alarmed(port, stamp, found.tensor, layout, measured):
+        if self._rules.alarmed(port, stamp, found.tensor, layout, measured):
             if not port.announced:
                 self._announce_site(port)
             self._send(port, stamp, layout, capture.take(found.tensor, layout, self.memo, self._account.sink))
@@ -223,24 +196,9 @@ class Taker:
         taken = (
             capture.take(tensor, layout, memo, self._account.sink) if full else capture.measure(tensor, layout, memo)
         )
-        if port.choice.sentinel is not None and self._alarmed(port, stamp, tensor, layout, taken) and not full:
+        if port.choice.sentinel is not None and self._rules.alarmed(port, stamp, tensor, layout, taken) and not full:
             taken = capture.take(tensor, layout, memo, self._account.sink)
         self._send(port, stamp, layout, taken)
-
-    def _alarmed(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, taken: Taken | None) -> bool:
-        """Ask the triggers of the site; whether the step, and what was only measured here, is to be kept in full."""
-        text = (taken or capture.measure(tensor, layout, self.memo))[0]
-        return self._asked(port, stamp, layout, text, lambda: moment_of(tensor, stamp))
-
-    def _asked(self, port: Port, stamp: Stamp, layout: Layout, text: bytes, moment: Callable[[], Moment]) -> bool:
-        sentinel = port.choice.sentinel
-        assert sentinel is not None
-        fired = sentinel.fired(text, moment)
-        if sentinel.problem is not None and not port.complained:
-            port.complained = True
-            self._account.complain(port.site, sentinel.problem, stamp.step)
-        capped = '"cap":' in layout.text
-        return bool(fired) and self._keeper.sound(fired, port.site, stamp.step) and not capped
 
     def _await(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, keep: str) -> None:
         """A tensor on a device: its statistics and bytes come later, and are filled in by the drain."""
@@ -273,7 +231,7 @@ class Taker:
         moment = moment_of(tensor, stamp)
 
         def ask(text: bytes) -> bool:
-            fired = self._asked(port, stamp, layout, text, lambda: moment)
+            fired = self._rules.asked(port, stamp, layout, text, lambda: moment)
             if keep == "off" and fired:
                 if not port.announced:
                     self._announce_site(port)
@@ -310,10 +268,3 @@ class Taker:
         if port.site not in self._announced_sites:
             self._announced_sites.add(port.site)
             self._backlog.append(encode_line(port.line()))
-
-    def _decide(self, port: Port, leaf: Any, stamp: Stamp) -> Taking:
-        taking = port.choice.decide(moment_of(leaf, stamp))
-        if port.choice.problem is not None and not port.complained:
-            port.complained = True
-            self._account.complain(port.site, port.choice.problem)
-        return taking

@@ -203,13 +203,13 @@ def test_what_torch_func_makes_has_no_memory_of_its_own(
 
 
 def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def send(self: taker.Taker, where: tuple[Port, Any], address: int) -> None:
+    def send(self: pen.Pen, where: tuple[Port, Any], address: int) -> None:
         met.append(where[0].site)
         if met[-1] == "1:in[input]":
             raise KeyboardInterrupt
 
     met: list[str] = []
-    monkeypatch.setattr(taker.Taker, "_send_at", send)
+    monkeypatch.setattr(pen.Pen, "_send_at", send)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         model(torch.randn(2, 8))
