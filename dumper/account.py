@@ -90,11 +90,11 @@ class Account:
             step.tally.dropped += dropped
             step.tally.failed += failed
 
-    def fail(self, step: OpenStep, where: str, error: Exception) -> None:
-        """A value of the step could not be captured: count it and say why."""
+    def fail(self, step: OpenStep, where: str, error: Exception, *, number: int = 1) -> None:
+        """So many values of the step could not be captured: count them and say why."""
         if step.ended:
             self.note_late(step)
-        self.count(step, failed=1)
+        self.count(step, failed=number)
         self.complain(where, str(error) or type(error).__name__, step)
 
     def lose(self) -> None:

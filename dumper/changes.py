@@ -56,6 +56,8 @@ class Changes:
             self._release.answer(peer.rank, message.fields.get("problem"))
         elif message.kind == "stopped":
             peer.stopped = message.fields.get("reason")
+            if peer.stopped is None:  # it goes on, unless its disk is as full as it was
+                self._recorder.floor.check()
         elif message.kind == "alarm":  # what one rank met concerns all
             for other in self._recorder.present():
                 if other is not peer:

@@ -78,7 +78,7 @@ class Collector:
         self.selection = selection
         self._selected_at = -1
         self.taker.arrivals.resize(config.device_bytes, soon=config.enabled)
-        if self.keeper.stopped is None:
+        if self.keeper.brake.stopped is None:
             self.keeper.configure(config)
             self.account.sink = self.keeper.sink
 

@@ -85,11 +85,11 @@ def out_of(environ: Mapping[str, str]) -> Path | None:
 
 
 def _several(name: str, text: str) -> Any:
-    if text.startswith("["):
+    if re.match(r"\[\s*[\[\]{\"']", text):  # a glob may begin with a bracket, but not go on like this
         try:
             return json.loads(text)
-        except ValueError:
-            pass
+        except ValueError as error:
+            raise ConfigError(f"{name}={text!r} begins as a JSON list and is none: {error}") from None
     parts = [part.strip() for part in split_outside_quotes(text, r"[;\n]")]
     if name == "rules" and len(parts) == 1:
         simple = text.split(",")

@@ -1,34 +1,24 @@
-"""Keeper: what decides beside the rules what reaches the disk: flight recorder, triggers and budgets of one rank."""
+"""Keeper: what decides beside the rules what reaches the disk: flight recorder, triggers and brake of one rank."""
 
 import logging
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tapscope.dumper import exits
 from tapscope.dumper.alarms import Alarms
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
-from tapscope.dumper.budget import Budget
+from tapscope.dumper.brake import Brake
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.flight import FlightRecorder, Released
 from tapscope.dumper.slot import Sink
 from tapscope.dumper.steps import OpenStep
 from tapscope.errors import ConfigError
 from tapscope.ledger import encode_line, event_line
-from tapscope.text import size
 from tapscope.wire import Message
 
 _log = logging.getLogger("tapscope")
-
-
-class Stop(NamedTuple):
-    """Why capture is off until it is configured again."""
-
-    limit: str
-    """The setting that was reached, or ``triggers``."""
-    text: str
 
 
 class Keeper:
@@ -42,29 +32,22 @@ class Keeper:
         self.sink: Sink = backlog
         """Where records and the lines of steps go."""
         self.alarms = Alarms(self._put_event, rank=rank, run=run)
-        self.stopped: Stop | None = None
-        """Why nothing is captured from the next step on, until :meth:`resume`."""
+        self.brake = Brake(backlog, self._put_event)
         self.is_limited = False
         """Whether :meth:`charge` must be called for every record that is on its way to disk."""
         self.num_dropped = 0
         """Values of released steps that the flight recorder had no room for."""
         self._flight: FlightRecorder | None = None
-        self._budget = Budget()
-        self._step: OpenStep | None = None  # the last that began
         self._in_full = (0, -1)  # steps to keep in full: another rank's trigger fired there
         self._told = (-1, False, False)  # what the other ranks know of our triggers
         self._asked: str | None = None
-        self._min_free_bytes: int | None = None
-        self._lock = threading.RLock()
 
     # ---- configuration
 
     def configure(self, config: DumperConfig) -> None:
         """A configuration is in force."""
-        self._budget.limit(config)
-        self._min_free_bytes = config.min_free_bytes
-        self.is_limited = self._budget.is_limited
-        self._check_budget(halt=False)
+        self.brake.configure(config)
+        self.is_limited = self.brake.is_limited
         if config.past_steps and self._flight is not None:
             self._flight.resize(config.past_steps, config.past_bytes)
         elif config.past_steps and isinstance(self._backlog, Backlog):
@@ -74,22 +57,14 @@ class Keeper:
             self._put_forgotten()
             exits.unwatch(self)
             self.sink, self._flight = self._backlog, None
-
         if self._flight is not None:
             self._flight.passes = config.capture_steps is not None
-
-    def resume(self) -> None:
-        """Somebody configured the capture anew: what stopped it is over, unless a budget is still reached."""
-        if self.stopped is not None:
-            self.stopped = None
-            self._tell_stop()
 
     def restart(self, run: Path) -> None:
         """A new run: budgets begin again, and what was held of the old one is given up."""
         if self._flight is not None and (gone := self._flight.forget()).number:
             _log.info("tapscope: %d steps that nobody asked for end with the run before %s", gone.number, run)
-        self._budget.restart()
-        self.resume()
+        self.brake.restart()
         self.alarms = Alarms(self._put_event, rank=self.alarms.rank, run=run)
 
     # ---- steps, in the forward's thread
@@ -98,7 +73,7 @@ class Keeper:
         """A step begins."""
         number = step.info.step
         step.in_full = self._in_full[0] <= number <= self._in_full[1]
-        self._step = step
+        self.brake.begin(step)
         if self._flight is not None:
             self._flight.begin(number)
 
@@ -107,8 +82,7 @@ class Keeper:
         if self._flight is not None and step.counts.aborted:
             self._try_release(None, f"step {step.info.step} was ended by {step.counts.aborted}")
         if self.is_limited and step.counts.sent and not self.is_holding:
-            self._budget.charge(num_steps=1)
-            self._check_budget(halt=False)
+            self.brake.charge(num_steps=1, halt=False)
 
     @property
     def is_holding(self) -> bool:
@@ -125,8 +99,7 @@ class Keeper:
     def charge(self, pending: Pending) -> None:
         """A record is on its way; the budget counts it where it goes to disk."""
         if not self.is_holding:
-            self._budget.charge(num_records=1, nbytes=pending.nbytes)
-            self._check_budget(halt=True)
+            self.brake.charge(num_records=1, nbytes=pending.nbytes, halt=True)
 
     def sound(self, fired: list[Any], site: str, step: OpenStep) -> bool:
         """Triggers fired at a value of ``step``; whether that step is kept in full from here on."""
@@ -145,7 +118,7 @@ class Keeper:
             step.in_full = True
             self._try_release((first, last), orders.reason)
         if orders.stop:
-            self._stop(Stop("triggers", orders.reason), halt=False)
+            self.brake.obey(orders.reason)
         return orders.keep
 
     # ---- requests, from any thread
@@ -157,8 +130,8 @@ class Keeper:
         """
         if self._flight is None:
             raise ConfigError("no flight recorder is on; configure past_steps first")
-        if self.stopped is not None and self.stopped.limit != "triggers":
-            raise ConfigError(f"nothing is released: {self.stopped.text}")
+        if self.brake.stopped is not None and self.brake.bars_release:
+            raise ConfigError(f"nothing is released: {self.brake.stopped.text}")
         return self._release(self._flight, self._flight.window(past or self._flight.num_steps), reason)
 
     def request(self, reason: str) -> None:
@@ -183,18 +156,14 @@ class Keeper:
             first, last = int(message["first"]), int(message["last"])
             if message["keep"]:
                 self._in_full = (first, last)
-                if (step := self._open_step()) is not None and first <= step.info.step <= last:
+                if (step := self.brake.open_step) is not None and first <= step.info.step <= last:
                     step.in_full = True
                 self._try_release((first, last), str(message["reason"]))
             if message["stop"]:
-                self._stop(Stop("triggers", str(message["reason"])), halt=False)
+                self.brake.obey(str(message["reason"]))
             return True
-        if message.kind == "halt":
-            value = self._min_free_bytes or 0
-            if int(message["free"]) >= value:  # the recorder does not know what this process has set by itself
-                return True
-            text = f"{size(int(message['free']))} are free on the disk of the run, min_free_bytes is {size(value)}"
-            self._stop(Stop("min_free_bytes", text), halt=True, value=value)
+        if message.kind == "halt":  # by the recorder's floor: it does not know what this process has set by itself
+            self.brake.heed_disk(int(message["free"]), self.brake.floor)
             return True
         return False
 
@@ -215,7 +184,7 @@ class Keeper:
     def _try_release(self, window: tuple[int, int] | None, reason: str) -> bool:
         """Release unless there is nothing to release or a budget stands against it; whether anything was."""
         flight = self._flight
-        if flight is None or (self.stopped is not None and self.stopped.limit != "triggers"):
+        if flight is None or self.brake.bars_release:
             return False
         return bool(self._release(flight, window or flight.window(flight.num_steps), reason).steps)
 
@@ -225,42 +194,11 @@ class Keeper:
         if released.steps:
             _log.warning("tapscope: to disk: %s: %s", _span(released.steps), reason)
         if self.is_limited:
-            step = self._open_step()
+            step = self.brake.open_step
             num_steps = len(released.steps) - (step is not None and step.info.step in released.steps)
-            self._budget.charge(num_records=released.num_values, nbytes=released.nbytes, num_steps=num_steps)
-            self._check_budget(halt=True)
+            counts = {"num_records": released.num_values, "nbytes": released.nbytes, "num_steps": num_steps}
+            self.brake.charge(**counts, halt=True)
         return released
-
-    def _check_budget(self, *, halt: bool) -> None:
-        if self.stopped is None and (reached := self._budget.reached()) is not None:
-            name, value = reached
-            shown = size(value) if name == "max_bytes" else value
-            self._stop(Stop(name, f"{name}={shown} is reached"), halt=halt, value=value)
-
-    def _stop(self, stop: Stop, *, halt: bool, value: int | None = None) -> None:
-        """``halt``: from here on, else from the next step on."""
-        with self._lock:
-            if self.stopped is not None:
-                return
-            self.stopped, step = stop, self._step
-        number = step.info.step if step is not None else -1
-        if halt and (step := self._open_step()) is not None:
-            step.halted = True
-        if value is not None:
-            self._put_event("budget", limit=stop.limit, value=value, step=number, reason=stop.text)
-        else:
-            self._put_event("stop", reason=stop.text, step=number)
-        self._tell_stop()
-        text = "tapscope stops capturing at step %d: %s; configure it again to go on"
-        _log.warning(text, number, stop.text)
-
-    def _open_step(self) -> OpenStep | None:
-        step = self._step
-        return step if step is not None and not step.ended else None
-
-    def _tell_stop(self) -> None:
-        self._backlog.append(Message("stopped", {"reason": self.stopped.text if self.stopped is not None else None}))
-        self._backlog.flush()
 
     def _put_forgotten(self) -> None:
         if self._flight is not None and (gone := self._flight.forget()).number:

@@ -160,14 +160,15 @@ def take_model(
 ) -> int:
     """Take the parameters, gradients and buffers of ``model`` now, as ``selection`` says; how many there were.
 
-    ``prefix`` is put before the module paths (``actor``). A second call in one step is a second occurrence.
+    ``prefix`` is put before the module paths: ``actor``, or as a state dict's keys are prefixed, ``actor.``. A second
+    call in one step is a second occurrence.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")
     taken = 0
     for tap in find_taps(model):
         module = model.get_submodule(tap.path)
-        tap.path = ".".join(part for part in (prefix, tap.path) if part)
+        tap.path = ".".join(part for part in (prefix.rstrip("."), tap.path) if part)
         found: list[tuple[str, str, torch.Tensor]] = []
         found += [("param", *each) for each in module.named_parameters(recurse=False) if values or grads]
         found += [("buffer", *each) for each in module.named_buffers(recurse=False) if buffers]

@@ -13,6 +13,7 @@ from tapscope.dumper import capture
 from tapscope.dumper.context import NO_TAGS, TAGS
 from tapscope.dumper.passes import graph_task
 from tapscope.kernels.native import library, summary
+from tapscope.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -134,13 +135,14 @@ class Pen:
         """Queue what waits; never raises."""
         if (stamp := self.stamp) is None:
             return
+        waiting = self.native.waiting
         try:
             text, number, payloads, shared = self.native.drain()
             lines = Lines(text, number, stamp.step, self._memo.generation, payloads, shared)
             if number and not self._backlog.put_lines(lines):
                 self._account.count(stamp.step, dropped=number)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._account.fail(stamp.step, "statistics", error)
+            self._account.fail(stamp.step, plural(waiting, "record") + " on the way", error, number=waiting)
 
     def end(self) -> None:
         """The step ends."""

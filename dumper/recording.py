@@ -250,7 +250,10 @@ class Recording:
     def _welcome(self, welcome: dict[str, Any]) -> None:
         self.regime.adopt(int(welcome["epoch"]), welcome["config"])
         self.http, self.run = welcome["http"], Path(welcome["run"])
-        self.collector.keeper.alarms.run = self.run
+        keeper = self.collector.keeper
+        keeper.alarms.run = self.run
+        if (free := welcome.get("free")) is not None:  # looked at before the first value is taken
+            keeper.brake.heed_disk(int(free), self.regime.config.min_free_bytes or 0)
 
     def _on_message(self, message: Message) -> Message | None:
         if message.kind == "reopened":

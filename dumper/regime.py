@@ -81,7 +81,7 @@ class Regime:
             if "run" in change:
                 reopen(Path(change["run"]))
             else:
-                self._collector.keeper.resume()
+                self._collector.keeper.brake.resume()
                 self.base = self.base.updated(change["base"])
                 self._configure(self.base.updated(change["config"]))
             link.put_message(Message("applied", {"epoch": number, "step": step, "at": step}))
@@ -98,7 +98,7 @@ class Regime:
         own, self._own = self._own, None
         if own is not None:
             self.base = own
-            self._collector.keeper.resume()
+            self._collector.keeper.brake.resume()
             self._configure(own)
 
     def count_down(self) -> None:
@@ -114,7 +114,7 @@ class Regime:
 
     def _obey(self) -> None:
         """A trigger or a budget has stopped the capture: no tap stays, and what follows costs nothing."""
-        if self._collector.keeper.stopped is not None and self.is_on:
+        if self._collector.keeper.brake.stopped is not None and self.is_on:
             self.select()
 
     def _ask(self, wishes: Mapping[str, str]) -> None:
@@ -135,7 +135,7 @@ class Regime:
     def select(self, config: DumperConfig | None = None) -> None:
         """Place taps for the configuration in force, or for another that is not; none while the capture is stopped."""
         asked = self._asked
-        if config is None and self._collector.keeper.stopped is not None:
+        if config is None and self._collector.keeper.brake.stopped is not None:
             config, asked = self.config.updated({"enabled": False}), {}
         config = config or self.config
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords, asked=asked)

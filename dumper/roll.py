@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tapscope.directory import create_run
+from tapscope.dumper.floor import free_bytes
 from tapscope.dumper.peer import Peer
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.ring import RingError, RingView
@@ -78,7 +79,8 @@ class Roll:
         self.changed = time.monotonic()
         peer.unmatched = dict(message.fields.get("unmatched") or {})
         in_force = recorder.steering.welcome(message)
-        content = {**in_force, "http": recorder.doors.http, "ring": peer.ring is not None}
+        free = free_bytes(recorder.steering.changes.run_path)
+        content = {**in_force, "http": recorder.doors.http, "ring": peer.ring is not None, "free": free}
         recorder.send(identity, Message("welcome", content))
 
     def _begin(self, rank: int, hello: Message) -> RankWriter:

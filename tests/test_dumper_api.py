@@ -208,6 +208,7 @@ def test_a_models_parameters_gradients_and_buffers_on_request(tmp_path: Path) ->
     model[0].weight.main_grad = torch.full((2, 2), 9.0)
     with Dumper(None, tmp_path / "run", keep="full", rules=["*:param[bias]=off"]) as dumper:
         taken = dumper.dump_model(model, prefix="actor", epoch=2)
+        assert dumper.dump_model(model, prefix="actor.", epoch=2) == taken, "as keys of a state dict are prefixed"
     run = open_run(tmp_path / "run")
     values = {r.key.site: run.array(r) for r in run.records}
     assert taken == len(values) == 9

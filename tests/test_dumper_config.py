@@ -178,6 +178,8 @@ def test_words_are_read_by_the_type_of_their_setting(word: str, changes: dict[st
         ("keep", "is no setting; write NAME=VALUE"),
         ("enabled=2", "enabled='2': must be true or false"),
         ("enabled=", "enabled='': must be true or false"),
+        ("rules=[{'site': '*', 'keep': 'full'}]", "begins as a JSON list and is none: Expecting property name"),
+        ('triggers=["nan -> stop"', "begins as a JSON list and is none"),
     ],
 )
 def test_a_wrong_word_is_refused(word: str, says: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tapscope.dumper import Dumper, pen, taker
+from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.collector import Collector
 from tapscope.dumper.context import ctx
 from tapscope.dumper.port import Port
@@ -216,6 +217,22 @@ def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             model(torch.randn(2, 8))
     assert met[1:] == ["0:in[input]", "0:out", "1:in[input]"]
+
+
+def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_lines(self: Backlog, lines: pen.Lines) -> bool:
+        raise ValueError("no queue")
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    monkeypatch.setattr(Backlog, "put_lines", put_lines)
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
+        model(torch.randn(2, 8))  # is written without a pen, which learns from it
+        model(torch.randn(2, 8))
+    run = open_run(tmp_path / "run")
+    counts = run.ledger()
+    assert counts.seen == 12 and counts.recorded + counts.failed == 12
+    (event,) = [event for event in run.events() if event.kind == "failed"]
+    assert (event.fields["where"], event.fields["reason"]) == (f"{counts.failed} records on the way", "no queue")
 
 
 def test_what_waits_in_a_pen_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
     for event in events:
         if event.kind == "budget":
             limit, value = event.fields.get("limit"), event.fields.get("value")
-            account.budgets.append(f"rank {rank}: {limit} {value} was reached at step {event.fields.get('step')}")
+            step = event.fields.get("step")
+            when = "before the first step" if step is None else f"at step {step}"
+            account.budgets.append(f"rank {rank}: {limit} {value} was reached {when}")
     last = max((n for n, e in enumerate(events) if e.kind == "open"), default=0)
     ending = {e.kind for e in events[last:]}  # a rank may have found another recorder after it lost one
     if "lost" in ending:
