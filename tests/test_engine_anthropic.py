@@ -142,6 +142,16 @@ def test_the_limit_and_a_prefill(client: anthropic.Anthropic) -> None:
     assert client.messages.create(messages=talk, **BASE).content[0].text == "three four five"
 
 
+def test_the_model_is_listed_with_its_limits(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.lifecycle) == ("tiny", "model", "active")
+    assert model.max_input_tokens == model.max_tokens == 1023
+    assert client.models.retrieve("tiny") == model
+    longest = {"model": "tiny", "max_tokens": model.max_tokens + 1, "messages": ask("hi")}
+    with pytest.raises(anthropic.BadRequestError, match="takes 1024 in all"):
+        client.messages.create(**longest)
+
+
 def test_a_missing_key_is_refused_in_anthropics_shape(url: str) -> None:
     stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError) as caught:

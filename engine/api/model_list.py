@@ -10,9 +10,11 @@ def model_card(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, 
     """GET /v1/models/NAME."""
     if for_anthropic:
         created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return {"type": "model", "id": model.name, "display_name": model.name, "created_at": created}
-    card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "tapscope"}
-    return card | {"max_model_len": model.max_positions}
+        card = {"type": "model", "id": model.name, "display_name": model.name, "created_at": created}
+        most = model.max_positions - 1  # of a prompt, or of an answer: the other has at least one token
+        return card | {"lifecycle": "active", "max_input_tokens": most, "max_tokens": most}
+    named = {"id": model.name, "object": "model", "created": model.created, "owned_by": "tapscope"}
+    return named | {"max_model_len": model.max_positions}
 
 
 def model_list(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, Any]:
