@@ -74,8 +74,8 @@ class ValueCalls:
         """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
 
         Kept as rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, else as ``keep`` says.
-        ``prefix`` goes before the paths, with a dot or without. ``step`` is the number of the open step or of the one that ended last; another
-        number is only noted as a tag. Gives how many there were. Never raises.
+        ``prefix`` goes before the paths, with a dot or without. ``step`` is the number of the open step or of the one
+        that ended last; another number is only noted as a tag. Gives how many there were. Never raises.
         """
         recording = self._recording
         if recording is None or not (recording.regime.config.enabled or recording.collector.taker.captures):

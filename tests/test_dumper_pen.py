@@ -230,7 +230,8 @@ def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch
         model(torch.randn(2, 8))
     run = open_run(tmp_path / "run")
     counts = run.ledger()
-    assert counts.seen == 12 and counts.recorded + counts.failed == 12
+    assert counts.seen == 12
+    assert counts.recorded + counts.failed == 12
     (event,) = [event for event in run.events() if event.kind == "failed"]
     assert (event.fields["where"], event.fields["reason"]) == (f"{counts.failed} records on the way", "no queue")
 
