@@ -15,7 +15,7 @@ from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.comparator.layout import Layout, is_mask, is_parameter, slots_of
 from tapscope.comparator.meet import meet
-from tapscope.comparator.rows import FORKED, UNALIGNED, RowMap
+from tapscope.comparator.rowmap import FORKED, UNALIGNED, RowMap
 from tapscope.comparator.steps import StepPartners
 from tapscope.site import compact_ranges
 

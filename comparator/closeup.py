@@ -11,7 +11,7 @@ from tapscope.comparator.blocks import Rows, blocks
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.measure import Measured, Opened, measure
 from tapscope.comparator.prepare import Prepared
-from tapscope.comparator.rows import RowMap
+from tapscope.comparator.rowmap import RowMap
 from tapscope.kernels.native.overview import row_errors
 
 Array = np.ndarray[Any, Any]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tapscope.comparator.match import Pair
-from tapscope.comparator.rows import RowMap
+from tapscope.comparator.rowmap import RowMap
 from tapscope.errors import NothingInCommonError
 from tapscope.run import Run
 

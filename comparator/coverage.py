@@ -7,9 +7,9 @@ from msgspec import Struct
 from tapscope import text
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.forks import Fork
 from tapscope.comparator.models import differences
-from tapscope.comparator.requests import Fork
-from tapscope.comparator.rows import RowMap
+from tapscope.comparator.rowmap import RowMap
 from tapscope.comparator.steps import IN_ORDER
 from tapscope.ledger import Ledger
 from tapscope.run import Run

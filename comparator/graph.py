@@ -9,8 +9,8 @@ backward the same holds of gradients, beside the values of the forward.
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import lru_cache
 
+from tapscope.comparator.modules import ancestors, common_module, is_within, parent
 from tapscope.comparator.names import PARTIAL
 from tapscope.comparator.node import Inputs, Node
 from tapscope.site import layer_of
@@ -46,7 +46,7 @@ class Graph:
                 self._given.setdefault(node.path, []).append(i)
             elif node.numeric:
                 self._made.setdefault((self._enclosing(node.path), self.is_backward[i]), []).append(i)
-            for above in _ancestors(_parent(node.path)) if node.path else ():
+            for above in ancestors(parent(node.path)) if node.path else ():
                 self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes)
         """Layers that lie before each node."""
@@ -101,7 +101,7 @@ class Graph:
         node = self.nodes[index]
         if consumers := self._consumers.get(index):
             inner = [c for c in consumers if not any(other != c and is_within(other, c) for other in consumers)]
-            common = _common(inner)
+            common = common_module(inner)
             outer = min(consumers, key=len)
             return (common, outer) if len(set(inner)) == 1 and outer != common else (common,)
         if not node.is_input:
@@ -122,7 +122,7 @@ class Graph:
         """The nearest module around another that is called; a list of modules never is, and can do nothing."""
         known = self._around_path.get(path)
         if known is None:
-            above = _ancestors(_parent(path)) if path else ("",)
+            above = ancestors(parent(path)) if path else ("",)
             known = self._around_path[path] = next((one for one in above if one in self._called), "")
         return known
 
@@ -152,7 +152,7 @@ class Graph:
             if is_backward and not any(self.is_backward[i] for i in own):
                 own = []  # the gradient that went in was seen later, by a module that hands on its input, or never
             elif is_backward:  # the gradient of a tensor that went round the module as well, along the residual
-                own += [i for i in self._given.get(_parent(path), ()) if i < index and self._goes(i, index)]
+                own += [i for i in self._given.get(parent(path), ()) if i < index and self._goes(i, index)]
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
             inside = [i for i in inside if self._reaches(i, index)]
             if any(self.nodes[i].numeric for i in inside):
@@ -213,39 +213,13 @@ class Graph:
             return 1
         if node.is_pointwise:
             return OPS_POINTWISE
-        if layer_of(node.path) is None and not _parent(node.path):
+        if layer_of(node.path) is None and not parent(node.path):
             return OPS_PER_LAYER * (1 + max(self.depth, default=0))
         return OPS_PER_LAYER
 
     def _layers_before(self, index: int) -> int:
         layer = layer_of(self.nodes[index].path)
         return layer if layer is not None else max(self.depth, default=0)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-@lru_cache(maxsize=1 << 16)
-def _ancestors(path: str) -> tuple[str, ...]:
-    """The path and those around it, from the inside out; the last is the root's, which is empty."""
-    found = [path]
-    while path:
-        path = _parent(path)
-        found.append(path)
-    return tuple(found)
-
-
-def is_within(path: str, ancestor: str) -> bool:
-    """Whether a module lies inside another."""
-    return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))
-
-
-def _common(paths: Sequence[str]) -> str:
-    """The module that holds all of them; the only one itself."""
-    parts = [path.split(".") for path in paths]
-    shared = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
-    return ".".join(shared)
 
 
 def _depths(nodes: Sequence[Node]) -> list[int]:

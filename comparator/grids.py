@@ -47,7 +47,7 @@ class StepRows(Struct, frozen=True):
 
     grid: tuple[int, ...]
     pairs: Array
-    """[slots] int64: index of the row pair, or a code of :mod:`.rows`."""
+    """[slots] int64: index of the row pair, or a code of :mod:`.rowmap`."""
     whole_step: bool = True
     """False where it is the grid of one micro-batch alone: its rows occur nowhere else."""
 

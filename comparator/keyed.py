@@ -13,7 +13,7 @@ from tapscope.comparator.align import Join, Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.comparator.pieces import Cut
-from tapscope.comparator.rows import PADDING, RowMap
+from tapscope.comparator.rowmap import PADDING, RowMap
 from tapscope.comparator.steps import StepPartners
 
 KEYS = 3

@@ -6,7 +6,8 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, StepResult, Verdict
-from tapscope.comparator.graph import Graph, is_within
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.modules import is_within
 from tapscope.comparator.node import Inputs, Node
 from tapscope.comparator.tokens import TokenError
 

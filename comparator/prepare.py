@@ -16,7 +16,7 @@ from tapscope.comparator.places import Places, places_of
 from tapscope.comparator.readings import settle
 from tapscope.comparator.realise import realise
 from tapscope.comparator.routed import Choices, with_order
-from tapscope.comparator.rows import RowMap
+from tapscope.comparator.rowmap import RowMap
 from tapscope.comparator.series import Key, Series, key_of
 from tapscope.comparator.split import split_series
 from tapscope.comparator.turn import turned

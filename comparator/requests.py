@@ -1,4 +1,4 @@
-"""Requests: which request of the target is which of the baseline, and where their tokens part.
+"""Requests: which request of the target is which of the baseline.
 
 A name that somebody chose decides. A mere number does not: it is a place in a batch. Then tokens decide, first equal
 ones, then the longest common beginning that covers at least the shorter prompt, each request once; what is left meets
@@ -24,20 +24,6 @@ MAX_TRIES = 40_000
 
 MIN_MOVED = 4
 """Equal tokens at other positions that are no chance, unless they are all there are."""
-
-
-class Fork(Struct, frozen=True):
-    """The first position at which two runs of one request hold different tokens."""
-
-    index: int
-    """Which of the paired requests."""
-    request: str
-    """Its name in the baseline."""
-    position: int
-    baseline_token: int
-    target_token: int
-    in_prompt: bool
-    """Whether the tokens part within the prompt: the runs were given different text."""
 
 
 class Partners(Struct, frozen=True):
@@ -148,10 +134,10 @@ def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> li
 def _common(one: bytes, two: bytes) -> int:
     """Length of the common beginning of two texts, in tokens."""
     num = min(len(one), len(two)) // 8
-    return _equal(np.frombuffer(one, np.int64, num), np.frombuffer(two, np.int64, num))
+    return num_equal(np.frombuffer(one, np.int64, num), np.frombuffer(two, np.int64, num))
 
 
-def _equal(one: Array, two: Array) -> int:
+def num_equal(one: Array, two: Array) -> int:
     """How many are equal before the first that is not."""
     other = one != two
     return int(other.argmax()) if other.any() else len(one)
@@ -210,7 +196,7 @@ def _shift(one: Request, two: Request) -> int:
 
 def _overlap(one: Request, two: Request, shift: int) -> int:
     _, mine, other = one.tokens.shared(two.tokens, shift)
-    return _equal(mine, other)
+    return num_equal(mine, other)
 
 
 def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
@@ -231,31 +217,11 @@ def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
         notes.append(f"{num_untried:,} requests that begin at different positions were too many to try one by one")
     sides = zip(names, (left, right), work.rest, strict=True)
     problems = [
-        f"requests only in {name}: {_some([side[i].label for i in rest])}" for name, side, rest in sides if rest
+        f"requests only in {name}: {named([side[i].label for i in rest])}" for name, side, rest in sides if rest
     ]
     return Matching(pairs, notes, problems)
 
 
-def find_forks(
-    left: Sequence[Request], right: Sequence[Request], pairs: Sequence[Partners]
-) -> tuple[tuple[Fork, ...], list[str]]:
-    """Where the paired requests part, and notes on those whose tokens are unknown."""
-    forks, unknown = [], []
-    for index, pair in enumerate(pairs):
-        one, two = left[pair.baseline], right[pair.target]
-        if not pair.shift and one.tokens and one.tokens == two.tokens:
-            continue
-        positions, mine, other = one.tokens.shared(two.tokens, pair.shift)
-        if not len(positions):
-            unknown.append(one.label)
-        elif (at := _equal(mine, other)) < len(positions):
-            # What one side was given the other may have generated: only the part that both were given is prompt.
-            given = min(one.prompt_end, two.prompt_end - pair.shift)
-            position = positions.item(at)
-            forks.append(Fork(index, one.label, position, mine.item(at), other.item(at), position < given))
-    notes = [f"token ids unknown, so prefixes were not checked, for requests {_some(unknown)}"] if unknown else []
-    return tuple(forks), notes
-
-
-def _some(names: list[str], limit: int = 4) -> str:
+def named(names: list[str], limit: int = 4) -> str:
+    """The first few of some requests."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

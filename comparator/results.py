@@ -12,7 +12,7 @@ from tapscope.comparator.layout import Layout
 from tapscope.comparator.measure import Measured
 from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, leaves, ranks_at
 from tapscope.comparator.prepare import Prepared
-from tapscope.comparator.rows import RowMap
+from tapscope.comparator.rowmap import RowMap
 from tapscope.dtypes import COMPLEX
 from tapscope.kernels.native import Measure, Overview, relative_l2
 

@@ -14,7 +14,7 @@ from tapscope.comparator.align import Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows
 from tapscope.comparator.layout import is_parameter
-from tapscope.comparator.rows import PADDING
+from tapscope.comparator.rowmap import PADDING
 from tapscope.record import FORWARD, Record
 from tapscope.run import Run
 

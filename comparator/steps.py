@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.grids import StepRows
-from tapscope.comparator.rows import PADDING, RowMap
+from tapscope.comparator.rowmap import PADDING, RowMap
 
 Array = np.ndarray[Any, Any]
 IN_ORDER = "no step number is in both runs: steps meet in order"

@@ -8,7 +8,8 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Report, compare
-from tapscope.comparator.graph import Graph, Node
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.node import Node
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 

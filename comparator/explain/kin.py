@@ -11,7 +11,7 @@ from tapscope.comparator.explain.sample import Sample, read_like, read_parts
 from tapscope.comparator.names import is_partial, reduced
 from tapscope.comparator.pieces import Piece, Summed, leaves
 from tapscope.comparator.prepare import Prepared, Preparer
-from tapscope.comparator.rows import PADDING
+from tapscope.comparator.rowmap import PADDING
 from tapscope.site import layer_of
 
 MAX_RELATIVES = 16

@@ -15,7 +15,7 @@ from tapscope.comparator.finding import Place
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.pieces import Piece
 from tapscope.comparator.prepare import Prepared
-from tapscope.comparator.rows import RowMap
+from tapscope.comparator.rowmap import RowMap
 from tapscope.run import Run
 
 Array = np.ndarray[Any, Any]

@@ -1,0 +1,99 @@
+"""Seen: two runs, matched and measured, before anything is judged."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+from msgspec import Struct, structs
+
+from tapscope.comparator.calls import by_argument
+from tapscope.comparator.common import check_common
+from tapscope.comparator.damage import Damage
+from tapscope.comparator.examine import Examiner
+from tapscope.comparator.examined import Examined
+from tapscope.comparator.flips import Flip, explain_flips
+from tapscope.comparator.hints import hints_of
+from tapscope.comparator.match import Pair, match
+from tapscope.comparator.options import CompareOptions
+from tapscope.comparator.overrides import override_dims
+from tapscope.comparator.pool import examine_all
+from tapscope.comparator.prepare import Preparer
+from tapscope.comparator.rowmap import RowMap
+from tapscope.comparator.rows import map_rows
+from tapscope.comparator.rules import Rule, check_rules
+from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
+from tapscope.comparator.series import series_of
+from tapscope.comparator.set_aside import set_aside
+from tapscope.comparator.stages import numbered
+from tapscope.index import SiteInfo
+from tapscope.kernels.native import filled
+from tapscope.run import Run
+
+Progress = Callable[[int, int], None]
+"""Called with (sites done, sites in all)."""
+
+
+class Seen(Struct, frozen=True):
+    """Two runs, matched and measured, before anything is judged."""
+
+    everything: list[Examined]
+    examiner: Examiner
+    rows: RowMap
+    sites: Mapping[str, SiteInfo]
+    num_records: tuple[int, int]
+    num_objects: tuple[int, int]
+    flips: Mapping[str, Flip]
+    notes: tuple[str, ...]
+    options: CompareOptions
+
+    def without_moved_rows(self) -> "Seen":
+        """Without the token rows that went to other experts at a near tie, where these matter."""
+        return structs.replace(self, everything=set_aside(self.everything, self.flips, self.examiner))
+
+    @property
+    def examined(self) -> list[Examined]:
+        """What is judged."""
+        return [one for one in self.everything if not one.apart]
+
+
+def see(
+    baseline: Run,
+    target: Run,
+    options: CompareOptions,
+    damage: tuple[Damage, Damage],
+    rules: Sequence[Rule] = (),
+    progress: Progress | None = None,
+) -> Seen:
+    """Match and measure; raises as :func:`~.compare.compare_closely`."""
+    given = by_argument((numbered(baseline), numbered(target)))
+    given = override_dims((baseline, target), given, (*options.dims, *options.mapping.dims))
+    chosen = select((baseline, target), given, options)
+    runs = (baseline, target)
+    kept = [filled(run, damage[i].sound([r for r in chosen[i] if not is_object(r)])) for i, run in enumerate(runs)]
+    rows = map_rows(baseline, target, options)
+    series = series_of(baseline, kept[0]), series_of(target, kept[1])
+    hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
+    pairs = select_pairs(match(*series, options.mapping, hints), options)
+    check_common(baseline, target, pairs, rows)
+    check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
+    examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance, options.detail)
+    examiner.backward = any(pair.baseline is not None and pair.baseline.site.endswith(".grad") for pair in pairs)
+    objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
+    counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
+    sites = {**given[1].sites, **given[0].sites}
+    notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
+    everything = _examine(examiner, pairs, progress)
+    flips = explain_flips([one for one in everything if not one.apart], examiner.preparer)
+    return Seen(everything, examiner, rows, sites, counts, objects, flips, notes, options)
+
+
+def _shift_note(options: CompareOptions, rows: RowMap) -> list[str]:
+    """What ``shift_steps`` does not do where token rows are known."""
+    if not options.shift_steps or not rows.known:
+        return []
+    how = "token rows meet by request and position whatever their steps, unless they were computed again unsaid"
+    return [f"--shift-steps {options.shift_steps}: {how}; it is about --steps, parameters and plain values"]
+
+
+def _examine(examiner: Examiner, pairs: Sequence[Pair], progress: Progress | None) -> list[Examined]:
+    done = count(1)
+    return examine_all(examiner, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
