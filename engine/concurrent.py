@@ -97,6 +97,7 @@ class Concurrent:
             prompt_logprobs=whole.prompt_logprobs,
             cached_tokens=whole.cached_tokens,
             routed_experts=whole.routed_experts,
+            hidden_states=whole.hidden_states,
             dp_rank=whole.dp_rank,
         )
 

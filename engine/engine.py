@@ -12,10 +12,10 @@ from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.output import Output
 from tapscope.engine.policy import Policy
 from tapscope.engine.pooling import pool_step
+from tapscope.engine.position_values import note_step
 from tapscope.engine.pulse import Pulse
 from tapscope.engine.request import Request
 from tapscope.engine.request_checks import check_request
-from tapscope.engine.routed_experts import route_step
 from tapscope.engine.runner import Runner
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.sampling.step import SampledStep
@@ -105,7 +105,9 @@ class Engine:
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
         if any(request.params.routed_experts for request in requests):
-            route_step(plan, requests, self.runner.routed_experts)
+            note_step(plan, (request.routed for request in requests), self.runner.routed_experts)
+        if any(request.params.hidden_states for request in requests):
+            note_step(plan, (request.hidden for request in requests), self.runner.last_hidden_state.float().cpu())
         finished = self.scheduler.commit(tokens)
         sampled.tell()
         self.runner.finish(plan)
@@ -195,7 +197,6 @@ class Engine:
         """What is new of ``request`` since its last output."""
         first = request.num_emitted
         new = request.generated[first:]
-        routed, request.routed = request.routed, None
         request.num_emitted += len(new)
         if request.finish_reason:
             self._live.pop(request.id, None)
@@ -211,7 +212,8 @@ class Engine:
             embedding=request.embedding,
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
-            routed_experts=routed,
+            routed_experts=None if request.routed is None else request.routed.take(),
+            hidden_states=None if request.hidden is None else request.hidden.take(),
             dp_rank=self.config.dp_rank,
         )
 

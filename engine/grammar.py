@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tapscope.engine.ebnf import translate
 from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.structural_tag import lark_of
 from tapscope.errors import UsageError
 from tapscope.text import short
 
@@ -62,6 +63,8 @@ class Grammars:
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
+        self._special: dict[str, int] = {}
+        self._marks: dict[str, int] = {}
         self._compiled = functools.lru_cache(_CACHED)(self._compile)
 
     def start(self, params: SamplingParams) -> Constraint | None:
@@ -88,11 +91,16 @@ class Grammars:
             made: llguidance.LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
         except ValueError as error:
             raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
+        for token in added:  # what looks like a tag is no text to llguidance, whatever the tokenizer says
+            if made.is_special_token(token["id"]):
+                kind = self._special if token.get("special") else self._marks
+                kind[token["content"]] = token["id"]
         return made
 
     def _compile(self, kind: str, text: str) -> "llguidance.LLMatcher":
         try:
-            matcher: llguidance.LLMatcher = _llguidance().LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0)
+            tokenizer = self._tokenizer
+            matcher: llguidance.LLMatcher = _llguidance().LLMatcher(tokenizer, self._grammar(kind, text), log_level=0)
         except ValueError as error:
             raise UsageError(f"{kind}={short(text)}: {error}") from None
         if matcher.is_error():
@@ -102,6 +110,13 @@ class Grammars:
         if probe.error:
             raise UsageError(f"{kind}={short(text)}: no text of this model's tokens satisfies it")
         return matcher
+
+    def _grammar(self, kind: str, text: str) -> str:
+        """In llguidance's own form."""
+        if kind == "structural_tag":
+            text = lark_of(json.loads(text), self._special, self._marks, _WHITESPACE)
+            return str(_llguidance().LLMatcher.grammar_from_lark(text))
+        return _grammar(kind, text)
 
 
 def _llguidance() -> Any:

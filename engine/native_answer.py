@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from tapscope.engine.logprob import TokenLogprob
 from tapscope.engine.output import Output
+from tapscope.engine.position_values import HiddenStates
 from tapscope.engine.protocol import LogprobsWanted
 
 
@@ -34,9 +37,20 @@ def answer(output: Output, latency_s: float, wanted: LogprobsWanted, style: Styl
     if output.routed_experts is not None:
         meta["routed_experts"] = output.routed_experts.text
         meta["routed_experts_shape"] = output.routed_experts.shape
+    if output.hidden_states is not None:
+        meta["hidden_states"] = _hidden_states(output.hidden_states, output.prompt_tokens)
     if wanted.asked or output.logprobs or output.prompt_logprobs:  # asked for in the body or among the parameters
         meta |= _logprobs(output, wanted, style)
     return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
+
+
+def _hidden_states(told: HiddenStates, num_prompt: int) -> list[Any]:
+    """SGLang's list: the prompt's [tokens, hidden] as one entry, then [hidden] for each generated token computed."""
+    rows = told.array()
+    if not np.isfinite(rows).all():  # JSON knows neither infinities nor NaN
+        rows = np.where(np.isfinite(rows), rows.astype(object), np.array(None, dtype=object))
+    plain = rows.tolist()
+    return [plain[:num_prompt], *plain[num_prompt:]]
 
 
 def _finish_reason(output: Output) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from tapscope.engine.detokenizer import Detokenizer
 from tapscope.engine.logprob import TokenLogprob
+from tapscope.engine.position_values import HiddenStates, PositionValues, RoutedExperts, joined
 from tapscope.engine.request import Generation
-from tapscope.engine.routed_experts import RoutedExperts, joined
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
 
@@ -44,6 +44,8 @@ class Output:
 
     routed_experts: RoutedExperts | None = None
     """Of the positions computed since the last output; None where not asked for."""
+    hidden_states: HiddenStates | None = None
+    """Of the same positions; None where not asked for."""
 
     def plain(self) -> dict[str, Any]:
         """Values for JSON, the inverse of :meth:`build`; what has its default is left out."""
@@ -52,8 +54,10 @@ class Output:
             value = getattr(self, name)
             if value != default:
                 values[name] = [_plain_logprob(item) for item in value] if name in _LOGPROBS else value
-        if self.routed_experts is not None:
-            values["routed_experts"] = [self.routed_experts.shape, self.routed_experts.text]
+        for name in _BY_POSITION:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = [value.shape, value.text]
         return values
 
     @classmethod
@@ -62,8 +66,8 @@ class Output:
         values = dict(values)
         for name in _LOGPROBS & values.keys():
             values[name] = tuple(_build_logprob(item) for item in values[name])
-        if "routed_experts" in values:
-            values["routed_experts"] = RoutedExperts.of_text(*values["routed_experts"])
+        for name in _BY_POSITION.keys() & values.keys():
+            values[name] = _BY_POSITION[name].of_text(*values[name])
         return cls(**values | {"token_ids": tuple(values.get("token_ids", ()))})
 
     def followed_by(self, later: "Output") -> "Output":
@@ -76,10 +80,12 @@ class Output:
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
             prompt_head=later.prompt_head if self.prompt_head is None else self.prompt_head,
             routed_experts=joined(self.routed_experts, later.routed_experts),
+            hidden_states=joined(self.hidden_states, later.hidden_states),
             embedding=self.embedding or later.embedding,
         )
 
 
+_BY_POSITION: dict[str, type[PositionValues]] = {"routed_experts": RoutedExperts, "hidden_states": HiddenStates}
 _LOGPROBS = {"logprobs", "prompt_logprobs"}
 _DEFAULTS: dict[str, Any] = {
     "token_ids": (),
@@ -131,6 +137,7 @@ class Assembly:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._routed: RoutedExperts | None = None
+        self._hidden: HiddenStates | None = None
         self._last = Output(request=request)
 
     def add(self, output: Output) -> Output:
@@ -143,6 +150,7 @@ class Assembly:
         self._logprobs += output.logprobs or ()
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
         self._routed = joined(self._routed, output.routed_experts)
+        self._hidden = joined(self._hidden, output.hidden_states)
         self._last = output
         return output
 
@@ -165,6 +173,7 @@ class Assembly:
             prompt_logprobs=self._prompt_logprobs,
             cached_tokens=self._last.cached_tokens,
             routed_experts=self._routed,
+            hidden_states=self._hidden,
             dp_rank=self._last.dp_rank,
         )
 

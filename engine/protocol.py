@@ -72,6 +72,8 @@ def _sampling(values: Mapping[str, Any], told: LogprobsWanted, body: GenerateBod
         given["json_schema"] = '{"type": "object"}'
     if body.return_routed_experts:
         given["routed_experts"] = True
+    if body.return_hidden_states:
+        given["hidden_states"] = True
     if told.asked:
         given |= {"logprobs": told.top, "prompt_logprobs": told.top if told.start >= 0 else None}
         given["token_ids_logprob"] = told.token_ids

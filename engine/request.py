@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tapscope.engine.logprob import TokenLogprob
+from tapscope.engine.position_values import HiddenStates, RoutedExperts, Untold
 from tapscope.engine.radix import Node
-from tapscope.engine.routed_experts import RoutedExperts
 from tapscope.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Generation:
     """Leading prompt tokens that the prefix cache held."""
     routed_experts: RoutedExperts | None = None
     """Of every computed position, which the last token is not; None where not asked for."""
+    hidden_states: HiddenStates | None = None
+    """Of the same positions; None where not asked for."""
     dp_rank: int = 0
     """The DP replica that computed it."""
 
@@ -81,10 +83,10 @@ class Request:
     embedding: tuple[float, ...] | None = None
     """Once the whole prompt is computed, where :attr:`pooling` asks for it."""
 
-    routed: RoutedExperts | None = None
-    """Experts of computed positions that no output has told of yet, where asked for."""
-    num_routed: int = 0
-    """Leading positions whose experts are told, or in :attr:`routed`."""
+    routed: Untold[RoutedExperts] | None = field(init=False)
+    """Experts of computed positions, where asked for."""
+    hidden: Untold[HiddenStates] | None = field(init=False)
+    """Final hidden states of computed positions, where asked for."""
 
     # Set by Scheduler
     num_computed: int = 0
@@ -120,6 +122,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
+        self.routed = Untold(RoutedExperts) if self.params.routed_experts else None
+        self.hidden = Untold(HiddenStates) if self.params.hidden_states else None
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -159,8 +163,7 @@ class Request:
     @property
     def needs_every_row(self) -> bool:
         """Whether every prompt row has to be computed, so that none may come from the prefix cache."""
-        asked = self.wants_prompt_rows or self.params.routed_experts
-        return asked or self.pooling == "mean" or bool(self.capture)
+        return self.params.needs_every_row or self.pooling == "mean" or bool(self.capture)
 
     def record(self, start: int, count: int) -> None:
         """Positions from ``start`` on were computed."""

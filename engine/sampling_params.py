@@ -73,6 +73,8 @@ class SamplingParams:
     """``raw``: of the model's own logits; ``processed``: after penalties, masks, temperature and filters."""
     routed_experts: bool = False
     """Give the experts that every position went to, in a mixture of experts; the prefix cache is then not used."""
+    hidden_states: bool = False
+    """Give the final hidden state, behind the norm, of every computed position; the prefix cache is then not used."""
     json_schema: str | None = None
     """The text is JSON that this JSON schema accepts."""
     regex: str | None = None
@@ -81,6 +83,8 @@ class SamplingParams:
     """The whole text is of this grammar, in llguidance's Lark form."""
     ebnf: str | None = None
     """The whole text is of this grammar, in the EBNF of llama.cpp (GBNF) and XGrammar; its rule is ``root``."""
+    structural_tag: str | None = None
+    """The text is free but for tags in it, as XGrammar's structural tag (JSON) describes them."""
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -93,7 +97,7 @@ class SamplingParams:
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "it must be above 0")
         rule = f"it must be at most max_new_tokens, {self.max_new_tokens}"
         _require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, rule)
-        for name in ("ignore_eos", "include_stop", "skip_special_tokens", "full_logprobs", "routed_experts"):
+        for name in _FLAGS:
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "it must be true or false")
         modes = ("raw", "processed")
         _require(self.logprobs_mode in modes, "logprobs_mode", self.logprobs_mode, f"it must be {' or '.join(modes)}")
@@ -123,13 +127,18 @@ class SamplingParams:
         return self.logprobs is not None or self.full_logprobs
 
     @property
+    def needs_every_row(self) -> bool:
+        """Whether every prompt row has to be computed, so that none may come from the prefix cache."""
+        return self.prompt_logprobs is not None or self.routed_experts or self.hidden_states
+
+    @property
     def stops_on_text(self) -> bool:
         """Whether something in the text ends it: then a tokenizer is needed."""
         return bool(self.stop or self.stop_regex)
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """(kind, text) of the constraint on the output: json_schema, regex, grammar or ebnf."""
+        """(kind, text) of the constraint on the output: one of :data:`CONSTRAINTS`."""
         given = ((name, getattr(self, name)) for name in CONSTRAINTS)
         return next(((name, text) for name, text in given if text is not None), None)
 
@@ -168,8 +177,10 @@ class SamplingParams:
             isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "it must map token ids to numbers"
         )
         object.__setattr__(self, "logit_bias", {_token_key(key): bias for key, bias in self.logit_bias.items()})
-        if isinstance(self.json_schema, Mapping | bool):
-            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        for name, kinds in (("json_schema", Mapping | bool), ("structural_tag", Mapping)):
+            value = getattr(self, name)
+            if isinstance(value, kinds):
+                object.__setattr__(self, name, json.dumps(value))
 
     def _check_whole(self, name: str, low: int | None, high: int | None) -> None:
         value = getattr(self, name)
@@ -235,7 +246,8 @@ _NUMBERS = (
     ("presence_penalty", -2.0, 2.0, "from -2 to 2"),
     ("frequency_penalty", -2.0, 2.0, "from -2 to 2"),
 )
-CONSTRAINTS = ("json_schema", "regex", "grammar", "ebnf")
+_FLAGS = ("ignore_eos", "include_stop", "skip_special_tokens", "full_logprobs", "routed_experts", "hidden_states")
+CONSTRAINTS = ("json_schema", "regex", "grammar", "ebnf", "structural_tag")
 
 
 def _token_key(key: Any) -> Any:

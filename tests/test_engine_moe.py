@@ -191,9 +191,9 @@ def test_routed_experts_of_the_last_step_are_transformers_choices(path: Path, tm
     ranks.close()
 
 
-def test_a_request_is_told_the_experts_of_every_position_it_computed(path: Path) -> None:
+def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_computed(path: Path) -> None:
     """In chunks, preempted for want of pages, and beside requests that share its prefix."""
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True, routed_experts=True)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, routed_experts=True, hidden_states=True)
     with LLM(path, page_size=4, num_pages=16, max_tokens_per_step=16) as llm:
         llm.generate([PROMPTS[1]], max_new_tokens=1)  # leaves its prefix in the cache
         generations = llm.generate([PROMPTS[1], PROMPTS[3], PROMPTS[0]], params)
@@ -204,10 +204,13 @@ def test_a_request_is_told_the_experts_of_every_position_it_computed(path: Path)
         tokens = [*generation.prompt_ids, *generation.token_ids][:-1]
         actual = torch.from_numpy(generation.routed_experts.array().copy())
         assert torch.equal(actual.sort(-1).values.long(), choices(path, tokens))
+        with torch.no_grad():
+            hidden = reference(path)(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+        assert (torch.from_numpy(generation.hidden_states.array().copy()) - hidden).abs().max() <= 1e-4
     assert [output.routed_experts.shape[0] for output in streamed] == [3] + [1] * 11
     assert b"".join(output.routed_experts.data for output in streamed) == generations[2].routed_experts.data
     assert [Output.build(json.loads(json.dumps(output.plain()))) for output in streamed] == streamed
-    assert unasked.routed_experts is None
+    assert unasked.routed_experts is unasked.hidden_states is None
 
 
 def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:

@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_llama
-from engine_helpers import reference_logits, reference_tokens
+from engine_helpers import reference, reference_logits, reference_tokens
 from engine_http import Served
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
 
 from tapscope.engine import LLM
+from tapscope.engine.native_answer import Style, answer
+from tapscope.engine.output import Output
+from tapscope.engine.position_values import HiddenStates
+from tapscope.engine.protocol import LogprobsWanted
 from tapscope.engine.server import ServerSettings
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -323,6 +328,29 @@ def test_stop_expressions_and_ebnf_over_http(served: Served) -> None:
     assert json.loads(served.generate(input_ids=[5], sampling_params=schema).json()["text"]) == {}
 
 
+def test_hidden_states_are_the_prompts_and_then_one_for_each_token(served: Served, path: Path) -> None:
+    body = {"input_ids": [5, 6, 7], "return_hidden_states": True, "sampling_params": GREEDY | {"max_new_tokens": 4}}
+    whole = served.generate(**body).json()
+    *_, last = served.stream(**body)
+    prompt, *later = whole["meta_info"]["hidden_states"]
+    assert last["meta_info"]["hidden_states"] == [prompt, *later]
+    assert [len(prompt), len(later)] == [3, 3]
+    tokens = torch.tensor([[5, 6, 7, *whole["output_ids"][:-1]]])
+    with torch.no_grad():
+        expected = reference(path)(tokens, output_hidden_states=True).hidden_states[-1][0]
+    assert (torch.tensor([*prompt, *later]) - expected).abs().max() <= 1e-4
+    alone = served.generate(**body | {"sampling_params": {"max_new_tokens": 0}}).json()
+    assert np.allclose(alone["meta_info"]["hidden_states"], [prompt], atol=1e-5)
+    assert "hidden_states" not in served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY).json()["meta_info"]
+
+
+def test_what_is_no_number_of_a_hidden_state_is_null() -> None:
+    told = HiddenStates.of_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
+    output = Output(request="r", prompt_tokens=1, hidden_states=told)
+    meta = answer(output, 0.1, LogprobsWanted(), Style(), has_text=False)["meta_info"]
+    assert meta["hidden_states"] == [[[1.0, None]], [None, 2.0]]
+
+
 def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Served, path: Path) -> None:
     body = {"input_ids": [[5, 6, 7], [8, 9]], "sampling_params": GREEDY | {"max_new_tokens": 2}, "rid": "both"}
     body |= {"return_logprob": [True, False], "token_ids_logprob": [[9, 500], []], "logprob_start_len": [0, -1]}
@@ -347,7 +375,8 @@ def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Se
         ({"sampling_params": {"ebnf": "root ::= x"}}, "there is no rule x"),
         ({"sampling_params": {"ebnf": 'root ::= "a"', "regex": "a"}}, "regex and ebnf are given"),
         ({"sampling_params": {"stream_interval": 0}}, "stream_interval=0"),
-        ({"sampling_params": {"structural_tag": "{}"}}, "no sampling parameter 'structural_tag'"),
+        ({"sampling_params": {"structural_tag": "{}"}}, "structural_tag.format is missing"),
+        ({"return_hidden_states": 1}, "true or false"),
         ({"token_ids_logprob": [1]}, "set 'return_logprob'"),
         (
             {"token_ids_logprob": [512], "return_logprob": True},

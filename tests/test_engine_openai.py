@@ -244,6 +244,28 @@ def test_an_answer_is_held_to_a_json_schema(client: openai.OpenAI) -> None:
         client.chat.completions.create(messages=ask("hi"), response_format=bad, **GREEDY)
 
 
+def test_a_structural_tag_holds_calls_and_nothing_else(client: openai.OpenAI) -> None:
+    """In both spellings; the script's own call has other arguments, and is still read as a call."""
+    schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+    call = {"name": {"const": "get_weather"}, "arguments": schema | {"additionalProperties": False}}
+    schema = {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
+    old = {"structures": [{"begin": "<tool_call>", "schema": schema, "end": "</tool_call>"}]}
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"begin": "<tool_call>", "content": content, "end": "</tool_call>"}
+    new = {"format": {"type": "triggered_tags", "tags": [tag], "triggers": ["<tool_call>"]}}
+    for form in (old | {"triggers": ["<tool_call>"]}, new):
+        wanted: Any = {"type": "structural_tag"} | form
+        asked = {"tools": TOOLS, "response_format": wanted, "max_tokens": 60, **GREEDY}
+        choice = client.chat.completions.create(messages=ask("weather?"), **asked).choices[0]
+        assert choice.message.content.startswith("Let me look.")
+        assert [json.loads(made.function.arguments) for made in choice.message.tool_calls][:1] == [{"city": "Rome"}]
+        assert client.chat.completions.create(messages=ask("hi"), **asked).choices[0].message.content == "Hello there!"
+    with pytest.raises(openai.BadRequestError, match=r"triggers is 7"):
+        client.chat.completions.create(
+            messages=ask("hi"), response_format={"type": "structural_tag", "triggers": 7} | old, **GREEDY
+        )
+
+
 def test_a_call_can_be_forced(client: openai.OpenAI) -> None:
     tools = [
         {

@@ -48,7 +48,7 @@ class ChatRequest:
         model.check_name(fields.text("model"))
         template = model.require_template()
         stream, include_usage = read_stream(fields)
-        values = sampling.read_sampling(fields, model.sampling) | {"json_schema": sampling.response_schema(fields)}
+        values = sampling.read_sampling(fields, model.sampling) | sampling.response_constraint(fields)
         values["logprobs"] = _num_logprobs(fields)
         limit_name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
         talk = Conversation(

@@ -112,11 +112,8 @@ def _params(
     best_of = fields.whole("best_of", 1)
     if best_of is not None and best_of != values.get("n", 1):
         raise fields.wrong("best_of", "only the value of n is supported")
-    values |= {
-        "json_schema": sampling.response_schema(fields),
-        "logprobs": logprobs,
-        "prompt_logprobs": logprobs if echo else None,
-    }
+    values |= sampling.response_constraint(fields)
+    values |= {"logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
     shared = sampling.make_params(values)
     counts = [model.num_new_tokens(len(ids), max_tokens) for ids in prompts]
     return tuple(replace(shared, max_new_tokens=count) for count in counts)

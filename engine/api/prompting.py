@@ -36,8 +36,8 @@ class Conversation:
 
     @property
     def constraint(self) -> str | None:
-        """What the sampling parameters hold the answer to."""
-        return next((name for name in CONSTRAINTS if self.sampling.get(name)), None)
+        """What the sampling parameters hold the whole answer to; a structural tag leaves room for calls."""
+        return next((name for name in CONSTRAINTS if name != "structural_tag" and self.sampling.get(name)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> No
 
 def _no_thoughts(template: ChatTemplate, talk: Conversation) -> dict[str, Any]:
     """A constraint holds from the first token on, so that a model which can be told not to think is told so."""
-    is_constrained = talk.tools.is_forced or any(talk.sampling.get(name) for name in CONSTRAINTS)
+    is_constrained = talk.tools.is_forced or talk.constraint is not None
     reads = template.reads("enable_thinking", tools=bool(talk.tools.definitions))
     return {"enable_thinking": False} if is_constrained and reads else {}
 

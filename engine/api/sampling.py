@@ -68,18 +68,24 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
         raise RequestError(str(error), param=str(error).partition("=")[0]) from None
 
 
-def response_schema(fields: Fields) -> str | None:
-    """The JSON schema (as text) that ``response_format`` holds the answer to; None for free text."""
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+"""OpenAI's, and what SGLang adds."""
+
+
+def response_constraint(fields: Fields) -> dict[str, str]:
+    """Arguments for :func:`make_params` by which ``response_format`` holds the answer; none for free text."""
     wanted = fields.object("response_format")
     if wanted is None:
-        return None
-    kind = wanted.choice("type", ("text", "json_object", "json_schema"))
+        return {}
+    kind = wanted.choice("type", RESPONSE_FORMATS)
     if kind is None:
-        raise wanted.wrong("type", "it must be one of text, json_object, json_schema")
+        raise wanted.wrong("type", f"it must be one of {', '.join(RESPONSE_FORMATS)}")
     if kind == "text":
-        return None
+        return {}
     if kind == "json_object":
-        return '{"type": "object"}'
+        return {"json_schema": '{"type": "object"}'}
+    if kind == "structural_tag":
+        return {"structural_tag": json.dumps(wanted.values)}
     described = wanted.object("json_schema")
     schema = None if described is None else described.object("schema")
     if schema is None:
@@ -87,7 +93,7 @@ def response_schema(fields: Fields) -> str | None:
             "response_format.json_schema.schema is missing; it must be a JSON schema",
             param="response_format.json_schema.schema",
         )
-    return json.dumps(schema.values)
+    return {"json_schema": json.dumps(schema.values)}
 
 
 def _logit_bias(fields: Fields) -> dict[int, float] | None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tapscope.engine.api.sampling import RESPONSE_FORMATS
+
 Schema = dict[str, Any]
 
 _TEXT: Schema = {"type": "string"}
@@ -51,7 +53,14 @@ _SAMPLING: Schema = {
     "regex": _TEXT,
     "ebnf": _TEXT,
     "response_format": _body(
-        ["type"], {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _OBJECT}
+        ["type"],
+        {
+            "type": {"enum": [*RESPONSE_FORMATS]},
+            "json_schema": _OBJECT,
+            "format": _OBJECT,
+            "structures": {"type": "array", "items": _OBJECT},
+            "triggers": _NAMES,
+        },
     ),
     "priority": _whole(-(1 << 31), (1 << 31) - 1),
     "rid": {"type": "string", "minLength": 1},

@@ -39,6 +39,7 @@ class GenerateBody(BaseModel):
     return_text_in_logprobs: Annotated[bool, rule("must be true or false")] = False
     capture: Annotated[Literal["stats", "full"] | None, rule("must be 'stats' or 'full'")] = None
     return_routed_experts: Annotated[bool, rule("must be true or false")] = False
+    return_hidden_states: Annotated[bool, rule("must be true or false")] = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), rule("must be a whole number")] = 0
     data_parallel_rank: Annotated[int | None, rule("must be the number of a DP replica, from 0")] = None
     routed_dp_rank: Annotated[int | None, rule("must be the number of a DP replica, from 0")] = None

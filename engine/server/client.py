@@ -180,8 +180,7 @@ class EngineClient:
     ) -> list[Block]:
         """What of a prompt a prefix cache may have; nothing where all rows are to be computed, or nobody asks."""
         options = options or {}
-        computes_all = params.prompt_logprobs is not None or params.routed_experts
-        computes_all = computes_all or "capture" in options or options.get("pooling") == "mean"
+        computes_all = params.needs_every_row or "capture" in options or options.get("pooling") == "mean"
         return [] if computes_all or not self._has_affinity else blocks_of(prompt_ids)
 
     async def _encode(self, text: str) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def _add_generate(router: APIRouter, state: FrontState) -> None:
         style = _style(body, state)
         options = options_of(priority=body.priority, capture=body.capture or capture_of(request))
         asked = replica_of(request) if body.replica is None else body.replica
-        wholes = _wholes(client, items, style, options, asked)
+        wholes = _wholes(client, items, style, options, asked, only_ends=not body.stream)
         if body.stream:
             indexed = is_batch(body, len(items))
             return await sse(_events(wholes, indexed=indexed))
@@ -174,9 +174,15 @@ async def _events(wholes: AsyncGenerator[tuple[int, dict[str, Any]]], *, indexed
 
 
 async def _wholes(
-    client: EngineClient, items: list[Wanted], style: Style, options: dict[str, Any], dp_rank: int | None
+    client: EngineClient,
+    items: list[Wanted],
+    style: Style,
+    options: dict[str, Any],
+    dp_rank: int | None,
+    *,
+    only_ends: bool,
 ) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
-    """After each output of item ``index``: (index, answer of all that came of it)."""
+    """After each output of item ``index``, or only the last: (index, answer of all that came of it)."""
     started = time.perf_counter()
     streams = [
         client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items
@@ -188,7 +194,8 @@ async def _wholes(
         async for index, output in outputs:
             sums[index] = sums[index].followed_by(output) if index in sums else output
             one, whole, has_text = items[index], sums[index], client.tokenizer is not None
-            if whole.finish_reason is None and len(whole.token_ids) - told[index] < one.stream_interval:
+            is_soon = only_ends or len(whole.token_ids) - told[index] < one.stream_interval
+            if whole.finish_reason is None and is_soon:
                 continue
             told[index] = len(whole.token_ids)
             yield index, answer(whole, time.perf_counter() - started, one.logprobs, style, has_text=has_text)
