@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.api import ProcessDumper
+from tapscope.dumper.process_dumper import ProcessDumper
 
 
 def empty(name: str, value: Any, *, dims: str | None = None, grad: bool | None = None, **tags: Any) -> None:

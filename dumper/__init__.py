@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         step,
     )
     from tapscope.dumper.config import DumperConfig
-    from tapscope.dumper.dumper import Dumper, make_observer
+    from tapscope.dumper.dumper import Dumper
+    from tapscope.dumper.observer import make_observer
     from tapscope.dumper.rule import Rule
 
 _API = (
@@ -51,7 +52,7 @@ _API = (
     "start",
     "step",
 )
-_EXPORTS = {"Dumper": ".dumper", "make_observer": ".dumper", "DumperConfig": ".config", "Rule": ".rule"}
+_EXPORTS = {"Dumper": ".dumper", "make_observer": ".observer", "DumperConfig": ".config", "Rule": ".rule"}
 _EXPORTS |= dict.fromkeys(_API, ".api")
 
 __all__ = [

@@ -1,21 +1,17 @@
 """Backlog: what waits for the recorder, bounded in bytes. The forward thread fills it, the pipeline's empties it."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from tapscope.dumper.batch import LINE_COST, Batch, Pending
 from tapscope.dumper.lateline import LateLine
+from tapscope.dumper.outbox import Item, Outbox
 from tapscope.dumper.pen import Lines
 from tapscope.dumper.pool import BufferPool
 from tapscope.dumper.ring import Ring
 from tapscope.dumper.slot import Slot
 from tapscope.wire import Message
 
-Item = Pending | Lines | LateLine | bytes | Message
-BATCH_BYTES = 8 * 1024 * 1024
-BATCH_RECORDS = 1024
-_MAY_BE_LATE = (Pending, LateLine)
 _DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
 
 
@@ -37,13 +33,10 @@ class Backlog:
         self._mutex = threading.RLock()
         self.lock = threading.Condition(self._mutex)
         """Guards all of this; notified when anything changes. What lends slots may share it."""
-        self._queue: deque[Item] = deque()
-        self._waiting_records = 0
-        self._waiting_bytes = 0
+        self._outbox = Outbox()
         self.in_flight_bytes = 0
         """Reserved or queued or sent, and not yet acknowledged."""
         self._num_sent = 0  # batches that are not yet acknowledged
-        self._flush = False
         self._stalled = False
         self._is_asleep = False  # the pipeline waits elsewhere than in take()
         self.nudge: Callable[[], None] = lambda: None
@@ -90,9 +83,8 @@ class Backlog:
             if self.dead or (full and not self._admits(LINE_COST)):
                 pending.give_up(self.cancel)
                 return False
-            self._queue.append(pending)
+            self._queue(pending, 1, 0 if slot is None else slot.nbytes)
             pending.stamp.step.tally.sent += 1
-            self._charge(1, 0 if slot is None else slot.nbytes)
         return True
 
     def put_lines(self, lines: Lines) -> bool:
@@ -102,9 +94,8 @@ class Backlog:
                 for _, _, payload in lines.payloads:
                     self._release(payload.slot)
                 return False
-            self._queue.append(lines)
+            self._queue(lines, lines.number, lines.nbytes)
             lines.step.tally.sent += lines.number
-            self._charge(lines.number, lines.nbytes)
         return True
 
     def hand_over(self, items: Iterable[Pending | LateLine | bytes]) -> None:
@@ -114,8 +105,7 @@ class Backlog:
                 if not isinstance(item, Pending):
                     self.append(item)
                 elif not self.dead:
-                    self._queue.append(item)
-                    self._charge(1, item.nbytes)
+                    self._queue(item, 1, item.nbytes)
                 else:
                     item.give_up(self.cancel)
             self.flush()
@@ -131,12 +121,12 @@ class Backlog:
         """Queue a line that is no record, or a message; small, so never refused while the recorder lives."""
         with self._mutex:
             if not self.dead:
-                self._queue.append(item)
+                self._outbox.put(item)
 
     def flush(self) -> None:
         """Let go what there is, full batch or not."""
         with self.lock:
-            self._flush = True
+            self._outbox.flush()
             self._call_pipeline()
 
     def drained(self, timeout_s: float) -> bool:
@@ -156,21 +146,17 @@ class Backlog:
     def is_awaiting(self) -> bool:
         """Whether a value that waits to be sent is still on its way from a device."""
         with self.lock:
-            return any(isinstance(item, _MAY_BE_LATE) and not item.is_here for item in self._queue)
+            return self._outbox.is_awaiting
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits to be sent or acknowledged."""
-        return not self._queue and not self._num_sent
+        return not self._outbox and not self._num_sent
 
-    def _charge(self, number: int, nbytes: int) -> None:
-        """Records were queued, with the payloads that travel with them."""
-        records, before = self._waiting_records, self._waiting_bytes
+    def _queue(self, item: Pending | Lines, number: int, nbytes: int) -> None:
+        """Queue records, with the payloads that travel with them."""
         self.in_flight_bytes += number * LINE_COST
-        self._waiting_records += number
-        self._waiting_bytes += nbytes
-        # Only who makes a batch full wakes the pipeline: while it works it looks by itself.
-        if records < BATCH_RECORDS <= self._waiting_records or before < BATCH_BYTES <= self._waiting_bytes:
+        if self._outbox.put(item, number, nbytes):  # who makes a batch full wakes the pipeline: at work it looks itself
             self._call_pipeline()
 
     def _call_pipeline(self) -> None:
@@ -200,22 +186,8 @@ class Backlog:
         with self.lock:
             if not self._ready() and not (idle_s and self.lock.wait_for(self._ready, idle_s)):
                 return []
-            items: list[Item] = []
-            number = nbytes = 0
-            while self._head_is_here() and len(items) < BATCH_RECORDS > number and nbytes < BATCH_BYTES:
-                item = self._queue.popleft()
-                items.append(item)
-                if isinstance(item, Pending):
-                    number += 1
-                    nbytes += item.nbytes
-                elif isinstance(item, Lines):
-                    number += item.number
-                    nbytes += item.nbytes
-            self._waiting_records -= number
-            self._waiting_bytes -= nbytes
-            self._flush = self._flush and bool(self._queue)
             self._num_sent += 1
-            return items
+            return self._outbox.take()
 
     def sleep(self) -> bool:
         """The pipeline waits elsewhere than in :meth:`take`, until :attr:`nudge` or :meth:`awake`; False: not now."""
@@ -250,22 +222,13 @@ class Backlog:
             if self.dead:
                 return False
             self.dead = reason
-            self._queue.clear()
-            self._waiting_records = self._waiting_bytes = self._num_sent = 0
+            self._outbox.clear()
+            self._num_sent = 0
             self.lock.notify_all()
             return True
 
     def _ready(self) -> bool:
-        if self.dead:
-            return False
-        enough = self._waiting_records >= BATCH_RECORDS or self._waiting_bytes >= BATCH_BYTES
-        return (enough or self._flush) and self._head_is_here()
-
-    def _head_is_here(self) -> bool:
-        if not self._queue:
-            return False
-        head = self._queue[0]
-        return not isinstance(head, _MAY_BE_LATE) or head.is_here
+        return self.dead is None and self._outbox.is_ready
 
     def _release(self, slot: Slot) -> None:
         if slot.lender is not None:

@@ -1,7 +1,5 @@
 """Dumper: taps models, takes explicit values, and streams what its rules select into a run."""
 
-import gc
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from tapscope.dumper.recording import Recording
 from tapscope.dumper.session import require_free
 from tapscope.dumper.stepping import StepCalls
 from tapscope.dumper.values import ValueCalls
-from tapscope.dumper.watch import Handle, Watch
+from tapscope.dumper.watches import Handle, Watches
 from tapscope.errors import ConfigError, RecorderError, RuleError, StepError
 from tapscope.observe import RankInfo
 
@@ -52,10 +50,10 @@ class Dumper(ValueCalls, StepCalls):
         """``model`` may be several by name, or None for explicit values alone. ``settings`` are fields of
         :class:`DumperConfig`; ``force`` replaces an old run at ``out``; ``info`` is who this process is, if the host
         knows better than torch.distributed."""
-        self._watches = [Watch(each, name) for name, each in _models_of(model).items()]
+        self._watches = Watches(model)
         self._config = (config or DumperConfig()).updated(settings)
         self._out = None if out is None else Path(out)
-        self._who = identity.Who(info, self._models)
+        self._who = identity.Who(info, lambda: self._watches.models)
         self._force = force
         self._recording: Recording | None = None
         self._latest: Recording | None = None  # the last one, for questions after its end
@@ -79,10 +77,7 @@ class Dumper(ValueCalls, StepCalls):
         """This is a forked child: whoever wants to record here opens anew."""
         recording, self._recording, self._latest = self._recording, None, None
         if recording is not None:
-            recording.abandon()
-
-    def _models(self) -> list[nn.Module]:
-        return [model for watch in self._watches if (model := watch.model) is not None]
+            recording.stop()
 
     def _place(self, info: RankInfo) -> Path:
         """Directory of the run; may wait for another rank to name it."""
@@ -156,30 +151,14 @@ class Dumper(ValueCalls, StepCalls):
         Raises ConfigError for what is no model, is watched already, or has the name of another that is, and RuleError
         for a rule that matches no site.
         """
-        (watch,) = [Watch(each, name) for each in _models_of(model).values()]
-        if any(each.model is model for each in self._watches):
-            raise ConfigError("model: this one is watched already")
-        if self._is_taken(name):
-            raise ConfigError(
-                f"name={name!r}: another model is watched by it, and their records could not be told apart; give "
-                "attach() another name, or remove() the other's handle first"
-            )
-        self._watches.append(watch)
+        watch = self._watches.add(model, name)
         recording = self._recording
         if recording is not None:
-            if unmatched := recording.problem_with(self.config):
+            if unmatched := recording.regime.problem_with(self.config):
                 self._watches.remove(watch)
                 raise RuleError(unmatched)
             recording.join(watch)
         return Handle(self._watches, watch)
-
-    def _is_taken(self, name: str) -> bool:
-        """Whether a living model is watched by that name; one that only its own cycles keep is collected first."""
-
-        namesakes = [each for each in self._watches if each.name == name]
-        if any(each.model is not None for each in namesakes):
-            gc.collect()
-        return any(each.model is not None for each in namesakes)
 
     def configure(self, **changes: Any) -> None:
         """Change settings here, at once between steps, else before the next one; raises ConfigError or RuleError.
@@ -253,32 +232,4 @@ class Dumper(ValueCalls, StepCalls):
     @property
     def armed(self) -> bool:
         """Whether any tap is in place."""
-        return any(watch.armed for watch in self._watches)
-
-
-def _models_of(model: Any) -> dict[str, nn.Module]:
-    models = dict(model) if isinstance(model, Mapping) else {} if model is None else {"": model}
-    for name, each in models.items():
-        if not isinstance(each, nn.Module):
-            raise ConfigError(f"model is a {type(each).__name__}; a Dumper watches a torch.nn.Module")
-        if not isinstance(name, str) or "/" in name or "\0" in name:
-            raise ConfigError(f"model {name!r}: must be a name without '/'")
-    return models
-
-
-class _Hosted(Dumper):
-    """A dumper that a host closes, on its way out of a failure too: all that it can see of one is the exception."""
-
-    def close(self) -> None:
-        error = sys.exc_info()[0]
-        if error is None:
-            super().close()
-        else:
-            self._close(error.__name__)
-
-
-def make_observer(
-    model: nn.Module, info: RankInfo, *, out: str, config: DumperConfig | None = None, force: bool = False
-) -> Dumper:
-    """An :data:`~tapscope.observe.ObserverFactory` once ``out`` and ``config`` are bound (functools.partial)."""
-    return _Hosted(model, out, config=config, force=force, info=info).open()
+        return self._watches.armed

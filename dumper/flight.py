@@ -1,36 +1,15 @@
 """FlightRecorder: the last steps, in memory, that reach disk only when somebody asks."""
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Pending
+from tapscope.dumper.heldstep import LINE_COST, RECORD_COST, HeldStep
 from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.pool import BufferPool
 from tapscope.dumper.slot import Slot
 from tapscope.ledger import encode_line, event_line
-
-_RECORD_COST = 512
-"""Bytes that a held record is charged for beside its payload and text, roughly."""
-_LINE_COST = 64
-
-
-@dataclass(slots=True)
-class HeldStep:
-    """What came from the beginning of one step to that of the next."""
-
-    number: int
-    items: list[Pending | LateLine | bytes] = field(default_factory=list)
-    cost: int = 0
-    """Bytes it is charged for: payloads, lines and what they weigh as objects."""
-    num_values: int = 0
-    nbytes: int = 0
-    """Of payloads."""
-    num_dropped: int = 0
-    """Values there was no room for."""
-    flows: bool = False
-    """Whether it was released: it holds nothing, and what still comes goes on at once."""
 
 
 class Released(NamedTuple):
@@ -96,7 +75,7 @@ class FlightRecorder:
     def put(self, pending: Pending) -> bool:
         """Hold a record; False when it had to be dropped (its slot is then free again)."""
         with self._lock:
-            slot, cost = pending.slot, _RECORD_COST + len(pending.content)
+            slot, cost = pending.slot, RECORD_COST + len(pending.content)
             if slot is not None and slot.lender is None:  # reserved while the step before flowed
                 return self._backlog.put(pending)
             admitted = not self.holds or self._admits(cost)
@@ -108,10 +87,7 @@ class FlightRecorder:
                 pending.give_up(self._take_back)
                 return False
             self.used += cost
-            step.cost += cost + pending.nbytes
-            step.num_values += 1
-            step.nbytes += pending.nbytes
-            step.items.append(pending)
+            step.hold(pending, cost)
             pending.stamp.step.tally.sent += 1
         return True
 
@@ -130,11 +106,10 @@ class FlightRecorder:
                 self._backlog.append(line)
                 return
             step = self._steps[-1]
-            cost = _LINE_COST + len(line)
+            cost = LINE_COST + len(line)
             self._make_room(cost)
             self.used += cost
-            step.cost += cost
-            step.items.append(line)
+            step.hold(line, cost)
 
     def flush(self) -> None:
         """A step ended: let go what was released."""
@@ -201,8 +176,7 @@ class FlightRecorder:
     def _hand_over(self, step: HeldStep) -> None:
         self.used -= step.cost - step.nbytes
         self._lent += step.nbytes
-        self._backlog.hand_over(step.items)
-        step.items, step.cost, step.num_values, step.nbytes, step.num_dropped, step.flows = [], 0, 0, 0, 0, True
+        self._backlog.hand_over(step.let_go())
 
     def free(self, slot: Slot) -> None:
         """The recorder process has the bytes of a slot that was released."""
@@ -241,14 +215,11 @@ class FlightRecorder:
         self._make_room(0)
 
     def _drop_oldest(self) -> None:
-        step, gone = self._steps.popleft(), self.forgotten
+        step = self._steps.popleft()
         if step.flows:
             return
         self.used -= step.cost - step.nbytes
         for item in step.items:
             if isinstance(item, Pending):
                 item.give_up(self._take_back)
-        gone.number += 1
-        gone.num_values += step.num_values
-        gone.nbytes += step.nbytes
-        gone.num_dropped += step.num_dropped
+        self.forgotten.count(step)

@@ -10,11 +10,12 @@ from typing import Any
 import zmq
 
 from tapscope import wire
-from tapscope.dumper.backlog import Backlog, Item
+from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Batch
 from tapscope.dumper.bell import Bell
 from tapscope.dumper.lateline import LateLine
 from tapscope.dumper.network import Endpoint
+from tapscope.dumper.outbox import Item
 from tapscope.dumper.pen import Lines
 from tapscope.dumper.process import fate, is_alive
 from tapscope.dumper.ring import Ring

@@ -1,7 +1,6 @@
 """Recording: one run of this rank while it is open."""
 
-import logging
-import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,19 @@ from tapscope.dumper.link import Link
 from tapscope.dumper.regime import Regime
 from tapscope.dumper.schedule import Schedule
 from tapscope.dumper.steps import OpenStep
+from tapscope.dumper.succession import Succession
 from tapscope.dumper.watch import Watch
-from tapscope.errors import RecorderError, RuleError, RunExistsError, StepError
+from tapscope.dumper.watches import Watches
+from tapscope.errors import RecorderError, RuleError, StepError
 from tapscope.observe import RankInfo, StepInfo
 from tapscope.wire import Message
-
-_log = logging.getLogger("tapscope")
-_RESET_TIMEOUT_S = 10.0
 
 
 class Recording:
     """Steps, collector, taps and link of one open run; without a link only what is captured in memory."""
 
-    def __init__(self, config: DumperConfig, who: Who, watches: list[Watch], link: Link | None) -> None:
-        self.info = info = who.ask()
+    def __init__(self, config: DumperConfig, who: Who, watches: Watches, link: Link | None) -> None:
+        info = who.ask()
         self._who = who
         self.link = link
         self.run: Path | None = None
@@ -46,11 +44,8 @@ class Recording:
             wanted=lambda: self.regime.is_on,
         )
         self._watches = watches
-        self._calls: dict[str, int] = {}
-        self._num_runs = 1
-        self._first: Path | None = None
-        self._answer: dict[str, Any] = {}
-        self._answered = threading.Event()
+        self._calls: Counter[str] = Counter()
+        self._runs = Succession()
         self._told_lost: OpenStep | None = None
         if link is not None:
             link.tick = self.collector.keeper.tick
@@ -67,11 +62,10 @@ class Recording:
         """
         assert self.link is not None
         config = self.regime.config
-        if not lenient and (problem := self.problem_with(config)) is not None:
+        if not lenient and (problem := self.regime.problem_with(config)) is not None:
             raise RuleError(problem)
         unmatched = self.regime.unmatched(config) if self._watches and not lenient else {}
-        taps = [tap for watch in self._watches for tap in watch.taps]
-        hello = manifest.hello(self.info, config, taps, unmatched)
+        hello = manifest.hello(self.info, config, self._watches.taps, unmatched)
         if later:
             self.link.open_later(run, hello, self._on_message, force=force)
         else:
@@ -80,8 +74,7 @@ class Recording:
 
     def start(self, *, select: bool = True) -> None:
         """Watch the models; the taps are placed with ``select``, or later."""
-        for watch in self._watches:
-            watch.start(self)
+        self._watches.start(self)
         if select:
             self.regime.select()
 
@@ -96,10 +89,9 @@ class Recording:
     def close(self, interrupted: str | None) -> str | None:
         """Take the taps away, send what is left and say what is missing; None, or why the run is incomplete."""
         self.schedule.settle()
-        for watch in self._watches:
-            watch.last_look(self.collector)
+        self._watches.last_look(self.collector)
         silent, unused = self._never_fired(), self.regime.unused()
-        is_idle = not self.schedule.next_step and any(watch.armed for watch in self._watches)
+        is_idle = not self.schedule.next_step and self._watches.armed
         self.stop()
         link, collector = self.link, self.collector
         if link is None:
@@ -121,12 +113,12 @@ class Recording:
         """Take the taps away."""
         self.regime.explicit = None
         self.collector.gradients.forget()
-        for watch in self._watches:
-            watch.stop()
+        self._watches.stop()
 
-    def abandon(self) -> None:
-        """This is a forked child, and the recording its parent's: nothing is recorded here."""
-        self.stop()
+    @property
+    def info(self) -> RankInfo:
+        """Who this process is in its job."""
+        return self.regime.info
 
     @property
     def is_lost(self) -> bool:
@@ -143,13 +135,11 @@ class Recording:
             raise RecorderError(f"reset(): no run is open: {link.backlog.dead}")
         self.schedule.turn()
         self.schedule.unturn()
-        first, number = self._first or self.run, self._num_runs + 1
-        self._first, self._num_runs = first, number
-        return first.with_name(name or f"{first.name}-{number}")
+        return self._runs.next(self.run, name)
 
     def succeed(self, lost: "Recording", run: Path) -> None:
         """Go on in ``run``, by a recorder of its own, where that of ``lost`` has ended; raises as :meth:`open`."""
-        self._first, self._num_runs = lost._first, lost._num_runs
+        self._runs.follow(lost._runs)
         self.open(lambda: run, force=False, lenient=True)
 
     def reset(self, name: str | None) -> None:
@@ -162,17 +152,12 @@ class Recording:
         assert link is not None
         self.schedule.settle()
         self.collector.account.settle()
-        self.info = self.regime.info = info = self._who.ask()
+        self.regime.info = info = self._who.ask()
         hello = manifest.hello(info, self.regime.config, [], {})
         more = {"manifest": hello["manifest"], "opening": {"rank": info.rank, **hello["opening"]}}
-        self._answered.clear()
-        self._reopen(run, **more)
+        self._runs.ask(link, self._leave_for(run, **more))
         self.called("reset")
-        if not self._answered.wait(_RESET_TIMEOUT_S):
-            reason = link.backlog.dead or "it did not answer"
-            raise RecorderError(f"the recorder has not opened {run} within {_RESET_TIMEOUT_S:g} s: {reason}")
-        if (problem := self._answer.get("problem")) is not None:
-            raise RunExistsError(str(problem))
+        self._runs.wait(link, run)
         self._renew(run)
         self.schedule.restart()
 
@@ -182,19 +167,14 @@ class Recording:
         if is_idle:  # what was agreed on before comes first
             self.regime.apply_agreed(self.schedule.next_step, None, self._go_on_in)
         config = self.regime.base.updated(changes)
-        if (problem := self.problem_with(config)) is not None:
+        if (problem := self.regime.problem_with(config)) is not None:
             raise RuleError(problem)
         self.called("configure", config=config.to_json())
         self.regime.configure(config, now=is_idle)
 
-    def problem_with(self, config: DumperConfig) -> str | None:
-        """Why the configuration is refused: a rule that matches no site, on a rank that should have them all."""
-        unmatched = {} if not self._watches or self._may_be_a_stage() else self.regime.unmatched(config)
-        return next(iter(unmatched.values()), None)
-
     def called(self, method: str, **more: Any) -> None:
         """Tell the recorder of a call that all ranks should make, so that it can say when they do not."""
-        self._calls[method] = self._calls.get(method, 0) + 1
+        self._calls[method] += 1
         if self.link is not None:
             self.link.put_message(Message("called", {"method": method, "count": self._calls[method], **more}))
             self.link.backlog.flush()
@@ -226,24 +206,11 @@ class Recording:
             self._welcome(welcome)
             self.regime.select()
         if (news := self._who.news()) is not None:
-            self._become(news)
+            self.regime.become(news)
         return self.regime.apply_due(info, self._go_on_in)
 
-    def _become(self, info: RankInfo) -> None:
-        """Groups were made after the run was opened."""
-        if info.rank != self.info.rank:
-            text = "tapscope records as rank %d, which this process was when the run was opened; it is rank %d now: "
-            _log.warning(text + "open the run after init_process_group", self.info.rank, info.rank)
-            return
-        self.info = self.regime.info = info
-        if self.link is not None:
-            mesh, coords = dict(info.mesh), dict(info.coords)
-            self.link.put_event("mesh", world_size=info.world_size, mesh=mesh, coords=coords)
-        self.regime.select()
-
     def _ending(self, step: OpenStep) -> None:
-        for watch in self._watches:
-            watch.end_step(self.collector, step)
+        self._watches.end_step(self.collector, step)
 
     # ---- the recorder
 
@@ -256,35 +223,26 @@ class Recording:
             keeper.brake.heed_disk(int(free), self.regime.config.min_free_bytes or 0)
 
     def _on_message(self, message: Message) -> Message | None:
-        if message.kind == "reopened":
-            self._answer = message.fields
-            self._answered.set()
-            return None
-        if self.collector.keeper.hear(message):
+        if self._runs.hear(message) or self.collector.keeper.hear(message):
             return None
         return self.regime.adoption.on_message(message, self.schedule.next_step - 1)
 
     def _go_on_in(self, run: Path) -> None:
         """What the recorder has agreed on with all ranks."""
-        self._reopen(run)
+        assert self.link is not None
+        self.link.put_message(self._leave_for(run))
         self._renew(run)
 
-    def _reopen(self, run: Path, **more: Any) -> None:
-        assert self.link is not None
-        self.link.put_message(Message("reopen", {"run": str(run), "never_fired": self._never_fired(), **more}))
+    def _leave_for(self, run: Path, **more: Any) -> Message:
+        """Ends the present run, and asks for another."""
+        return Message("reopen", {"run": str(run), "never_fired": self._never_fired(), **more})
 
     def _renew(self, run: Path) -> None:
         self.run = run
         self.collector.restart(run)
         self.regime.note()
-        for watch in self._watches:
-            watch.renew()
+        self._watches.renew()
         self.regime.select()
 
-    def _may_be_a_stage(self) -> bool:
-        """Whether other ranks may hold layers that this one lacks."""
-        mesh = self.info.mesh
-        return self.info.world_size > 1 and (not mesh or mesh.get("pp", 1) > 1)
-
     def _never_fired(self) -> list[str]:
-        return [site for watch in self._watches for site in watch.silent()] if self.schedule.next_step else []
+        return self._watches.silent() if self.schedule.next_step else []

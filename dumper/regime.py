@@ -1,6 +1,7 @@
 """Regime: the configuration in force on one rank, and the changes that are due before a step."""
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +17,12 @@ from tapscope.dumper.explicit import Explicit
 from tapscope.dumper.link import Link
 from tapscope.dumper.rules import Keep, Selection
 from tapscope.dumper.schedule import Schedule
-from tapscope.dumper.watch import Watch
+from tapscope.dumper.watches import Watches
 from tapscope.observe import RankInfo, StepInfo
 from tapscope.site import Glob, describe_layers
 from tapscope.wire import Message
+
+_log = logging.getLogger("tapscope")
 
 
 class Regime:
@@ -29,7 +32,7 @@ class Regime:
     """
 
     def __init__(
-        self, config: DumperConfig, info: RankInfo, watches: Sequence[Watch], collector: Collector, link: Link | None
+        self, config: DumperConfig, info: RankInfo, watches: Watches, collector: Collector, link: Link | None
     ) -> None:
         self.config = self.base = config
         """In force; and what a capture of some steps falls back to."""
@@ -48,7 +51,7 @@ class Regime:
     @property
     def is_on(self) -> bool:
         """Whether anything may be kept now."""
-        return self.explicit is not None or any(watch.armed for watch in self._watches)
+        return self.explicit is not None or self._watches.armed
 
     @property
     def is_due(self) -> bool:
@@ -142,8 +145,7 @@ class Regime:
         self._collector.select(selection)
         if config.console:
             self._collector.account.sink = Console(self._collector.account.sink, self.info.rank)
-        for watch in self._watches:
-            watch.select(selection, self._collector)
+        self._watches.select(selection, self._collector)
         assert self.schedule is not None
         wanted = config.keep != "off" or config.triggers or any(rule.keep != "off" for rule in config.rules)
         may_keep = config.enabled and bool(wanted)
@@ -170,15 +172,28 @@ class Regime:
             collector.taker.divert([each for each in collector.taker.captures if each is not captures])
             self.select()
 
+    def become(self, info: RankInfo) -> None:
+        """Groups were made after the run was opened: this process is ``info`` from now on."""
+        if info.rank != self.info.rank:
+            text = "tapscope records as rank %d, which this process was when the run was opened; it is rank %d now: "
+            _log.warning(text + "open the run after init_process_group", self.info.rank, info.rank)
+            return
+        self.info = info
+        if self._link is not None:
+            mesh, coords = dict(info.mesh), dict(info.coords)
+            self._link.put_event("mesh", world_size=info.world_size, mesh=mesh, coords=coords)
+        self.select()
+
+    def problem_with(self, config: DumperConfig) -> str | None:
+        """Why the configuration is refused: a rule that matches no site, on a rank that should have them all."""
+        info = self.info
+        may_be_a_stage = info.world_size > 1 and (not info.mesh or info.mesh.get("pp", 1) > 1)
+        unmatched = {} if may_be_a_stage or not self._watches else self.unmatched(config)
+        return next(iter(unmatched.values()), None)
+
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
         """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
-        ports: dict[str, list[str]] = {"": []}
-        opened: list[str] = []
-        for watch in self._watches:
-            known, takes_more = watch.ports()
-            for path, names in known.items():
-                ports.setdefault(path, []).extend(names)
-            opened += takes_more
+        ports, opened = self._watches.ports()
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
         return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {_there(rule.glob, ports)}" for rule in rules}

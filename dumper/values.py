@@ -15,7 +15,7 @@ from tapscope.dumper.identity import Who
 from tapscope.dumper.parameters import take_model
 from tapscope.dumper.recording import Recording
 from tapscope.dumper.rules import Selection
-from tapscope.dumper.watch import Watch
+from tapscope.dumper.watches import Watches
 
 
 class ValueCalls:
@@ -23,7 +23,7 @@ class ValueCalls:
 
     _config: DumperConfig
     _who: Who
-    _watches: list[Watch]
+    _watches: Watches
     _recording: Recording | None
 
     set_ctx = staticmethod(context.set_ctx)

@@ -148,23 +148,3 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             recording.collector.account.complain("step", f"rows unknown: {type(error).__name__}: {error}")
             return info, None
-
-
-class Handle:
-    """What watching one model more gives."""
-
-    def __init__(self, watches: list[Watch], watch: Watch) -> None:
-        self._watches = watches
-        self._watch = watch
-
-    def remove(self) -> None:
-        """Watch it no longer; a second call does nothing."""
-        if self._watch in self._watches:
-            self._watches.remove(self._watch)
-            self._watch.stop()
-
-    def __enter__(self) -> "Handle":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()

@@ -22,9 +22,9 @@ from torch import nn
 
 from tapscope import site
 from tapscope.dumper import Dumper
-from tapscope.dumper.api import ProcessDumper
 from tapscope.dumper.context import ctx
 from tapscope.dumper.naming import site_of, tags_of
+from tapscope.dumper.process_dumper import ProcessDumper
 from tapscope.errors import ConfigError, RecorderError, RuleError, RunExistsError, StepError
 from tapscope.run import Run, open_run
 

@@ -119,7 +119,7 @@ class Writes(nn.Module):
 
 
 def _call(dumper: Dumper, x: torch.Tensor) -> None:
-    model = dumper._watches[0].model
+    model = dumper._watches.models[0]
     assert model is not None
     model(x)
 
@@ -389,7 +389,7 @@ def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     device = SlowDevice()
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "far", device, keep="full") as (dumper, collector, _):
         ids = IDS.clone()
-        model = dumper._watches[0].model
+        model = dumper._watches.models[0]
         assert model is not None
         model(ids, attention_mask=MASK)
         ids.zero_()  # static inputs are written again before the next step
@@ -410,7 +410,7 @@ def test_rows_of_a_device_that_fails_are_told_as_far_as_shapes_do(
     device = SlowDevice()
     device.problem = "an illegal address"
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "run", device, keep="full") as (dumper, _, _):
-        model = dumper._watches[0].model
+        model = dumper._watches.models[0]
         assert model is not None
         model(IDS)
     run = open_run(tmp_path / "run")

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.dumper import ring as rings
-from tapscope.dumper.backlog import BATCH_RECORDS, Backlog
+from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Batch, Pending
 from tapscope.dumper.choice import Choice
+from tapscope.dumper.outbox import BATCH_RECORDS
 from tapscope.dumper.pool import BufferPool
 from tapscope.dumper.port import NO_LAYOUT, Port
 from tapscope.dumper.ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView

@@ -1,0 +1,78 @@
+"""Outbox: what waits to be sent to the recorder, in order."""
+
+from collections import deque
+
+from tapscope.dumper.batch import Pending
+from tapscope.dumper.lateline import LateLine
+from tapscope.dumper.pen import Lines
+from tapscope.wire import Message
+
+Item = Pending | Lines | LateLine | bytes | Message
+BATCH_BYTES = 8 * 1024 * 1024
+BATCH_RECORDS = 1024
+_MAY_BE_LATE = (Pending, LateLine)
+
+
+class Outbox:
+    """A queue whose head may still be on its way from a device; its owner guards it by a lock."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._num_records = 0
+        self._nbytes = 0
+        self._is_flushed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item, num_records: int = 0, nbytes: int = 0) -> bool:
+        """Queue it, with so many records and bytes of payload; whether that makes a full batch of what waits."""
+        records, before = self._num_records, self._nbytes
+        self._items.append(item)
+        self._num_records += num_records
+        self._nbytes += nbytes
+        return records < BATCH_RECORDS <= self._num_records or before < BATCH_BYTES <= self._nbytes
+
+    def flush(self) -> None:
+        """All that waits now may go, full batch or not."""
+        self._is_flushed = True
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._items.clear()
+        self._num_records = self._nbytes = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is enough to send now."""
+        enough = self._num_records >= BATCH_RECORDS or self._nbytes >= BATCH_BYTES
+        return (enough or self._is_flushed) and self._head_is_here()
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a value is still on its way from a device."""
+        return any(isinstance(item, _MAY_BE_LATE) and not item.is_here for item in self._items)
+
+    def take(self) -> list[Item]:
+        """Take at most one batch, up to what is still on its way."""
+        items: list[Item] = []
+        number = nbytes = 0
+        while self._head_is_here() and len(items) < BATCH_RECORDS > number and nbytes < BATCH_BYTES:
+            item = self._items.popleft()
+            items.append(item)
+            if isinstance(item, Pending):
+                number += 1
+                nbytes += item.nbytes
+            elif isinstance(item, Lines):
+                number += item.number
+                nbytes += item.nbytes
+        self._num_records -= number
+        self._nbytes -= nbytes
+        self._is_flushed = self._is_flushed and bool(self._items)
+        return items
+
+    def _head_is_here(self) -> bool:
+        if not self._items:
+            return False
+        head = self._items[0]
+        return not isinstance(head, _MAY_BE_LATE) or head.is_here

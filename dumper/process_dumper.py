@@ -1,0 +1,239 @@
+"""ProcessDumper: configured by the environment, opened when it is first used, silent until it is enabled."""
+
+import logging
+import os
+import threading
+from contextlib import AbstractContextManager, _GeneratorContextManager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tapscope.dumper import experiment
+from tapscope.dumper.captures import Captures
+from tapscope.dumper.compiled import is_compiling, say_skipped
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.dumper import Dumper
+from tapscope.dumper.environment import changes_of
+from tapscope.dumper.experiment import Experiment, Naming
+from tapscope.dumper.schedule import StepBlock
+from tapscope.dumper.told import number_of
+from tapscope.dumper.watches import Handle
+from tapscope.errors import ConfigError, TapscopeError
+from tapscope.observe import RankInfo, StepInfo
+
+_log = logging.getLogger("tapscope")
+
+
+class ProcessDumper(Dumper):
+    """A :class:`Dumper` that the whole process shares and nobody need carry around.
+
+    Disabled unless ``TAPSCOPE_ENABLED=1`` or :meth:`configure` says otherwise: then nothing happens, no file and no
+    process. ``TAPSCOPE_CONTROL=127.0.0.1:0`` starts the recorder all the same, so that HTTP can enable it later.
+
+    The run is ``DIR/EXP_NAME``. It is opened by :meth:`start`, :meth:`step`, :meth:`attach` and :meth:`configure`,
+    which wait for the recorder and raise what is wrong; or by the first :meth:`dump`, which does neither: the recorder
+    comes up in the background, what is dumped meanwhile lies in the queue, and a failure is said in the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(config=DumperConfig(enabled=False))
+        self._experiment = Experiment()
+        self._has_read = False
+        self._is_settled = False  # it was opened, or there is no reason to, until somebody asks for it
+        self._num_names = 0
+        self._naming: Naming | None = None
+        self._guard = threading.RLock()
+
+    # ---- life
+
+    def start(self, **settings: Any) -> None:
+        """Enable and open now, with ``settings`` as for :meth:`configure`; nothing if that is so already."""
+        self.configure(**{"enabled": True} | settings)
+
+    def close(self) -> None:
+        """End the run, if one is open; a later :meth:`start` opens another."""
+        super().close()
+        self._is_settled = True
+
+    def configure(self, **changes: Any) -> None:
+        """Change settings of :class:`DumperConfig`; ``dir``, ``exp_name``, ``cleanup_previous`` while no run is open.
+
+        Opens the run if the dumper is enabled, or control is asked for. Raises ConfigError, RuleError, RunExistsError,
+        ListenError or RecorderError.
+        """
+        self._read()
+        places, others = _parted(changes)
+        if places and self._recording is not None:
+            raise ConfigError(f"{min(places)!r} is fixed while a run is open; reset(name) goes on in another one")
+        chosen = {name: getattr(self._experiment, name) for name in experiment.FIELDS} | places
+        self._experiment = Experiment(**chosen)
+        super().configure(**others)
+        self._is_settled = False
+        self._open_if_wanted()
+
+    def configure_default(self, **changes: Any) -> None:
+        """As :meth:`configure`, for what the environment does not set; what it does set is checked all the same."""
+        self._read()
+        places, others = _parted(changes)
+        Experiment(**places)
+        self.config.updated(others)
+        unset = {
+            name: value for name, value in changes.items() if not os.environ.get(f"TAPSCOPE_{name.upper()}", "").strip()
+        }
+        self.configure(**unset)
+
+    def may_enable(self) -> bool:
+        """Whether it is enabled, or may be later over HTTP: if not, hosts need not call it at all."""
+        self._read()
+        return self.config.enabled or self.config.control is not None
+
+    def reset(self, name: str | None = None) -> None:
+        """See :meth:`Dumper.reset`; with no run open, ``name`` is that of the next one."""
+        self._read()
+        if self._recording is None:
+            if name is not None:
+                self.configure(exp_name=name)
+            return
+        super().reset(name)
+
+    def get_state(self) -> dict[str, Any]:
+        """See :meth:`Dumper.get_state`; and ``experiment``: where runs go, and how they are called."""
+        self._read()
+        places = {name: _plain(getattr(self._experiment, name)) for name in experiment.FIELDS}
+        return super().get_state() | {"experiment": places}
+
+    # ---- use
+
+    def dump(
+        self,
+        name: str,
+        value: Any,
+        *,
+        dims: str | None = None,
+        dims_grad: str | None = None,
+        grad: bool | None = None,
+        **tags: Any,
+    ) -> None:
+        """See :meth:`Dumper.dump`."""
+        if is_compiling():
+            say_skipped(name)
+            return
+        recording = self._recording
+        if recording is None:
+            if self._is_settled:
+                return
+            self._open_in_background()
+            recording = self._recording
+        if recording is not None and recording.regime.explicit is not None:
+            recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
+
+    def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
+        """See :meth:`Dumper.dump_dict`."""
+        if not is_compiling():
+            self._open_in_background()
+        super().dump_dict(prefix, data, **tags)
+
+    def dump_model(self, model: nn.Module, *, step: int | None = None, prefix: str = "", **tags: Any) -> int:
+        """See :meth:`Dumper.dump_model`."""
+        self._open_in_background()
+        return super().dump_model(model, step=step, prefix=prefix, **tags)
+
+    def attach(self, model: nn.Module, *, name: str = "") -> Handle:
+        """See :meth:`Dumper.attach`."""
+        self._read()
+        handle = super().attach(model, name=name)
+        try:
+            self._open_if_wanted()
+        except TapscopeError:
+            handle.remove()
+            raise
+        return handle
+
+    def step(self, **about: Any) -> AbstractContextManager[StepInfo]:
+        """See :meth:`Dumper.step`; does nothing while the dumper is disabled."""
+        self._read()
+        self._open_if_wanted()
+        if self._recording is None:
+            return StepBlock(lambda: StepInfo(step=0), lambda aborted: None)
+        return super().step(**about)
+
+    def metric(self, name: str, value: float) -> None:
+        """Record a named number of the step that an explicit value would belong to now; StepError for what is none."""
+        value = number_of(name, value)
+        recording = self._recording
+        if recording is not None and recording.regime.explicit is not None:
+            step = recording.schedule.current()
+            recording.collector.account.announce(step)
+            recording.collector.account.metric(step.info.step, name, value)
+
+    def capture_output(self, **settings: Any) -> "_GeneratorContextManager[Captures]":
+        """See :meth:`Dumper.capture_output`."""
+        self._read()
+        return super().capture_output(**settings)
+
+    # ---- inside
+
+    def _read(self) -> None:
+        """Read the environment, once; raises ConfigError or RuleError."""
+        with self._guard:
+            if self._has_read:
+                return
+            self._has_read = True
+            self._experiment = Experiment(**Experiment.from_env(os.environ))
+            self._config = self._config.updated(changes_of(os.environ))
+
+    def _open_if_wanted(self, *, later: bool = False) -> None:
+        with self._guard:
+            if self._recording is not None or self._is_settled:
+                return
+            self._is_settled = True  # a failure is not repeated at every step
+            if self._config.enabled or self._config.control is not None:
+                self._open(later=later, lenient=not self._watches)
+
+    def _open_in_background(self) -> None:
+        """As the first dump does: waits for nothing and raises nothing."""
+        if self._recording is not None or self._is_settled:
+            return
+        try:
+            self._read()
+            self._open_if_wanted(later=True)
+        except Exception as error:  # noqa: BLE001 - it may stand in a model's forward
+            self._is_settled = True
+            _log.warning("tapscope records nothing: %s", error)
+
+    def _place(self, info: RankInfo) -> Path:
+        where = self._experiment
+        name = where.exp_name
+        if name is None:
+            self._num_names += 1
+            self._naming = Naming(where.dir, info.rank, info.world_size, self._num_names)
+            name = self._naming.agree()
+        if where.cleanup_previous and info.rank == 0:
+            experiment.clean(where.dir, keep=name if where.exp_name is None else None)
+        return where.dir / name
+
+    def _close(self, interrupted: str | None = None) -> str | None:
+        if self._naming is not None:
+            self._naming.give_up()
+        return super()._close(interrupted)
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        self._is_settled = True
+        self._guard = threading.RLock()  # may have been held when the process forked
+
+
+def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where runs go, and settings of :class:`DumperConfig`; raises ConfigError for what is neither."""
+    settings = (*experiment.FIELDS, *(each.name for each in fields(DumperConfig)))
+    for name in changes:
+        if name not in settings:
+            raise ConfigError(f"{name!r} is no setting; settings are {', '.join(settings)}")
+    places = {name: value for name, value in changes.items() if name in experiment.FIELDS}
+    return places, {name: value for name, value in changes.items() if name not in experiment.FIELDS}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
