@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct, structs
 
+from tapscope.comparator.absent import absent_gradients
 from tapscope.comparator.closeup import Closeup, closeup
 from tapscope.comparator.coverage import cover
 from tapscope.comparator.damage import Damage, look, with_damage
@@ -106,7 +107,9 @@ def _judge(
     seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: CompareOptions
 ) -> tuple[Seen, list[Finding], list[Divergence]]:
     """What was judged in the end, and what came of it."""
-    standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips)
+    runs = seen.examiner.preparer.baseline, seen.examiner.preparer.target
+    absent = absent_gradients(seen.examined, runs)
+    standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips, absent=absent)
     raw, seen = seen, seen.without_moved_rows()
     judge = Judge(seen.examined, seen.sites, standards)
     found = judge.findings()

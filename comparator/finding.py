@@ -162,7 +162,7 @@ class Finding(Struct, frozen=True):
     say."""
     test: str = ""
     """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``,
-    ``permuted``."""
+    ``permuted``, ``absent`` (a gradient that one run has not)."""
     growth: float = 0.0
     """error / floor of the site alone, given the errors of its own inputs; above 1 it adds error of its own."""
     inputs: str = ""

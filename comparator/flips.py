@@ -92,7 +92,9 @@ def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip 
         beside = _rows(preparer, scores, rows.pairs)
         if beside is None:
             continue
-        if _are_near_ties(rows, beside):
+        if _are_near_ties(rows, beside) or (
+            _are_sets(preparer, one, scores) and _are_near_ties(rows, beside, are_sets=True)
+        ):
             said = "a near tie: the scores of" if rows.baseline.shape[1] > 1 else "a near tie: the logits of"
             return _turned(f"{count} unequal, each {said} {scores.site} {_CLOSE}", scores, rows)
         if not (beside.baseline != beside.target).any(1).all() or not _are_chosen_by_more(preparer, one, scores):
@@ -188,8 +190,22 @@ def _path(one: Examined) -> str:
     return one.site.rpartition(":")[0]
 
 
-def _are_near_ties(chosen: _Rows, scores: _Rows) -> bool:
-    """Whether the baseline's scores of what both runs chose are as close as the errors of the rows can turn around."""
+def _are_sets(preparer: Preparer, one: Examined, scores: Examined) -> bool:
+    """Whether the baseline's choices are in no order: a few may be in order by accident, all are not."""
+    known = _choices(preparer, one, scores)
+    return known is not None and _rises(np.take_along_axis(known[1], known[0], 1))
+
+
+def _rises(scores: Array) -> bool:
+    """Whether what was chosen later has the larger score anywhere."""
+    return bool(np.diff(scores, axis=1).max(initial=-np.inf) > 0)
+
+
+def _are_near_ties(chosen: _Rows, scores: _Rows, *, are_sets: bool = False) -> bool:
+    """Whether the baseline's scores of what both runs chose are as close as the errors of the rows can turn around.
+
+    ``are_sets``: what was chosen is in no order, though it may look so here.
+    """
     if not np.array_equal(chosen.pairs, scores.pairs) or chosen.baseline.shape != chosen.target.shape:
         return False
     numbers = np.stack([chosen.baseline, chosen.target])
@@ -199,7 +215,7 @@ def _are_near_ties(chosen: _Rows, scores: _Rows) -> bool:
     with np.errstate(invalid="ignore"):
         error = np.abs(scores.baseline - scores.target).max(1)
         mine, other = (np.take_along_axis(scores.baseline, side, 1) for side in numbers)
-        if np.diff(mine, axis=1).max(initial=-np.inf) > 0:  # in no order: they are a set
+        if are_sets or _rises(mine):
             mine, other = np.sort(mine, axis=1), np.sort(other, axis=1)
         gap = mine - other
         gap = np.abs(gap) if gap.shape[1] > 1 else gap  # a token that was sampled need not be the likeliest

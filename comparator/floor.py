@@ -149,7 +149,7 @@ def local_floor(
     peak = (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst)
     return Floor(
         (
-            *_rising(errors, limit, tail_limit),
+            *_rising(errors, limit, max(tail_limit, limit * _narrow(spread))),
             _gain_floor(spread, inputs.gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
             math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, inputs.channel)),
             peak if sums_rows and spread.num_rows == 1 else element,  # as of_sum
@@ -166,7 +166,7 @@ def path_floor(modelled: float, spread: Spread, base: float, eps: float, tail_li
     errors[0] = few * grown
     return Floor(
         (
-            *_rising(errors, ROW_LIMIT, tail_limit),
+            *_rising(errors, ROW_LIMIT, max(tail_limit, ROW_LIMIT * narrow)),
             _gain_floor(spread, grown, base, eps),
             max(spread.channel_noise, eps, grown),
             min(4.0 * few * grown, ROW_LIMIT),
@@ -184,7 +184,8 @@ def _narrow(spread: Spread) -> float:
     """How much wider the tail is of rows of w elements only, such as a gate of one number: error and size of such a
     row are sums of w squares each, and their ratio is as wild as the root of F(w, w). Beside the median, with rows
     counted as a quarter of the typical size at least, its 98 % lies at 9.5, 5.5 and 3.3 and the largest of 400,000 at
-    25, 16 and 10 for w = 1, 2, 4; :data:`TAIL` holds 3 and 5."""
+    25, 16 and 10 for w = 1, 2, 4; :data:`TAIL` holds 3 and 5. A few elements may all be next to nothing, so that the
+    most that a row may be off grows alike."""
     return max(1.0, NARROW / spread.width) if spread.width else 1.0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.finding import Finding, StepResult, Verdict
 from tapscope.comparator.flips import Flip
 from tapscope.comparator.floor import score
 from tapscope.comparator.graph import Graph
@@ -31,6 +31,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """A floor that was measured."""
     flips: Mapping[str, Flip] = field(default_factory=dict)
     """Integers that rounding may explain, by site."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Gradients that one run lacks and should have (:mod:`.absent`), by site, with what to say of it."""
 
 
 class Judge:
@@ -42,7 +44,13 @@ class Judge:
         """``examined`` in execution order; ``sites`` of the runs."""
         self._examined = examined
         self._standards = standards or Standards()
-        self.matched = [i for i, one in enumerate(examined) if one.baseline and one.target and not one.problem]
+        absent = self._standards.absent
+        self.matched = [
+            i
+            for i, one in enumerate(examined)
+            if (one.baseline and one.target and not one.problem) or one.site in absent
+        ]
+        """Indices of what was compared, and of the gradients that should be there to be."""
         self.graph = Graph([_node(examined[i], sites) for i in self.matched])
         self.inputs: list[Inputs] = self.graph.all_inputs
         self._rounding = Rounding(examined, self.matched, self.graph, sites)
@@ -68,6 +76,8 @@ class Judge:
 
     def _judge_matched(self, one: Examined, node: int, order: int, found: list[Finding], within: set[str]) -> Finding:
         how = self.inputs[node].how
+        if one.baseline is None or one.target is None:
+            return _absent(one, order, self._standards.absent[one.site], how)
         if one.replicas:
             notes = (one.replicas,)
             how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
@@ -209,6 +219,15 @@ def _unmatched(one: Examined, order: int) -> Finding:
     if one.baseline is None or one.target is None:
         return _finding(one, order, Verdict.ONLY_TARGET if one.baseline is None else Verdict.ONLY_BASELINE)
     return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
+
+
+def _absent(one: Examined, order: int, note: str, how: str) -> Finding:
+    """No gradient at all is one of zeros: all of it is off."""
+    (series,) = (side for side in (one.pair.baseline, one.pair.target) if side is not None)
+    steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
+    by: dict[str, Any] = {"test": "absent", "growth": math.inf, "judged_by": "equality", "inputs": how}
+    found = _finding(one, order, Verdict.DIFFERS, error=1.0, **by, notes=(note,))
+    return structs.replace(found, matched_by="absent", steps=steps)
 
 
 def _finding(one: Examined, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:

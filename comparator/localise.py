@@ -78,7 +78,7 @@ def onset(finding: Finding) -> int:
     largest = max((s.error for s in finding.steps), default=0.0)
     tests: tuple[Callable[[StepResult], bool], ...] = (
         lambda s: s.nonfinite > 0,
-        lambda s: finding.test in ("exact", "rule", "tolerance", "permuted") and s.error > 0.0,
+        lambda s: finding.test in ("exact", "rule", "tolerance", "permuted", "absent") and s.error > 0.0,
         lambda s: s.error > finding.row_floor > 0.0,
         lambda s: finding.test in ("typical", "gain") and s.rel_l2 > finding.floor > 0.0,
         lambda s: s.error >= 0.5 * largest,
@@ -126,6 +126,8 @@ def _divergence(
 ) -> Divergence:
     finding, how = findings[matched[node]], inputs[node].how
     module, *others = graph.blamed(node)
+    if finding.test == "absent" and (path := graph.nodes[node].path) != module:  # whose gradient it is
+        module, others = path, [module, *others]
     before = findings[matched[inputs[node].nodes[-1]]].site if inputs[node].nodes else ""
     evidence = _evidence(finding, how, before, graph.nodes[node].is_input)
     near = _nearly(findings, matched, graph, inputs, node)

@@ -13,6 +13,7 @@ from msgspec import structs
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.comparator.layout import Layout, is_mask, is_parameter
+from tapscope.comparator.rowmap import PADDING
 
 MAX_AXES = 6
 """Tensors of more axes are not read."""
@@ -42,7 +43,8 @@ def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) 
         return layouts
     candidates = [_candidates(*one) for one in zip(layouts, wholes, rows, strict=True)]
     best = _usual(_likeliest(candidates, wholes))
-    if not best and sum(layout.by_rows for layout in layouts) == 1:
+    num_known = sum(layout.by_rows for layout in layouts)
+    if not best and (num_known == 1 or (num_known == 0 and _are_padded(wholes, rows))):
         more = [
             mine or _cached(*one) for mine, one in zip(candidates, zip(layouts, wholes, rows, strict=True), strict=True)
         ]
@@ -52,6 +54,16 @@ def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) 
     if not best or not any(layout.by_rows for layout in layouts):
         return layouts
     return _doubtful(layouts, best, wholes)
+
+
+def _are_padded(wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> bool:
+    """Whether grids of either side hold padding: compared whole, tensors would be by what lies there, which is nothing
+    that anybody promised."""
+    return any(
+        grid is not None and bool((grid.pairs == PADDING).any())
+        for side, known in zip(wholes, rows, strict=True)
+        for grid in (known.of(whole.records[0]) for whole in side)
+    )
 
 
 def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[_Layouts]:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from tapscope import dtypes
 from tapscope.comparator.backward import Backward
 from tapscope.comparator.examined import Examined
+from tapscope.comparator.finding import Side
 from tapscope.comparator.floor import (
     CONDITION,
     CONDITION_TWIN,
@@ -33,7 +34,8 @@ _GUESS = 4096
 """Reduction length where no parameter shape of either run is known."""
 _FLOAT32 = dtypes.epsilon("float32")
 _MOVED = 2.0
-"""How much further off a row may be that took another way: as far as a vector of its size that points elsewhere."""
+"""How much further off a row may be that took another way: as far as a vector of its size that points elsewhere. A row
+that was made of such rows may be so by as much as its condition makes of their error."""
 
 
 class _Case(Struct, frozen=True):
@@ -147,6 +149,8 @@ class Rounding:
         shape = self._params[node].get(this.port[len("param[") :].partition("]")[0], ())
         is_vector = this.is_summed and len(shape) == 1
         cancels = self._backward.cancellation(node) if is_vector else 1.0
+        given = max((s.errors[-1] for s in inputs), default=0.0)
+        turned = min(_MOVED, condition * given) if case.is_behind_flips else 0.0
         found = local_floor(
             largest(inputs),
             case.base,
@@ -155,7 +159,7 @@ class Rounding:
             case.eps,
             mixes=mixes,
             sums_rows=this.is_summed,
-            limit=max(ROW_LIMIT, _MOVED * cancels * max((s.errors[-1] for s in inputs), default=0.0)),
+            limit=max(ROW_LIMIT, _MOVED * cancels * given, turned),
             # A large row's error is many times a small row that it is added to, and small rows are differences.
             tail_limit=math.inf if this.is_backward and self._graph.inputs(node).how != "same" else 0.0,
             stretch=self._backward.stretch(node, self._inputs(node)),
@@ -237,4 +241,5 @@ class Rounding:
 
 
 def _dtype(one: Examined, side: str) -> str:
-    return getattr(one, side).dtype or ""
+    this: Side | None = getattr(one, side)
+    return (this.dtype if this is not None else None) or ""

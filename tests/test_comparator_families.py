@@ -85,8 +85,9 @@ LENGTHS = (5, 1, 2)
 """Tokens of each step, of two requests."""
 
 
-def latents(path: Path, *, cached: bool, wrong: int = -1, room: int = 0) -> Path:
-    """Two requests in steps of LENGTHS; with ``cached`` every step holds all positions, with ``room`` in a table."""
+def latents(path: Path, *, cached: bool, wrong: int = -1, room: int = 0, padding: float | None = None) -> Path:
+    """Two requests in steps of LENGTHS; with ``cached`` every step holds all positions, with ``room`` in a table.
+    ``padding``: the second request lacks its first token, and that is what lies there."""
     values = np.random.default_rng(0).standard_normal((2, sum(LENGTHS), 6)).astype(np.float32)
     with RunFactory(path) as run:
         run.site("kv_b_proj:out", params={"weight": (6, 4)})
@@ -94,8 +95,12 @@ def latents(path: Path, *, cached: bool, wrong: int = -1, room: int = 0) -> Path
         for step, count in enumerate(LENGTHS):
             last = first + count
             rows = [RowRun(name, first, count, 0, i * count) for i, name in enumerate("ab")]
+            if padding is not None:
+                short = first == 0
+                rows[1] = RowRun("b", max(first - 1, 0), count - short, 0, count + short)
+                values[1, 0] = padding
             grid = (2, count) if cached else (2 * count,)
-            run.step(grid=grid, rows=rows, token_ids=[7] * (2 * count))
+            run.step(grid=grid, rows=rows, token_ids=[7] * sum(r.count for r in rows))
             held = values[:, :last] if cached else values[:, first:last].reshape(2 * count, 6)
             held = held + np.float32(step == wrong)
             if room:
@@ -117,3 +122,11 @@ def test_the_last_rows_of_a_growing_cache_are_those_of_the_step(tmp_path: Path) 
     assert (report.first_divergence.module, report.first_divergence.step) == ("kv_b_proj", 2)
     # A table of fixed size does not hold the step's rows last: nobody guesses where they are.
     assert compared(latents(tmp_path / "table", cached=True, room=9), engine).exit_code == 1
+
+
+def test_padding_in_a_cache_that_grows_is_nobodys_fault(tmp_path: Path) -> None:
+    baseline = latents(tmp_path / "b", cached=True, padding=0.0)
+    assert compared(baseline, latents(tmp_path / "t", cached=True, padding=5.0)).exit_code == 0
+    report = compared(baseline, latents(tmp_path / "wrong", cached=True, padding=5.0, wrong=1))
+    assert report.first_divergence is not None
+    assert (report.first_divergence.module, report.first_divergence.step) == ("kv_b_proj", 1)

@@ -19,6 +19,8 @@ _WORDS = {
     Verdict.ONLY_BASELINE: "only in baseline",
     Verdict.ONLY_TARGET: "only in target",
 }
+_SAID = ("replicas", "tolerance", "rule", "permuted", "absent")
+"""Tests of which the first note says what came of them."""
 LABEL = 10
 """Columns of the word that a line begins with."""
 
@@ -107,9 +109,8 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
     name = " or ".join(module or "(root)" for module in (divergence.module, *divergence.others))
     port = divergence.site.rpartition(":")[2]
     seen = port if divergence.site.rpartition(":")[0] == divergence.module else f"seen at {divergence.site}"
-    parts = [
-        f"{name} ({seen}) {'is not finite' if finding.verdict is Verdict.NONFINITE else 'differs'}: {_size(finding)}"
-    ]
+    verb = "is not finite" if finding.verdict is Verdict.NONFINITE else "differs"
+    parts = [f"{name} ({seen}) {'has no gradient' if finding.test == 'absent' else verb}: {_size(finding)}"]
     parts.append(divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}")
     if len(report.divergences) > 1:
         num = len(report.divergences) - 1
@@ -122,7 +123,7 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
 
 
 def _size(finding: Finding) -> str:
-    if finding.floor > 0.0 and finding.test not in ("exact", "replicas", "tolerance", "nonfinite", "rule", "permuted"):
+    if finding.floor > 0.0 and finding.test not in (*_SAID, "exact", "nonfinite"):
         return f"{share(finding.ratio)} × the floor ({_amount(finding)})"
     return _amount(finding)
 
@@ -133,7 +134,7 @@ def _amount(finding: Finding) -> str:
     if finding.test == "exact":
         said = f"{int(finding.error):,} rows of integers unequal"
         return f"{said}: {finding.notes[0]}" if finding.notes else said
-    if finding.test in ("replicas", "tolerance", "rule", "permuted"):
+    if finding.test in _SAID:
         return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
     if finding.test == "gain":
         return f"a common scale off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
@@ -189,9 +190,11 @@ def _last(report: "Report") -> str:
 def _next(report: "Report") -> str:
     divergence = report.first_divergence
     if divergence is not None:
-        side = divergence.finding.target
+        side, run = divergence.finding.target, report.target
+        if side is None:  # of a gradient that the target lacks
+            side, run = divergence.finding.baseline, report.baseline
         site = side.site if side else divergence.site
-        return f"tapscope show {shlex.quote(report.target.path)} {shlex.quote(site)} --step {divergence.step}"
+        return f"tapscope show {shlex.quote(run.path)} {shlex.quote(site)} --step {divergence.step}"
     if _odd(report) is not None or report.coverage.partial:
         return f"tapscope info {shlex.quote(report.target.path)}"
     return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])
