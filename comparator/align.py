@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -124,8 +123,7 @@ class Aligner:
         return Plan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
 
 
-@dataclass(slots=True)
-class _Side:
+class _Side(Struct):
     """The comparable rows of one side as columns of equal length, and counts of the others."""
 
     keys: Array

@@ -1,9 +1,10 @@
 """Candidates: the dims that could be meant for a site, from its axes and from where its ranks stand."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations, product
 from math import prod
+
+from msgspec import structs
 
 from tapscope.axes import Dim, Dims, Section, Shard, Size
 from tapscope.comparator.places import Coords
@@ -20,7 +21,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
     """Dims that could be meant: the stated ones with the unexplained axes added, then any over all axes."""
     for base in _named(series, other):
         stated = {shard.axis for _, shard in base.shards()} | set(base.replicated)
-        plain = replace(base, dims=tuple(map(_unsharded, base.dims)), replicated=())
+        plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)), replicated=())
         for start, known in [(base, stated), (plain, set[str]())][: 1 if base == plain else 2]:
             for over in _telling_apart(places, axes, known):
                 sizes = {axis: len({place.get(axis) for place in places}) for axis in axes}
@@ -42,7 +43,7 @@ def fused_candidates(
 ) -> Iterator[Dims]:
     """Dims of a fused tensor: what it holds is known, so that only the mesh axes along it are not."""
     for base in _named(recorded, other):
-        plain = replace(base, dims=tuple(map(_unsharded, base.dims)))
+        plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)))
         for over in _telling_apart(places, axes, set()):
             yield _with(plain, over, [("", axis % plain.ndim)] * len(over))
 
@@ -67,7 +68,9 @@ def _too_wide(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int
         dim = dims.dims[at]
         if dim.shards and mine > whole > 0 and dim.size is None and not dim.sections:
             for size in ([Size(whole, mine // whole)] if mine % whole == 0 else []) + [Size(whole)]:
-                yield replace(dims, dims=(*dims.dims[:at], replace(dim, size=size), *dims.dims[at + 1 :]))
+                yield structs.replace(
+                    dims, dims=(*dims.dims[:at], structs.replace(dim, size=size), *dims.dims[at + 1 :])
+                )
 
 
 def _unsharded(dim: Dim) -> Dim:
@@ -100,7 +103,7 @@ def _query_key_value(start: Dims, base: Dims, shape: Sequence[int], shard: Shard
                 unit = shape[at] * num // (heads + 2)
                 sections = tuple(Section(n, Size(unit * k)) for n, k in zip(names, (heads, 1, 1), strict=True))
                 parts = (*start.dims[:at], Dim(names, (shard,), sections=sections), *start.dims[at + 1 :])
-                yield replace(start, dims=parts)
+                yield structs.replace(start, dims=parts)
 
 
 _Way = tuple[str, int]
@@ -136,8 +139,8 @@ def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
             parts[at] = Dim(names, (*dim.shards, Shard(axis)), sections=tuple(map(Section, names)))
         else:
             shard = Shard(axis, "zigzag" if how == "zigzag" else None, how == "partial")
-            parts[at] = replace(dim, shards=(*dim.shards, shard))
-    return replace(dims, dims=tuple(parts), replicated=tuple(replicated))
+            parts[at] = structs.replace(dim, shards=(*dim.shards, shard))
+    return structs.replace(dims, dims=tuple(parts), replicated=tuple(replicated))
 
 
 def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
@@ -146,8 +149,8 @@ def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
     if len(other.firings[0].records) == 1 and len(shape) == base.ndim:
         for at, dim in enumerate(base.dims):
             if dim.size is None and not dim.sections and dim.names not in _NOT_FEATURES:
-                parts = (*base.dims[:at], replace(dim, size=Size(shape[at])), *base.dims[at + 1 :])
-                yield replace(base, dims=parts)
+                parts = (*base.dims[:at], structs.replace(dim, size=Size(shape[at])), *base.dims[at + 1 :])
+                yield structs.replace(base, dims=parts)
 
 
 _USUAL = {

@@ -26,7 +26,7 @@ from tapscope.comparator.tokens import tokens_of
 from tapscope.comparator.training import beginning, merged, trained_steps, with_drifts
 from tapscope.comparator.twin import Twin, twin_of
 from tapscope.errors import ConfigError, NothingInCommonError, RuleError
-from tapscope.index import uncollected
+from tapscope.garbage import uncollected
 from tapscope.run import Run, open_run
 
 if TYPE_CHECKING:

@@ -1,10 +1,9 @@
 """Damage: records whose bytes are gone or are not those that were recorded; the rest of the runs is compared."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.examined import Examined
@@ -18,8 +17,7 @@ from tapscope.run import Run
 from tapscope.text import plural
 
 
-@dataclass(slots=True)
-class Damage:
+class Damage(Struct):
     """What is damaged in one run. A firing goes as a whole: what its other ranks hold is no tensor without the rest."""
 
     run: Run

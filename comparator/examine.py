@@ -143,9 +143,12 @@ class Examiner:
         if isinstance(found, Exception):
             return Look(Examined(**facts | {"problem": str(found)}), ready if isinstance(found, WidthError) else None)
         try:
-            return Look(Examined(**facts | begun.known | self._read(begun, opened, found, seen)), ready)
+            read = self._read(begun, opened, found, seen)
         except DataError as error:
             return Look(Examined(**facts | {"problem": str(error)}))
+        facts |= begun.known
+        facts |= read
+        return Look(Examined(**facts), ready)
 
     def advised(self, look: Look) -> Examined:
         """With the dims that would explain what could not be put together, where there are such; one pair after the

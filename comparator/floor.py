@@ -103,7 +103,7 @@ def scores(errors: Sequence[float], floors: Sequence[float]) -> list[float]:
 
 def score(error: float, floor: float) -> float:
     """The same of one."""
-    return scores((error,), (floor,))[0]
+    return 0.0 if error == 0.0 else error / floor if floor > 0.0 else math.inf
 
 
 @lru_cache(maxsize=4096)

@@ -19,12 +19,12 @@ from tapscope.kernels.native.overview import SMALL_ROW
 
 def losses(graph: Graph) -> dict[int, int]:
     """Gradients that come from no other gradient -> the value they are the gradient of."""
-    places = {(node.path, node.port): i for i, node in enumerate(graph.nodes) if node.numeric}
     found = {}
     for i, node in enumerate(graph.nodes):
-        own = places.get((node.path, node.port.removesuffix(".grad")))
-        first = node.is_backward and not any(graph.nodes[j].is_backward for j in graph.inputs(i).nodes)
-        if first and own is not None and not node.port.startswith("param["):
+        if not graph.is_backward[i] or any(graph.is_backward[j] for j in graph.inputs(i).nodes):
+            continue
+        own = graph.value_of(i)
+        if own is not None and not node.port.startswith("param["):
             found[i] = own
     return found
 
@@ -85,6 +85,8 @@ def stretch(spread: Spread, inputs: Sequence[Spread]) -> float:
 def effects(graph: Graph, sizes: Sequence[float]) -> list[float]:
     """Of each gradient with its value beside it, norm of the one times norm of the other: what a relative error of the
     value would change of the loss; 0 where either is not known. ``sizes`` are the norms."""
+    if not any(graph.is_backward):
+        return [0.0] * len(sizes)
     values = {(node.path, node.port): size for node, size in zip(graph.nodes, sizes, strict=True)}
     return [
         size * values.get((node.path, node.port.removesuffix(".grad")), 0.0) if node.is_backward else 0.0

@@ -32,6 +32,7 @@ class Graph:
         self.nodes = nodes
         self.is_backward = [node.is_backward for node in nodes]
         """Of each node."""
+        self._is_state, self._is_input = [node.is_state for node in nodes], [node.is_input for node in nodes]
         self._given: dict[str, list[int]] = {}
         self._made: dict[tuple[str, bool], list[int]] = {}
         self._inside: dict[str, list[int]] = {}
@@ -42,13 +43,13 @@ class Graph:
         self._values = {(node.path, node.port): i for i, node in enumerate(nodes) if node.numeric}
         self._classes = {node.path: node.cls for node in nodes}
         for i, node in enumerate(nodes):
-            if node.is_input or node.is_state:
+            if self._is_input[i] or self._is_state[i]:
                 self._given.setdefault(node.path, []).append(i)
             elif node.numeric:
                 self._made.setdefault((self._enclosing(node.path), self.is_backward[i]), []).append(i)
             for above in ancestors(parent(node.path)) if node.path else ():
                 self._inside.setdefault(above, []).append(i)
-        self.depth = _depths(nodes)
+        self.depth = _depths(nodes, self.is_backward)
         """Layers that lie before each node."""
         self._consumers: dict[int, list[str]] = {}
         self.all_inputs = self._resolve()
@@ -63,7 +64,7 @@ class Graph:
         groups = self._gradient_groups()
         found = []
         for i, node in enumerate(self.nodes):
-            from_one = self._same(i, holders) or (self._through(i, groups[i]) if i in groups else None)
+            from_one = self._same(i, node, holders) or (self._through(i, groups[i]) if i in groups else None)
             found.append(from_one or self._inputs(i))
             for side, identity in enumerate(node.identities):
                 if identity is not None:
@@ -126,10 +127,9 @@ class Graph:
             known = self._around_path[path] = next((one for one in above if one in self._called), "")
         return known
 
-    def _same(self, index: int, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
+    def _same(self, index: int, node: Node, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
         """The site that held these bytes first, on both sides or on one."""
-        node = self.nodes[index]
-        if node.is_state:
+        if self._is_state[index]:
             return None
         one, two = holders[0].get(node.identities[0]), holders[1].get(node.identities[1])
         if one is not None and one == two:
@@ -137,18 +137,18 @@ class Graph:
         if not node.numeric:  # of integers that are equal on one side alone nobody knows whether they are the same
             return None
         origin = one if one is not None else two
-        if origin is None or not node.is_input or self.is_backward[index]:
+        if origin is None or not self._is_input[index] or self.is_backward[index]:
             return None  # a module may hand on its input on one side because the fault is that it does
         return Inputs((origin,), "same", 1)
 
     def _inputs(self, index: int) -> Inputs:
         node = self.nodes[index]
-        if node.is_state:
+        if self._is_state[index]:
             return self._updates(index)
-        if not node.is_input:
+        if not self._is_input[index]:
             path = node.path.removesuffix(PARTIAL)
-            own = [i for i in self._given.get(path, ()) if self._is_before(i, index) and self._reaches(i, index)]
-            is_backward = self.is_backward[index]
+            own, is_backward = self._given.get(path, []), self.is_backward[index]
+            own = [i for i in own if self._is_before(i, index) and self._reaches(i, index)]
             if is_backward and not any(self.is_backward[i] for i in own):
                 own = []  # the gradient that went in was seen later, by a module that hands on its input, or never
             elif is_backward:  # the gradient of a tensor that went round the module as well, along the residual
@@ -158,7 +158,7 @@ class Graph:
             if any(self.nodes[i].numeric for i in inside):
                 return Inputs(tuple(sorted({*own, *inside})), "inside", 2)
             # Integers alone are the inputs of an embedding; of a decoder layer they are only its positions.
-            if own and (node.has_params or any(self.nodes[i].numeric and not self.nodes[i].is_state for i in own)):
+            if own and (node.has_params or any(self.nodes[i].numeric and not self._is_state[i] for i in own)):
                 return Inputs(tuple(own), "captured", self._ops(node))
         around = self._around(index)
         if around:
@@ -191,7 +191,8 @@ class Graph:
         above, levels = node.path, 0
         while above and levels < 2:
             above = self._enclosing(above)
-            given = [i for i in self._given.get(above, ()) if i < index and self._goes(i, index)]
+            given = self._given.get(above, [])
+            given = [i for i in given if i < index and self._goes(i, index)] if given else given
             siblings = self._made.get((above, self.is_backward[index]), [])
             end = bisect_left(siblings, index)
             made = siblings[max(end - WINDOW, 0) : end]
@@ -222,13 +223,12 @@ class Graph:
         return layer if layer is not None else max(self.depth, default=0)
 
 
-def _depths(nodes: Sequence[Node]) -> list[int]:
+def _depths(nodes: Sequence[Node], is_backward: Sequence[bool]) -> list[int]:
     """Layers before each node: counted up through the forward, and on through the backward, which goes down."""
-    depths, deepest = [], 0
-    num_layers = 1 + max((layer for n in nodes if (layer := layer_of(n.path)) is not None), default=-1)
-    for node in nodes:
-        layer = layer_of(node.path)
-        here = 0 if layer is None else 2 * num_layers - layer if node.is_backward else layer + 1
-        deepest = max(deepest, num_layers if node.is_backward else 0, here)
+    layers = [layer_of(node.path) for node in nodes]
+    depths, deepest, num_layers = [], 0, 1 + max((layer for layer in layers if layer is not None), default=-1)
+    for layer, is_back in zip(layers, is_backward, strict=True):
+        here = 0 if layer is None else 2 * num_layers - layer if is_back else layer + 1
+        deepest = max(deepest, num_layers if is_back else 0, here)
         depths.append(deepest)
     return depths

@@ -1,10 +1,10 @@
 """Histogram: how many values lie where on a logarithmic scale; two of them merge by adding their counts."""
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 Array = np.ndarray[Any, Any]
 
@@ -14,8 +14,7 @@ _SHIFT = 52 - _FRACTION_BITS
 _NUM_BINS = 0x7FF << _FRACTION_BITS
 
 
-@dataclass(slots=True)
-class Histogram:
+class Histogram(Struct):
     """Counts of finite values that are not negative, by the leading bits of their float64."""
 
     bins: Array = field(default_factory=lambda: np.zeros(_NUM_BINS, np.int64))

@@ -51,9 +51,11 @@ class Judge:
             if (one.baseline and one.target and not one.problem) or one.site in absent
         ]
         """Indices of what was compared, and of the gradients that should be there to be."""
-        self.graph = Graph([_node(examined[i], sites) for i in self.matched])
+        ours = [examined[i] for i in self.matched]
+        params = [params_of(one, sites) for one in ours]
+        self.graph = Graph([_node(one, bool(own), sites) for one, own in zip(ours, params, strict=True)])
         self.inputs: list[Inputs] = self.graph.all_inputs
-        self._rounding = Rounding(examined, self.matched, self.graph, sites)
+        self._rounding = Rounding(ours, self.graph, params)
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
 
@@ -179,11 +181,11 @@ class Judge:
         )
 
 
-def _node(one: Examined, sites: Mapping[str, SiteInfo]) -> Node:
+def _node(one: Examined, has_params: bool, sites: Mapping[str, SiteInfo]) -> Node:
     path, _, port = one.site.rpartition(":")
     numeric = not one.is_exact and one.spread is not None
     identities = identity(one.pair.baseline), identity(one.pair.target)
-    return Node(path, port, numeric, bool(params_of(one, sites)), _class(one, sites), bool(one.drifts), identities)
+    return Node(path, port, numeric, has_params, _class(one, sites), bool(one.drifts), identities)
 
 
 def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:

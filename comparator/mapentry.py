@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
+
+from msgspec import Struct, field
 
 from tapscope.comparator.mapfile import Fuse
 from tapscope.comparator.names import common
 from tapscope.pattern import MAX_SUBJECT
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(Struct, frozen=True):
     """A fused site and the names that its parts would have."""
 
     name: str
@@ -20,8 +20,7 @@ class Found:
     """For each part the names that mean it, the likeliest first."""
 
 
-@dataclass
-class MapEntry:
+class MapEntry(Struct, dict=True):
     """An entry with what became of it."""
 
     entry: Fuse

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from tapscope.axes import STAGES, Dim, Dims, Shard
 from tapscope.comparator.numbered_rows import numbered_rows
@@ -15,8 +16,7 @@ from tapscope.run import Run
 from tapscope.site import compact_ranges
 
 
-@dataclass(slots=True)
-class Work:
+class Work(Struct):
     """Pieces with their places, merged axis by axis until one is left."""
 
     places: Places

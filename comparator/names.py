@@ -150,7 +150,7 @@ def common(site: str) -> str:
 
 def is_partial(site: str) -> bool:
     """Whether the site shows summands before an all-reduce."""
-    return site.rpartition(":")[0].endswith(PARTIAL)
+    return PARTIAL in site and site.rpartition(":")[0].endswith(PARTIAL)
 
 
 def reduced(site: str) -> str:

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from tapscope.comparator.forks import Fork
 from tapscope.comparator.grids import Grid, SideRows, StepRows
@@ -71,8 +71,7 @@ def _num_slots(grid: Grid, used: Array) -> int:
     return max(math.prod(grid.shape), int(used.max(initial=-1)) + 1)
 
 
-@dataclass(slots=True)
-class Pairing:
+class Pairing(Struct):
     """Pairs rows in passes, each row once."""
 
     sides: tuple[PairingSide, PairingSide]

@@ -1,7 +1,7 @@
 """Recorded: the token grids of steps whose rows nobody told, from the model's own arguments among the records."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,7 +10,9 @@ from tapscope.comparator.grids import Told, grouped
 from tapscope.errors import DataError
 from tapscope.record import FORWARD, Record
 from tapscope.run import Run
-from tapscope.tokenrows import Arguments, RowReader
+
+if TYPE_CHECKING:
+    from tapscope.tokenrows import Arguments
 
 Array = np.ndarray[Any, Any]
 _NAMES = {
@@ -68,6 +70,10 @@ def _meaning(record: Record) -> str | None:
 
 
 def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> Told:
+    if not calls:
+        return Told(())
+    from tapscope.tokenrows import RowReader  # most hosts tell their rows, and it takes 3 ms
+
     infos: dict[tuple[int, int], dict[int, Any]] = {}
     num_ambiguous = 0
     for rank, by_place in calls.items():
@@ -93,8 +99,10 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
     return Told(tuple(grids), tuple(notes), tuple(doubts))
 
 
-def _arguments(run: Run, call: _Call) -> Arguments | None:
+def _arguments(run: Run, call: _Call) -> "Arguments | None":
     """The values of one call; None without token ids on disk."""
+    from tapscope.tokenrows import Arguments
+
     values = {what: value for what, record in call.items() if (value := _value(run, record)) is not None}
     if not isinstance(values.get("ids"), np.ndarray):
         return None

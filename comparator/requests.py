@@ -7,12 +7,11 @@ by its number after all, so that prompts that differ are reported as such.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from tapscope import text
 from tapscope.comparator.trace import Request, is_automatic
@@ -35,8 +34,7 @@ class Partners(Struct, frozen=True):
     """Target positions are this much higher."""
 
 
-@dataclass(slots=True)
-class Matching:
+class Matching(Struct):
     """The paired requests, and sentences on what was assumed and what is missing."""
 
     pairs: list[Partners]
@@ -44,8 +42,7 @@ class Matching:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Match:
+class _Match(Struct):
     """Requests of both sides that have no partner yet."""
 
     sides: tuple[Sequence[Request], Sequence[Request]]

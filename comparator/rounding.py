@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.backward import Backward
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.finding import Side
 from tapscope.comparator.floor import (
     CONDITION,
     CONDITION_TWIN,
@@ -26,8 +25,7 @@ from tapscope.comparator.gradients import shared_gain, spilled, underflow
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.spread import NOTHING, Largest, Spread, given, largest, largest_of
 from tapscope.comparator.trained import STATE, Judged, Trained
-from tapscope.comparator.widths import params_of, reduction_of
-from tapscope.index import SiteInfo
+from tapscope.comparator.widths import Params, reduction_of
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 _GUESS = 4096
@@ -59,13 +57,12 @@ class _Case(Struct, frozen=True):
 class Rounding:
     """The model of one comparison: floors depend on inputs and on the same site in other layers."""
 
-    def __init__(
-        self, examined: Sequence[Examined], matched: Sequence[int], graph: Graph, sites: Mapping[str, SiteInfo]
-    ) -> None:
-        """``matched`` are the indices in ``examined`` of the graph's nodes."""
-        self._examined, self._graph = [examined[i] for i in matched], graph
-        self._params = [params_of(one, sites) for one in self._examined]
-        self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, self._params, strict=True)]
+    def __init__(self, examined: Sequence[Examined], graph: Graph, params: Sequence[Params]) -> None:
+        """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules."""
+        self._examined, self._graph, self._params = examined, graph, params
+        self._names = [self._coarsest(node) for node in range(len(examined))]
+        """The dtypes each was computed in."""
+        self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]
         self._widest = max(filter(None, self._reductions), default=_GUESS)
         self._spreads = [
             (one.handed_on or one.spread or NOTHING) if node.numeric else None
@@ -73,18 +70,18 @@ class Rounding:
         ]
         """Of numeric nodes."""
         self._backward = Backward(self._examined, graph, tuple(self._spreads))
-        self._besides = [self._backward.beside(node, self._coarsest(node)) for node in range(len(matched))]
+        self._besides = [self._backward.beside(node, names) for node, names in enumerate(self._names)]
         self._trained = Trained(self._examined, graph)
         for node in self._trained.nodes:
             self._spreads[node] = self._trained.handed_on(node)
         self._given = [None if spread is None else given(spread) for spread in self._spreads]
         """What the modules behind a numeric node are given with it."""
-        self._modelled = [0.0] * len(matched)
+        self._modelled = [0.0] * len(examined)
         """Of nodes that have a case."""
         self._behind_flips = [one.handed_on is not None for one in self._examined]
         """Whether token rows that took another way are in what a node holds."""
-        self._cases: list[_Case | None] = [None] * len(matched)
-        for node in (*self._trained.nodes, *range(len(matched))):  # of a parameter the next steps are made
+        self._cases: list[_Case | None] = [None] * len(examined)
+        for node in (*self._trained.nodes, *range(len(examined))):  # of a parameter the next steps are made
             case = self._cases[node] = self._case(node)
             if case is not None:
                 trained = graph.nodes[node].is_trained
@@ -180,9 +177,9 @@ class Rounding:
 
     def _case(self, node: int) -> _Case | None:
         one = self._examined[node]
-        if one.is_exact or one.spread is None or one.baseline is None or one.target is None:
+        if not self._graph.nodes[node].numeric or one.spread is None or one.baseline is None or one.target is None:
             return None
-        inputs, names = self._graph.inputs(node), self._coarsest(node)
+        inputs, names = self._graph.inputs(node), self._names[node]
         reduction = self._reductions[node] or self._reduction_inside(node)
         # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
         summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self._params[node] else 1
@@ -202,6 +199,8 @@ class Rounding:
 
     def _model(self, origins: Sequence[int]) -> float:
         """What everything up to some values adds; parameters that were trained carry errors of their own."""
+        if not self._trained.nodes:
+            return max(map(self._modelled.__getitem__, origins), default=0.0)
         trained = [self._graph.nodes[i].is_trained for i in origins]
         sides = (
             [self._modelled[i] for i, is_own in zip(origins, trained, strict=True) if is_own is own]
@@ -211,15 +210,15 @@ class Rounding:
 
     def _coarsest(self, node: int) -> tuple[str, str]:
         """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""
-        found = []
-        for side in ("baseline", "target"):
-            name = _dtype(self._examined[node], side)
-            if self._graph.inputs(node).how == "captured":
-                origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].numeric)
-                others = [_dtype(self._examined[i], side) for i in origins]
-                name = max([name, *(n for n in others if dtypes.epsilon(n) > _FLOAT32)], key=dtypes.epsilon)
-            found.append(name)
-        return found[0], found[1]
+        own, inputs = _dtypes(self._examined[node]), self._graph.inputs(node)
+        if inputs.how != "captured":
+            return own
+        given = [_dtypes(self._examined[i]) for i in inputs.nodes if self._graph.nodes[i].numeric]
+        baseline, target = (
+            max([name, *(other for other in others if dtypes.epsilon(other) > _FLOAT32)], key=dtypes.epsilon)
+            for name, *others in zip(own, *given, strict=True)
+        )
+        return baseline, target
 
     def _reduction_inside(self, node: int) -> int:
         """Length of the sums of what has no parameters: none in a pointwise function, else as long as any here."""
@@ -240,6 +239,7 @@ class Rounding:
         return found
 
 
-def _dtype(one: Examined, side: str) -> str:
-    this: Side | None = getattr(one, side)
-    return (this.dtype if this is not None else None) or ""
+def _dtypes(one: Examined) -> tuple[str, str]:
+    """Those of both sides; empty where there is no tensor."""
+    baseline, target = one.baseline, one.target
+    return (baseline.dtype if baseline else None) or "", (target.dtype if target else None) or ""

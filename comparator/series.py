@@ -1,6 +1,7 @@
 """Series: the records of a run by site: all firings of one site, on all ranks and steps, in execution order."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from msgspec import Struct, structs
 
@@ -65,12 +66,9 @@ def key_of(one: Series) -> Key:
     return one.group, one.site
 
 
-def recorded(one: Series) -> Iterator[Series]:
+def recorded(one: Series) -> Sequence[Series]:
     """The recorded series that a series is, or is made of."""
-    if not one.sources:
-        yield one
-    for source in one.sources:
-        yield from recorded(source)
+    return [found for source in one.sources for found in recorded(source)] if one.sources else (one,)
 
 
 def origins(one: Series) -> Iterator[Key]:
@@ -92,11 +90,16 @@ def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
     """What a finding says of a series whose first firing has, put together, this shape."""
-    first, sources = one.first, list(recorded(one)) if one.sources else [one]
+    first, sources = one.first, recorded(one)
     ranks = [record.key.rank for firing in one.firings for record in firing.records]
     count = sum(source.num_records for source in sources) if one.sources else len(ranks)
     parts = tuple(source.site for source in sources) if len(sources) > 1 else ()
-    return Side(sources[0].site, first.dtype, shape, count, first.dims, tuple(sorted(set(ranks))), parts)
+    return Side(sources[0].site, first.dtype, shape, count, first.dims, _ordered(frozenset(ranks)), parts)
+
+
+@lru_cache
+def _ordered(ranks: frozenset[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))  # one object for all sites of the same ranks
 
 
 def fire_together(sources: Sequence[Series]) -> bool:

@@ -5,7 +5,6 @@ says which row of the other run each of its rows meets, however ragged the shard
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from msgspec import structs
 
@@ -51,10 +50,10 @@ def without(dims: Dims, apart: frozenset[str]) -> Dims:
     if not apart:
         return dims
     parts = tuple(
-        replace(dim, shards=tuple(s for s in dim.shards if s.partial or s.axis not in apart))
+        structs.replace(dim, shards=tuple(s for s in dim.shards if s.partial or s.axis not in apart))
         if _TOKEN_AXES.issuperset(dim.names)
         else dim
         for dim in dims.dims
     )
     replicated = tuple(axis for axis in dims.replicated if axis not in apart)
-    return replace(dims, dims=parts, replicated=replicated, dp=None if dims.dp in apart else dims.dp)
+    return structs.replace(dims, dims=parts, replicated=replicated, dp=None if dims.dp in apart else dims.dp)

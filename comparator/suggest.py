@@ -2,10 +2,9 @@
 
 import math
 import re
-from dataclasses import dataclass, field
 from itertools import islice
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from tapscope.axes import STAGES, Dims
 from tapscope.comparator.align import Join, Plan
@@ -46,8 +45,7 @@ class _Tried(Struct, frozen=True):
     """Relative error of the first rows; NaN where there are no values to compare."""
 
 
-@dataclass(slots=True)
-class Suggester:
+class Suggester(Struct):
     """Suggests dims for the pairs of one comparison."""
 
     preparer: Preparer

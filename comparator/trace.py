@@ -7,13 +7,12 @@ So each time a name starts again at its beginning is a *round*, and rounds whose
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from tapscope.comparator.grids import Grid
 from tapscope.comparator.tokentext import TokenText
@@ -23,8 +22,7 @@ Array = np.ndarray[Any, Any]
 NEVER = np.iinfo(np.int64).max
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(Struct, eq=False):
     """One request of one run, its tokens as far as they are known."""
 
     name: str
@@ -71,8 +69,7 @@ class Trace(Struct, frozen=True):
     slot: Array
 
 
-@dataclass(slots=True)
-class _Chunk:
+class _Chunk(Struct):
     """Neighbouring rows, and from which position on a later token replaced theirs."""
 
     grid: int
@@ -80,8 +77,7 @@ class _Chunk:
     stale_from: int = NEVER
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     """What a name computed since it last started at its beginning."""
 
     request: Request
@@ -222,7 +218,8 @@ def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[
     superseded = position >= np.repeat(table[:, 6], counts)
     within += np.repeat(table[:, 4], counts)
     again = _narrow(_count_again(request, position, superseded))
-    return Trace(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, _narrow(within))
+    position, within = _narrow(position), _narrow(within)
+    return Trace(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, within)
 
 
 def _narrow(column: Array) -> Array:

@@ -49,6 +49,8 @@ class Trained:
     def judged(self, node: int, whole: Judged, base: float, eps: float) -> Judged:
         """``whole``; of a parameter that is trained the step that is furthest off beside what gradients up to it
         explain: a wrong parameter makes the gradients of the next step wrong."""
+        if not self._examined[node].drifts:
+            return whole
         found: list[Judged] = []
         for num, drift in enumerate(self._examined[node].drifts, 1):
             if not drift.spread.is_zero:

@@ -1,7 +1,6 @@
 """Turn: axes that both sides name alike and hold in another order are laid over each other by their names."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from msgspec import structs
 
@@ -57,5 +56,5 @@ def _reordered(whole: Whole, places: Sequence[int], order: Sequence[int]) -> Who
     axes = list(range(len(whole.shape)))
     for place, axis in zip(places, order, strict=True):
         axes[place] = axis
-    dims = replace(whole.dims, dims=tuple(whole.dims.dims[i] for i in axes))
+    dims = structs.replace(whole.dims, dims=tuple(whole.dims.dims[i] for i in axes))
     return structs.replace(whole, piece=Turned(tuple(axes), whole.piece), dims=dims)

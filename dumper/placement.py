@@ -1,7 +1,8 @@
 """Placement: what a DTensor says of how it lies over the mesh, as dims."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from tapscope import dims
 from tapscope.dims import Dim, Dims, Shard

@@ -6,7 +6,6 @@ import math
 import textwrap
 import types
 import typing
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -87,7 +86,7 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
 
 def _fields(kind: Any) -> tuple[str, ...]:
     """Of a dataclass or a struct; none of anything else."""
-    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else getattr(kind, "__struct_fields__", ())
+    return getattr(kind, "__struct_fields__", ())
 
 
 @cache

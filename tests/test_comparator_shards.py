@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +10,7 @@ import pytest
 from dealing import LENGTHS, Array, MemoryRun, assembled, deal, places, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tapscope.axes import Dim, Dims, Section, Shard, Size
 from tapscope.comparator import Verdict, compare

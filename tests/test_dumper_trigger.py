@@ -4,12 +4,12 @@ import contextlib
 import copy
 import math
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tapscope.dumper.trigger import STATISTICS, Trigger, parse_trigger
 from tapscope.errors import EvaluationError, RuleError

@@ -2,10 +2,10 @@
 
 import math
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.kernels.native import library
 from tapscope.kernels.native.overview import median
@@ -28,8 +28,7 @@ rows are alike (a bias, a strong mean) they do not average out; over channels th
 _LAYOUT = struct.Struct("=q2d")
 
 
-@dataclass(frozen=True, slots=True)
-class Channel:
+class Channel(Struct, frozen=True):
     """The channel that is furthest from a common scale, beside its noise."""
 
     index: int

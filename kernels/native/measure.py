@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,8 +82,7 @@ def _field(name: str) -> Any:
     return property(lambda self: self.integers[whole])
 
 
-@dataclass(eq=False, slots=True)
-class RowMeasures:
+class RowMeasures(Struct, eq=False):
     """Two matrices compared row by row: one float64 or int64 array a field, one element a row.
 
     Differences and sums are over positions where both sides are finite; see :class:`Measure` for the counts.

@@ -1,6 +1,6 @@
 """Axes: what dims say of each axis of a tensor, parsed; the grammar is in :mod:`tapscope.dims`."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from tapscope.errors import DimsError
 
@@ -14,8 +14,7 @@ STAGES = ("pp", "vpp")
 """Mesh axes whose ranks hold other layers: a tensor may be declared replicated over them, never sharded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """How one dim is spread over one mesh axis."""
 
     axis: str
@@ -29,8 +28,7 @@ class Shard:
         return self.axis + (":" + "+".join(qualifiers) if qualifiers else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(Struct, frozen=True):
     """How long an axis, or a section of one, is in the whole tensor."""
 
     whole: int
@@ -41,8 +39,7 @@ class Size:
         return f"={self.whole}" + (f"x{self.copies}" if self.copies > 1 else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(Struct, frozen=True):
     """One of the tensors that lie side by side in an axis."""
 
     name: str
@@ -53,8 +50,7 @@ class Section:
         return self.name + str(self.size or "")
 
 
-@dataclass(frozen=True, slots=True)
-class Dim:
+class Dim(Struct, frozen=True):
     """One axis of a tensor."""
 
     names: tuple[str, ...]
@@ -73,8 +69,7 @@ class Dim:
         return name + str(self.size or "") + (f"[{','.join(map(str, self.shards))}]" if self.shards else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Dims:
+class Dims(Struct, frozen=True):
     """A parsed annotation; ``str(dims)`` prints it in canonical form."""
 
     dims: tuple[Dim, ...]

@@ -10,7 +10,8 @@ from typing import Any
 from tapscope.directory import locked
 from tapscope.disk import Disk
 from tapscope.errors import RunCorruptError
-from tapscope.index import read_index, table_names, uncollected
+from tapscope.garbage import uncollected
+from tapscope.index import read_index, table_names
 from tapscope.ledger import encode_line, event_line
 from tapscope.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
 from tapscope.parquet import read_table, write_table

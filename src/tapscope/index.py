@@ -1,20 +1,18 @@
 """Index: the typed lines of one rank's ``records.jsonl``, parsed."""
 
-import gc
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from tapscope import member, record
 from tapscope.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.record import Record
 
 
-@dataclass(frozen=True, slots=True)
-class SiteInfo:
+class SiteInfo(Struct, frozen=True):
     """What is known of a site once, from its ``site`` line."""
 
     site: str
@@ -28,8 +26,7 @@ class SiteInfo:
     """What the module says of this port, see :mod:`tapscope.dims`; None when nobody said."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(Struct, frozen=True):
     """A named number of a step."""
 
     rank: int
@@ -38,8 +35,7 @@ class Metric:
     value: float
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """Something that happened: ``open``, ``close``, ``config``, ``failed``, ``dropped``, ..."""
 
     rank: int
@@ -47,8 +43,7 @@ class Event:
     fields: dict[str, Any]
 
 
-@dataclass(slots=True)
-class RankIndex:
+class RankIndex(Struct):
     """The parsed lines of one rank."""
 
     records: list[Record] = field(default_factory=list)
@@ -61,19 +56,6 @@ class RankIndex:
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """What the source does not say of itself or leaves out, one sentence each."""
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Records and findings are made by the hundred thousand and stay: to look for garbage among them costs more than
-    they do."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 _decode = json.JSONDecoder().decode

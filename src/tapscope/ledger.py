@@ -5,15 +5,15 @@ import math
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from tapscope import member
 from tapscope.observe import RowRun, StepInfo
 
 
-@dataclass(slots=True)
-class StepCounts:
+class StepCounts(Struct):
     """What one rank counted in one step."""
 
     seen: int = 0
@@ -38,8 +38,7 @@ class StepCounts:
         self.left_out += other.left_out
 
 
-@dataclass(frozen=True, slots=True)
-class StepLine:
+class StepLine(Struct, frozen=True):
     """One step of one rank, from its ``step`` lines."""
 
     info: StepInfo
@@ -167,8 +166,7 @@ def _counts(line: dict[str, Any]) -> StepCounts:
     return StepCounts(seen, sent, dropped, failed, aborted, left_out)
 
 
-@dataclass(slots=True)
-class Ledger:
+class Ledger(Struct):
     """The account of a whole run, or of one rank of it."""
 
     seen: int = 0

@@ -8,9 +8,10 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import fields
 
 from tapscope.record import Entry, Key, Record, Slice, Stats, from_json
 

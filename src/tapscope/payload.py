@@ -75,9 +75,9 @@ class SegmentPayloads:
         """See :class:`Payloads`."""
         entry = record.entry
         assert entry is not None
-        if reason := self._misfit(record):
-            raise RunCorruptError(reason)
         dtype = dtypes.numpy_dtype(record.dtype or "")
+        if entry.offset < 0 or prod(record.shape) * dtype.itemsize != entry.nbytes:
+            raise RunCorruptError(self._misfit(record))
         if entry.nbytes == 0:
             return np.empty(record.shape, dtype)
         end = entry.offset + entry.nbytes

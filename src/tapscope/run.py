@@ -9,7 +9,8 @@ import numpy as np
 
 from tapscope.audit import audit
 from tapscope.errors import ConfigError, RuleError, RunCorruptError
-from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, uncollected
+from tapscope.garbage import uncollected
+from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index
 from tapscope.ledger import Ledger, StepLine, step_from_lines
 from tapscope.manifest import MANIFEST, rank_dirs, read_manifest
 from tapscope.payload import Payloads, SegmentPayloads

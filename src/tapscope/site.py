@@ -82,7 +82,10 @@ def parse(text: str) -> Site:
 @lru_cache(maxsize=65536)
 def layer_of(path: str) -> int | None:
     """The first integer component of a dotted path, or None."""
-    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+    for part in path.split("."):
+        if part.isdigit():
+            return int(part)
+    return None
 
 
 class Glob:

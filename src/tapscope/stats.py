@@ -1,14 +1,14 @@
 """Stats: what is counted and summed over the values of a tensor, mergeable over shards."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tapscope import member
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(Struct, frozen=True):
     """Mergeable statistics over the finite values of a tensor; non-finite ones are counted."""
 
     count: int

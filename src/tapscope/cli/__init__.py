@@ -10,6 +10,7 @@ from tapscope._version import __version__
 from tapscope.cli import diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.errors import TapscopeError
+from tapscope.garbage import uncollected
 
 
 class Command(Protocol):
@@ -80,7 +81,8 @@ def _dispatch(name: str, words: list[str]) -> int:
     if verb is None:
         diagnostics.error(f"{name!r} is no command; commands are {', '.join(VERBS)}")
         return ExitCode.USAGE
-    command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
+    with uncollected():
+        command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
     parser = argparse.ArgumentParser(
         prog=f"tapscope {name}",
         description=command.__doc__,

@@ -6,6 +6,7 @@ from tapscope.cli import comparison, diagnostics, output
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.report.table import TOP, render
 from tapscope.directory import is_abandoned
+from tapscope.garbage import uncollected
 from tapscope.run import Run, open_run
 
 
@@ -37,7 +38,7 @@ class DiffCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""
         options = comparison.options_of(args)
-        with open_run(args.baseline) as baseline, open_run(args.target) as target:
+        with uncollected(), open_run(args.baseline) as baseline, open_run(args.target) as target:
             report = _compare(baseline, target, options)
         if args.json:
             for line in report.to_json():
@@ -57,12 +58,13 @@ def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
 
 
 def _print(report: Report, top: int | None) -> None:
+    if output.is_plain():
+        for line in render(report, width=output.plain_width(), top=top):
+            output.write_line(line.plain)
+        return
     console = output.console()
     for line in render(report, width=console.width, top=top):
-        if console.no_color and not console.is_terminal:  # a million lines to a file need no layout
-            output.write_line(line.plain)
-        else:
-            console.print(line, overflow="ignore", no_wrap=True, crop=False)
+        console.print(line, overflow="ignore", no_wrap=True, crop=False)
 
 
 def _positive(text: str) -> int:

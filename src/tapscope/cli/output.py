@@ -28,8 +28,19 @@ def write_json(item: dict[str, Any]) -> None:
     sys.stdout.write(json_line(item) + "\n")
 
 
+def is_plain() -> bool:
+    """Whether lines go out without colour or layout, to a file or another program: then a console, which takes longest
+    of all to import, is not needed."""
+    return not sys.stdout.isatty() and _color != "always" and not os.environ.get("FORCE_COLOR")
+
+
+def plain_width() -> int:
+    """Columns of what is no terminal."""
+    return int(os.environ.get("COLUMNS") or 100)
+
+
 def console() -> "Console":
-    """A rich console on stdout: the terminal's width, 100 columns elsewhere; markup is off."""
+    """A rich console on stdout: the terminal's width, :func:`plain_width` elsewhere; markup is off."""
     from rich.console import Console as RichConsole
 
     class Console(RichConsole):
@@ -37,12 +48,11 @@ def console() -> "Console":
             raise BrokenPipeError  # main knows what that means; rich would exit with 1, our word for "differs"
 
     terminal = sys.stdout.isatty()
-    width = None if terminal else int(os.environ.get("COLUMNS") or 100)
     forced = True if _color == "always" else None
     no_color = _color == "never" or (_color == "auto" and ("NO_COLOR" in os.environ or not terminal))
     return Console(
         file=sys.stdout,
-        width=width,
+        width=None if terminal else plain_width(),
         force_terminal=forced,
         no_color=no_color,
         markup=False,
