@@ -101,7 +101,7 @@ class Grammars:
         try:
             tokenizer = self._tokenizer
             matcher: llguidance.LLMatcher = _llguidance().LLMatcher(tokenizer, self._grammar(kind, text), log_level=0)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{kind}={short(text)}: {error}") from None
         if matcher.is_error():
             raise UsageError(f"{kind}={short(text)}: {_first_line(matcher.get_error())}")

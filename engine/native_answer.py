@@ -19,7 +19,8 @@ class Style:
 
     decode: Callable[[int], str] | None = None
     """Gives the text of a token; None where texts were not asked for."""
-    weight_version: str = "default"
+    weight_version: Callable[[], str] = lambda: "default"
+    """Which weights serve now: a request may outlive them."""
 
 
 def answer(output: Output, latency_s: float, wanted: LogprobsWanted, style: Style, *, has_text: bool) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def answer(output: Output, latency_s: float, wanted: LogprobsWanted, style: Styl
         "cached_tokens": output.cached_tokens,
         "finish_reason": _finish_reason(output),
         "e2e_latency": latency_s,
-        "weight_version": style.weight_version,
+        "weight_version": style.weight_version(),
         "dp_rank": output.dp_rank,
     }
     if output.routed_experts is not None:

@@ -192,6 +192,7 @@ def test_length_may_cut_a_constrained_output(llm: LLM) -> None:
     [
         ({"json_schema": '{"type": "nope"}'}, r"json_schema='.\"type\": \"nope\".': Invalid type: nope"),
         ({"json_schema": "{"}, r"json_schema='.': "),
+        ({"json_schema": "[" * 9999}, "recursion"),
         ({"json_schema": "[1]"}, "a schema that anything satisfies is a JSON object or true"),
         ({"json_schema": "false"}, "a schema that anything satisfies is a JSON object or true"),
         ({"json_schema": '{"enum": []}'}, "Unsatisfiable schema: anyOf is empty"),

@@ -208,5 +208,5 @@ def _style(body: GenerateBody, state: FrontState) -> Style:
     decodes = body.return_text_in_logprobs and tokenizer is not None
     return Style(
         decode=(lambda token: tokenizer.decode([token])) if decodes and tokenizer is not None else None,
-        weight_version=state.weight_version,
+        weight_version=lambda: state.weight_version,
     )
