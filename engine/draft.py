@@ -43,7 +43,7 @@ class Draft:
             visits=request.visits(start, end),
             tokens=tuple(request.tokens[start:end]),
             page_start=request.num_sent,
-            pages=tuple(request.pages[request.num_sent :]),
+            pages=self._paging.table(request),
             num_logits=end - start if every else int(samples),
             samples=samples,
             prompt_length=len(request.prompt_ids),

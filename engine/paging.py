@@ -8,6 +8,9 @@ A request's page table, by position::
 A page goes over to the tree as soon as all its positions are computed. If the tree has a page with those tokens
 already, the request's entry is pointed to that one first and its own is freed after. Hence a request that ends, or is
 preempted, leaves its full pages behind for others, or for itself.
+
+Where no layer looks further back than a window, pages behind it are *passed*: the first num_passed entries name no
+page, and a prefix can be had from the tree if that has the pages of its last window.
 """
 
 from collections.abc import Sequence
@@ -27,14 +30,14 @@ class Paging:
     """Every page is free, in the tree, or held by exactly one running request."""
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True, window: int | None = None) -> None:
-        """``window``: no layer looks further back. Such requests share nothing, and free the pages they have passed."""
+        """``window``: no layer looks further back. Requests let go of the pages they have passed."""
         self.pages = PageAllocator(num_pages)
         self.page_size = page_size
         self.window = window
-        self.tree = RadixCache()
+        self.tree = RadixCache(has_gaps=window is not None)
         self.num_evicted = 0
         """Pages taken out of the prefix cache so far to make room."""
-        self._shares = prefix_cache and window is None
+        self._shares = prefix_cache
 
     @property
     def num_available(self) -> int:
@@ -82,13 +85,20 @@ class Paging:
 
     def match(self, request: Request) -> None:
         """Take what the tree has of the request's coming pages; nothing in them need be computed."""
-        while (place := self.next_page(request)) is not None:
-            parent, key = place
-            node = parent.children.get(key)
-            if node is None:
-                return
+        place = self.next_page(request)
+        if place is None:
+            return
+        nodes = self._known(request, *place)
+        while nodes and any(node.page < 0 for node in nodes[self._new_behind(request, len(nodes)) :]):
+            nodes.pop()
+        if not nodes:
+            return
+        passed = self._new_behind(request, len(nodes))
+        self._skip(request, nodes[:passed])
+        for node in nodes[passed:]:
             self._share(request, node)
-            request.num_computed = max(request.num_computed, request.num_shared * self.page_size)
+        request.num_computed = max(request.num_computed, request.num_shared * self.page_size)
+        self._pass(request, request.num_shared * self.page_size)
 
     def settle(self, request: Request) -> None:
         """After rows were computed: full pages go over to the tree, passed ones are freed."""
@@ -97,24 +107,26 @@ class Paging:
             start = request.num_shared * size
             parent, key = request.node or self.tree.root, tuple(request.tokens[start : start + size])
             node = parent.children.get(key)
-            if node is not None:
+            if node is not None and node.page >= 0:
                 self._share(request, node)
             else:
                 request.node = self.tree.insert(parent, key, request.pages[request.num_shared])
                 request.num_shared += 1
-        if self.window is not None:
-            first = max(0, request.num_computed - self.window + 1) // size
-            self.pages.give_back(request.pages[request.num_passed : first])
-            request.pages[request.num_passed : first] = [_PASSED] * (first - request.num_passed)
-            request.num_passed = first
+        self._pass(request, request.num_computed)
 
     def release(self, request: Request) -> None:
         """The request holds no pages any more, and has computed nothing."""
-        if request.node is not None:
-            self.tree.release(request.node)
+        self.tree.release(self._held(request)[::-1])
         self.pages.give_back(request.pages[max(request.num_shared, request.num_passed) :])
         request.node, request.pages = None, []
         request.num_shared = request.num_passed = request.num_sent = request.num_computed = 0
+
+    def table(self, request: Request) -> tuple[int, ...]:
+        """Entries of the page table that the ranks do not know; passed pages, whose rows count for nothing, are some
+        other page of the request's.
+        """
+        fresh, passed = request.pages[request.num_sent :], max(0, request.num_passed - request.num_sent)
+        return (request.pages[request.num_passed],) * passed + tuple(fresh[passed:])
 
     def flush(self) -> int:
         """Forget every prefix that no running request holds; returns how many pages that freed."""
@@ -128,10 +140,9 @@ class Paging:
         held: dict[int, int] = {}
         own: list[int] = []
         for request in running:
-            path = self._path(request)
-            _require(
-                request.pages[: request.num_shared] == [n.page for n in path], f"{request.id!r} shares other pages"
-            )
+            path = self._held(request)
+            shared = [_PASSED] * min(request.num_passed, request.num_shared) + [node.page for node in path]
+            _require(request.pages[: request.num_shared] == shared, f"{request.id!r} shares other pages")
             _require(request.num_computed <= len(request.pages) * self.page_size, f"{request.id!r} lacks pages")
             own += request.pages[max(request.num_shared, request.num_passed) :]
             for node in path:
@@ -139,7 +150,7 @@ class Paging:
         nodes = list(self.tree.nodes())
         wrong = next((node for node in nodes if node.refs != held.get(id(node), 0)), None)
         _require(wrong is None, f"page {wrong and wrong.page} is not held as often as it says")
-        places = sorted([*self.pages.free, *own, *(node.page for node in nodes)])
+        places = sorted([*self.pages.free, *own, *(node.page for node in nodes if node.page >= 0)])
         _require(places == list(range(self.pages.num_pages)), "free, cached and held pages are not every page once")
 
     def _share(self, request: Request, node: Node) -> None:
@@ -152,9 +163,60 @@ class Paging:
         request.node, request.num_shared = node, place + 1
         request.num_sent = min(request.num_sent, place)
 
-    def _path(self, request: Request) -> list[Node]:
+    def _known(self, request: Request, node: Node, key: Key) -> list[Node]:
+        """What the tree has of the request's coming pages, gaps too; ``key`` is the first one's, below ``node``."""
+        size = self.page_size
+        nodes: list[Node] = []
+        for start in range(request.num_shared * size, len(request.tokens) - size, size):
+            child = node.children.get(key if not nodes else tuple(request.tokens[start : start + size]))
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def _new_behind(self, request: Request, count: int) -> int:
+        """How many of the next ``count`` shared pages nobody needs once all of them are shared."""
+        num_shared = request.num_shared + count
+        return max(0, self._num_behind(num_shared * self.page_size, num_shared) - request.num_shared)
+
+    def _num_behind(self, num_computed: int, num_shared: int) -> int:
+        """Leading pages that no coming row sees; never all shared ones, since the last says where the path ends."""
+        if self.window is None:
+            return 0
+        first = max(0, num_computed - self.window + 1) // self.page_size
+        return min(first, num_shared - 1) if num_shared else first
+
+    def _skip(self, request: Request, nodes: Sequence[Node]) -> None:
+        """Go down the tree past ``nodes`` without taking their pages: those before are passed, too."""
+        if not nodes:
+            return
+        self._let_go(request, request.num_shared)
+        place, end = request.num_shared, request.num_shared + len(nodes)
+        self.pages.give_back(request.pages[place:end])
+        request.pages[place:end] = [_PASSED] * len(nodes)
+        request.node, request.num_shared, request.num_passed = nodes[-1], end, end
+        request.num_sent = min(request.num_sent, place)
+
+    def _pass(self, request: Request, num_computed: int) -> None:
+        """Let go of the pages that no row from position ``num_computed`` on sees."""
+        self._let_go(request, self._num_behind(num_computed, request.num_shared))
+
+    def _let_go(self, request: Request, end: int) -> None:
+        """The request's pages before ``end`` are passed."""
+        begin, num_shared = request.num_passed, request.num_shared
+        if end <= begin:
+            return
+        self.tree.release(self._held(request)[: end - begin][::-1])
+        self.pages.give_back(request.pages[max(begin, num_shared) : end])
+        request.pages[begin:end] = [_PASSED] * (end - begin)
+        request.num_passed = end
+
+    def _held(self, request: Request) -> list[Node]:
+        """The nodes of the request's shared pages that it has not passed."""
         node, path = request.node, []
-        while node is not None and node.parent is not None:
+        for _ in range(request.num_passed, request.num_shared):
+            assert node is not None, "a path is as long as its pages"
             path.append(node)
             node = node.parent
         return path[::-1]

@@ -26,6 +26,11 @@ def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> N
     return node
 
 
+def _upwards(node: Node) -> list[Node]:
+    """``node`` and what is above it, but for the root."""
+    return [] if node.parent is None else [node, *_upwards(node.parent)]
+
+
 paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=25)
 
 
@@ -39,7 +44,7 @@ def test_what_is_evicted_is_what_a_plain_list_of_uses_says(paths: list[list[int]
         nodes.append((tuple(path), _enter(tree, [(step,) for step in path], pages)))
         tree.check()
     for i, (path, node) in enumerate(nodes[held:]):
-        tree.release(node)
+        tree.release(_upwards(node))
         tree.check()
         last_used |= {path[:end]: i for end in range(1, len(path) + 1)}
     kept = {path[:end] for path, _ in nodes[:held] for end in range(1, len(path) + 1)}
@@ -69,8 +74,8 @@ def _spelled(tree: RadixCache) -> list[tuple[tuple[int, ...], Node]]:
 def test_a_prefix_used_again_and_again_does_not_fill_the_heap() -> None:
     tree, pages = RadixCache(), [0]
     for _ in range(1000):
-        tree.release(_enter(tree, [(7,)], pages))
-    assert len(tree._leaves) < 100
+        tree.release(_upwards(_enter(tree, [(7,)], pages)))
+    assert len(tree._offered) < 100
     assert tree.evict(5) == [0]
 
 
@@ -106,6 +111,45 @@ def test_a_match_is_the_longest_run_of_full_pages_that_leaves_one_token(page_siz
     paging.release(two)
     paging.check([])
     assert paging.num_used == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_behind_a_window_a_match_needs_the_pages_of_the_last_window_only(page_size: int, data: st.DataObject) -> None:
+    window = data.draw(st.integers(1, 7))
+    paging = Paging(data.draw(st.integers(30, 60)) // page_size, page_size, window=window)
+    prompts = st.lists(st.integers(0, 1), min_size=1, max_size=25).map(
+        lambda tail: [1, 0, 1, 1, 0, 1][: len(tail)] + tail
+    )
+    for tokens in data.draw(st.lists(prompts, max_size=6)):
+        request = _request(tokens)
+        paging.match(request)
+        while request.num_computed < len(tokens):  # in chunks, so that pages are passed on the way
+            end = min(request.num_computed + page_size, len(tokens))
+            paging.grow(request, end)
+            request.record(request.num_computed, end - request.num_computed)
+            paging.settle(request)
+            assert len(request.pages) - request.num_passed <= -(-window // page_size) + 2
+            paging.check([request])
+        paging.release(request)
+        paging.check([])
+        paging.pages.give_back(paging.tree.evict(data.draw(st.integers(0, 2))))
+        paging.check([])
+    new = _request(data.draw(prompts))
+    known = {spelled: node.page >= 0 for spelled, node in _spelled(paging.tree)}
+    expected = 0
+    for end in range(page_size, len(new.tokens), page_size):
+        seen = range(max(0, end - window + 1) // page_size * page_size + page_size, end + 1, page_size)
+        if all(known.get(tuple(new.tokens[:stop])) for stop in (*seen, end)):
+            expected = end
+    paging.match(new)
+    assert new.num_computed == expected
+    paging.check([new])
+    paging.release(new)
+    assert paging.flush() >= 0
+    assert list(paging.tree.nodes()) == []
+    paging.check([])
 
 
 def test_a_duplicate_is_pointed_to_the_first_page_before_it_is_freed() -> None:
@@ -150,7 +194,7 @@ def test_flush_forgets_what_nobody_holds() -> None:
 def test_the_check_finds_a_tree_that_does_not_add_up() -> None:
     tree = RadixCache()
     node = tree.insert(tree.root, (1,), 5)
-    tree.release(node)
-    tree._leaves.clear()
+    tree.release([node])
+    tree._offered.clear()
     with pytest.raises(InvariantError, match="page 5 can never be evicted"):
         tree.check()

@@ -130,6 +130,19 @@ def test_windows_are_crossed_with_few_pages(tmp_path: Path, family: str) -> None
     assert tokens == [reference_tokens(path, prompt, NUM_NEW) for prompt in prompts]
 
 
+@pytest.mark.parametrize("given", [{}, {"batch_invariant": True}], ids=str)
+def test_a_prefix_longer_than_the_window_is_computed_once(tmp_path: Path, given: dict[str, Any]) -> None:
+    path = make_checkpoint(tmp_path / "model", "mistral", seed=2)
+    with LLM(path, page_size=4, num_pages=40, max_tokens_per_step=10, check=True, **given) as llm:
+        generations = [
+            llm.generate([prompt], max_new_tokens=20, ignore_eos=True)[0] for prompt in (SHARED, SHARED, PROMPTS[4])
+        ]
+        assert [generation.cached_tokens for generation in generations] == [0, 32, 32]
+        assert llm.engine.scheduler.paging.num_used == 0
+    for prompt, generation in zip((SHARED, SHARED, PROMPTS[4]), generations, strict=True):
+        assert list(generation.token_ids) == reference_tokens(path, prompt, 20)
+
+
 def test_ranks_follow_page_tables_that_change(path: Path, tmp_path: Path, expected: list[list[int]]) -> None:
     ranks = ThreadRanks(
         path, tmp_path / "store", 2, page_size=3, num_pages=40, max_tokens_per_step=16, prefix_cache=True
