@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -324,6 +327,24 @@ def test_help_loads_nothing_heavy_and_begins_with_the_summary(verb):
     done = subprocess.run([sys.executable, "-c", program, verb, "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert f"usage: tapscope {verb}" in done.stdout
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_help_of_every_verb_is_told_alike_and_its_examples_can_be_called(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    first, *rest = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert first[0].isupper()
+    assert first.endswith(".")
+    examples = [line for line in rest if re.match(r" *(\$|tapscope|curl|python) ", line)]
+    assert examples
+    for example in examples:
+        assert example.startswith("  $ "), example
+        call = re.split(r"   +| \| ", example.removeprefix("  $ "))[0]  # what follows says what it does
+        program, name, *words = shlex.split(call)
+        if program == "tapscope":
+            found = cli.VERBS[name]
+            command = getattr(import_module(f"tapscope.cli.{found.module}"), found.cls)()
+            assert cli._parser(name, command).parse_intermixed_args(words), example
 
 
 def test_view_without_a_terminal_names_the_other_commands(run_cli):

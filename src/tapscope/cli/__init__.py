@@ -1,6 +1,7 @@
 """The `tapscope` command: composes the parts, and loads each only when it is used."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -34,10 +35,12 @@ class _Verb(NamedTuple):
 VERBS = {
     "dump": _Verb("capture", "dump", "DumpCommand", "run a model once and record its tensors"),
     "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP, its taps steered at run time"),
-    "ctl": _Verb("capture", "ctl", "CtlCommand", "steer a running dumper: state, configure, capture, reset, sites"),
+    "ctl": _Verb(
+        "capture", "ctl", "CtlCommand", "steer a running dumper: state, configure, capture, reset, sites, metrics"
+    ),
     "bench": _Verb("measure", "bench", "BenchCommand", "measure a server under load, or the engine alone"),
     "info": _Verb("look", "info", "InfoCommand", "what a run holds, and what looks wrong in it"),
-    "ls": _Verb("look", "ls", "LsCommand", "list records, one per line"),
+    "ls": _Verb("look", "ls", "LsCommand", "list records, one a line"),
     "show": _Verb("look", "show", "ShowCommand", "one tensor: statistics, histogram, values"),
     "view": _Verb("look", "view", "ViewCommand", "browse a run in the terminal"),
     "verify": _Verb("keep", "verify", "VerifyCommand", "what of a run is there, missing or damaged"),
@@ -83,18 +86,8 @@ def _dispatch(name: str, words: list[str]) -> int:
         return ExitCode.USAGE
     with uncollected():
         command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
-    parser = argparse.ArgumentParser(
-        prog=f"tapscope {name}",
-        description=command.__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.prepare(parser)
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour (default: auto)")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no notes on stderr, only errors")
     try:
-        args = parser.parse_intermixed_args(words)  # flags may stand among the words
+        args = _parser(name, command).parse_intermixed_args(words)  # flags may stand among the words
     except SystemExit as stop:
         return int(stop.code or 0)
     output.configure(color=args.color)
@@ -102,6 +95,21 @@ def _dispatch(name: str, words: list[str]) -> int:
     code = command.run(args)
     output.flush()
     return code
+
+
+def _parser(name: str, command: Command) -> argparse.ArgumentParser:
+    told = re.sub(r"^ +", "", (command.__doc__ or "").rstrip(), flags=re.MULTILINE)
+    parser = argparse.ArgumentParser(
+        prog=f"tapscope {name}",
+        description=re.sub(r"^\$ ", "  $ ", told, flags=re.MULTILINE),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.prepare(parser)
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour (default: auto)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no notes on stderr, only errors")
+    return parser
 
 
 def _help() -> str:

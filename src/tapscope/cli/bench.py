@@ -17,10 +17,10 @@ _DATASETS = ("random", "shared-prefix", "sharegpt")
 class BenchCommand:
     """Measure a server under load (serving), many prompts at once (batch), or one batch (latency).
 
-      tapscope bench serving http://127.0.0.1:8000 --num-prompts 256 --max-concurrency 64
-      tapscope bench serving http://127.0.0.1:8000 --rate 8 --dataset sharegpt --dataset-path talks.json
-      tapscope bench batch MODEL --num-prompts 64 --dataset shared-prefix
-      tapscope bench latency MODEL --batch-size 8 --input-len 512 --output-len 64
+      $ tapscope bench serving http://127.0.0.1:8000 --num-prompts 256 --max-concurrency 64
+      $ tapscope bench serving http://127.0.0.1:8000 --rate 8 --dataset sharegpt --dataset-path talks.json
+      $ tapscope bench batch MODEL --num-prompts 64 --dataset shared-prefix
+      $ tapscope bench latency MODEL --batch-size 8 --input-len 512 --output-len 64
 
     serving takes any OpenAI-compatible server; a key for it is read from TAPSCOPE_API_KEY or OPENAI_API_KEY. Shares
     are of what this machine reads and multiplies a second, measured by the same process just before.

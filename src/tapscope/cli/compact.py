@@ -9,9 +9,9 @@ SCHEMA = "tapscope.compact/1"
 
 
 class CompactCommand:
-    """turn the record lines of a finished run into Parquet tables
+    """Turn the record lines of a finished run into Parquet tables.
 
-    $ tapscope compact base
+      $ tapscope compact base
 
     The run reads the same as before, takes less room and opens sooner; payloads stay as they are. The lines go only
     when the table was read back and found equal to them. A run that is being recorded is left alone.

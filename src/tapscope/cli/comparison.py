@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the selection and of the judgement."""
     choose = parser.add_argument_group("selection, on both runs")
-    choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites; repeatable")
-    choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these; repeatable")
+    choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites (repeatable)")
+    choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these (repeatable)")
     choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
     choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
     choose.add_argument(
@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
     meet = parser.add_argument_group("matching")
     meet.add_argument(
-        "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules; repeatable"
+        "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules (repeatable)"
     )
     meet.add_argument(
         "--dims",
@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="judge these sites by a condition such as 'lm_head=rel < 1e-3 and max_abs < 0.1'; the first match "
-        "decides; repeatable",
+        "decides (repeatable)",
     )
     judge.add_argument(
         "--detail",

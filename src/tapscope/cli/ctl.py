@@ -24,13 +24,13 @@ _Ask = Callable[[str, dict[str, Any] | str | None], Any]
 class CtlCommand:
     """Steer a running dumper; every answer is JSON (metrics: Prometheus' text).
 
-    tapscope ctl 127.0.0.1:8000 state
-    tapscope ctl 127.0.0.1:8000 configure enabled=true keep=stats 'rules=layers.3.*:out=full'
-    tapscope ctl 127.0.0.1:8000 capture --steps 4
-    tapscope ctl 127.0.0.1:8000 capture --past 20
-    tapscope ctl 127.0.0.1:8000 reset next-run
-    tapscope ctl 127.0.0.1:8000 sites 'layers.0.*'
-    tapscope ctl runs/live state --table
+    $ tapscope ctl 127.0.0.1:8000 state
+    $ tapscope ctl 127.0.0.1:8000 configure enabled=true keep=stats 'rules=layers.3.*:out=full'
+    $ tapscope ctl 127.0.0.1:8000 capture --steps 4
+    $ tapscope ctl 127.0.0.1:8000 capture --past 20
+    $ tapscope ctl 127.0.0.1:8000 reset next-run
+    $ tapscope ctl 127.0.0.1:8000 sites 'layers.0.*'
+    $ tapscope ctl runs/live state --table
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ class DiffCommand:
     Sites meet by name, token rows by request and position, shards by their dims. Without a tolerance an error is
     judged beside what rounding explains, so fp32 against bf16 is a normal case. The last three lines are the answer.
 
-    exit code: 0 agrees, 1 differs or the data are partial, 2 usage, 3 unreadable or nothing in common
+    Exit codes: 0 agrees, 1 differs or the data are partial, 2 usage, 3 unreadable or nothing in common.
     """
 
     name = "diff"
@@ -33,7 +33,7 @@ class DiffCommand:
         show = parser.add_argument_group("output")
         show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
         show.add_argument("--all", action="store_true", help="one row for every site, nothing folded")
-        show.add_argument("--json", action="store_true", help="one object a line: header, findings, summary")
+        show.add_argument("--json", action="store_true", help="one JSON object a line: header, findings, summary")
 
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""

@@ -22,9 +22,9 @@ class DumpCommand:
 
     The backend is tapscope's own engine, or transformers as the reference:
 
-      tapscope dump MODEL -o base --backend hf --prompt 'def main():'
-      tapscope dump MODEL -o target --tp 2 --dtype bfloat16 --tokens-from base
-      tapscope diff base target
+      $ tapscope dump MODEL -o base --backend hf --prompt 'def main():'
+      $ tapscope dump MODEL -o target --tp 2 --dtype bfloat16 --tokens-from base
+      $ tapscope diff base target
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ SCHEMA = "tapscope.info/1"
 
 
 class InfoCommand:
-    """say what a run holds, and what looks wrong in it
+    """Say what a run holds, and what looks wrong in it.
 
     $ tapscope info base              exit 1 where values look wrong or something is missing
     $ tapscope info base --verify     read every payload and check it against its recorded hash
@@ -29,7 +29,7 @@ class InfoCommand:
             "--verify", action="store_true", help="read every payload and check its hash; exit 3 if bad"
         )
         parser.add_argument("--env", action="store_true", help="print versions instead")
-        parser.add_argument("--json", action="store_true", help="one JSON object per line")
+        parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the account of the run."""

@@ -1,4 +1,4 @@
-"""`tapscope ls`: the records of a run, one per line."""
+"""`tapscope ls`: the records of a run, one a line."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ SCHEMA = "tapscope.ls/1"
 
 
 class LsCommand:
-    """list the records of a run, one per line
+    """List the records of a run, one a line.
 
-    $ tapscope ls base --site 'layers.3.*:out' --sort max --limit 10
+      $ tapscope ls base --site 'layers.3.*:out' --sort max --limit 10
 
     Columns: glyph (% not finite, ∅ all zero), step, rank, site (#occurrence, micro, pass and model where they are not
     the first or usual), dtype, shape, rms, |max|, nan and inf counts, bytes kept (- where only statistics are); then
@@ -32,7 +32,7 @@ class LsCommand:
         parser.add_argument("--sort", choices=("seq", "max", "size"), default="seq", help="order (default: seq)")
         parser.add_argument("--limit", type=int, metavar="N", help="at most N records; what is cut is said")
         parser.add_argument("--odd", action="store_true", help="only records that look wrong")
-        parser.add_argument("--json", action="store_true", help="one JSON object per line")
+        parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the list; 0 also when the run is empty, which is said."""

@@ -13,10 +13,10 @@ SCHEMA = "tapscope.repair/1"
 
 
 class RepairCommand:
-    """make whole what a killed recorder left: seal its segments, cut off a torn last line
+    """Make whole what a killed recorder left: seal its segments, cut off a torn last line.
 
-    $ tapscope repair base            exit 0: nothing is left to repair, 1: something could not be repaired
-    $ tapscope repair base --check    only say what would be done; exit 1 when there is something
+      $ tapscope repair base            exit 0: nothing is left to repair, 1: something could not be repaired
+      $ tapscope repair base --check    only say what would be done; exit 1 when there is something
 
     Nothing is thrown away: torn bytes go to records.jsonl.torn, and payload bytes that no record names become
     __orphan tensors of their segment. A run that is being recorded is left alone.

@@ -21,10 +21,10 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="only sites that match, e.g. 'layers.3.*:out' (repeat)",
+        help="only sites that match, e.g. 'layers.3.*:out' (repeatable)",
     )
     group.add_argument(
-        "--skip", action="append", default=[], metavar="GLOB", help="leave out sites that match (repeat)"
+        "--skip", action="append", default=[], metavar="GLOB", help="leave out sites that match (repeatable)"
     )
     group.add_argument("--layers", metavar="LIST", help="only these layers, e.g. 0-3,27")
     group.add_argument("--steps", metavar="LIST", help="only these steps, e.g. 0-4")

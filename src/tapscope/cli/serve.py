@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class ServeCommand:
     """Serve a model over HTTP; capture is switched on and off at run time on the same port.
 
-      tapscope serve MODEL -o live --listen 127.0.0.1:8000
-      curl -X POST localhost:8000/dumper/capture -d '{"steps": 4}'
-      curl -X POST localhost:8000/generate -d '{"text": "def main():"}'
+      $ tapscope serve MODEL -o live --listen 127.0.0.1:8000
+      $ curl -X POST localhost:8000/dumper/capture -d '{"steps": 4}'
+      $ curl -X POST localhost:8000/generate -d '{"text": "def main():"}'
 
     Until told otherwise nothing is captured and no hook is on the model. An address that other hosts can reach needs
     a token for the control paths: set the environment variable TAPSCOPE_CONTROL_TOKEN.

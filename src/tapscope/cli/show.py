@@ -20,9 +20,9 @@ MAX_SLICE_ROWS = 64
 
 
 class ShowCommand:
-    """show one tensor: statistics, histogram, values
+    """Show one tensor: statistics, histogram, values.
 
-    $ tapscope show base layers.12.self_attn.o_proj:out --step 0 --slice "0,:8"
+      $ tapscope show base layers.12.self_attn.o_proj:out --step 0 --slice "0,:8"
 
     Where several records match, the first is shown, and stderr says how to choose another.
     """

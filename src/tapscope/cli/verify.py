@@ -15,10 +15,10 @@ _BIG = 4_000_000_000  # bytes that take seconds to read
 
 
 class VerifyCommand:
-    """say what of a run is there, and what is missing or damaged
+    """Say what of a run is there, and what is missing or damaged.
 
-    $ tapscope verify base            exit 0: complete, 1: something is missing or damaged, 3: no run
-    $ tapscope verify base --json     one object per line: run, rank, damage, summary
+      $ tapscope verify base            exit 0: complete, 1: something is missing or damaged, 3: no run
+      $ tapscope verify base --json     one JSON object a line: run, rank, damage, summary
 
     Every payload is read and its hash compared with the recorded one.
     """
@@ -28,7 +28,7 @@ class VerifyCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")
-        parser.add_argument("--json", action="store_true", help="one JSON object per line, every damaged record named")
+        parser.add_argument("--json", action="store_true", help="one JSON object a line, every damaged record named")
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the report."""

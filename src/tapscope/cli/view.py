@@ -10,10 +10,10 @@ from tapscope.errors import UsageError
 
 
 class ViewCommand:
-    """browse a run in the terminal, or two runs side by side
+    """Browse a run in the terminal, or two runs side by side.
 
-    $ tapscope view base          sites, records, statistics, values; ? shows the keys, q quits
-    $ tapscope view base target   layers × steps, findings, both sides; the flags are those of diff
+      $ tapscope view base          sites, records, statistics, values; ? shows the keys, q quits
+      $ tapscope view base target   layers × steps, findings, both sides; the flags are those of diff
 
     Keys can be changed with --key ID=KEYS, e.g. --key find=ctrl+f; the ids stand in the help (?).
     """
@@ -27,7 +27,7 @@ class ViewCommand:
         parser.add_argument(
             "--theme", choices=("dark", "light", "ansi"), default="dark", help="colours (default: dark)"
         )
-        parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeat)")
+        parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeatable)")
         comparison.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
