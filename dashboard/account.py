@@ -121,14 +121,22 @@ class Account:
 
     def facts(self) -> dict[str, Any]:
         """The countable part, for JSON."""
-        names = ("run", "manifest", "ranks", "world_size", "phases", "num_sites", "layers", "num_records")
-        return {
-            name: getattr(self, name)
-            for name in (*names, "num_with_values", "num_non_tensors", "nbytes", "shared_bytes")
-        }
+        names: tuple[str, ...] = (
+            "run",
+            "manifest",
+            "ranks",
+            "world_size",
+            "phases",
+            "num_sites",
+            "layers",
+            "num_records",
+        )
+        names += ("num_with_values", "num_non_tensors", "nbytes", "shared_bytes")
+        return {name: getattr(self, name) for name in names}
 
     def sections(self) -> list[tuple[str, list[str]]]:
         """(heading, lines) for people."""
+        none_odd = ["none: no site holds nan, inf or only zeros"] if self.num_records else []
         return [
             ("run", [self.run]),
             ("captured", [self._captured()]),
@@ -137,14 +145,8 @@ class Account:
             ("records", [self._records()]),
             ("metrics", _some(self.metrics, "metric")),
             ("events", _some(self.events, "event")),
-            (
-                "odd",
-                _some(self.odd, "odd site") or ["none: no site holds nan, inf or only zeros"] * bool(self.num_records),
-            ),
-            (
-                "complete",
-                [f"{'yes' if self.complete else 'NO'}{'; ' if self.missing else ''}{'; '.join(self.missing)}"],
-            ),
+            ("odd", _some(self.odd, "odd site") or none_odd),
+            ("complete", ["; ".join(["yes" if self.complete else "NO", *self.missing])]),
         ]
 
     def _captured(self) -> str:

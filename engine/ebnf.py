@@ -8,7 +8,8 @@ single characters: both have exactly the grammar's texts.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tapscope.engine.ebnf_reader import Alternatives, Characters, Node, Reference, Repeat, Sequence, read
+from tapscope.engine.ebnf_nodes import Alternatives, Characters, Node, Reference, Repeat, Sequence
+from tapscope.engine.ebnf_reader import read
 
 _MAX_REGEX = 20_000  # characters; a longer expression takes longer to compile than a grammar
 

@@ -1,8 +1,8 @@
 """Reads EBNF as llama.cpp (GBNF) and XGrammar write it: rules of literals, classes, groups, choices, repetitions."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+
+from tapscope.engine.ebnf_nodes import Alternatives, Characters, Node, Reference, Repeat, Sequence, ending, names
 
 _MAX_TEXT = 100_000
 _MAX_DEPTH = 100
@@ -14,47 +14,6 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "b": "\b", "0": "\0"}
 
 
-@dataclass(frozen=True, slots=True)
-class Characters:
-    """One character: of [low, high] ranges of code points, or, negated, of none of them."""
-
-    ranges: tuple[tuple[int, int], ...]
-    is_negated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What another rule has."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """One after the other; the empty text where there are none."""
-
-    items: "tuple[Node, ...]"
-
-
-@dataclass(frozen=True, slots=True)
-class Alternatives:
-    """One of them."""
-
-    options: "tuple[Node, ...]"
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """From ``low`` to ``high`` (None: any number) times."""
-
-    item: "Node"
-    low: int
-    high: int | None
-
-
-Node = Characters | Reference | Sequence | Alternatives | Repeat
-
-
 def read(text: str) -> dict[str, Node]:
     """Every rule by its name; raises ValueError, saying where and what would work."""
     if len(text) > _MAX_TEXT:
@@ -62,10 +21,10 @@ def read(text: str) -> dict[str, Node]:
     rules = _Reader(text).rules()
     if "root" not in rules:
         raise ValueError("it has no rule root, with which every text begins; write root ::= …")
-    missing = next((name for node in rules.values() for name in _names(node) if name not in rules), None)
+    missing = next((name for node in rules.values() for name in names(node) if name not in rules), None)
     if missing is not None:
         raise ValueError(f"there is no rule {missing}; there are {', '.join(rules)}")
-    if "root" not in _ending(rules):
+    if "root" not in ending(rules):
         raise ValueError("the texts of rule root have no end; give it a choice that does not lead back to it")
     return rules
 
@@ -234,36 +193,3 @@ class _Reader:
         line = self._text.count("\n", 0, self._at) + 1
         column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + 1
         return ValueError(f"line {line}, column {column}: {what}")
-
-
-def _ending(rules: dict[str, Node]) -> set[str]:
-    """The rules with a text that ends."""
-    known: set[str] = set()
-
-    def ends(node: Node) -> bool:
-        match node:
-            case Reference(name):
-                return name in known
-            case Sequence(items):
-                return all(map(ends, items))
-            case Alternatives(options):
-                return any(map(ends, options))
-            case Repeat(item, low):
-                return low == 0 or ends(item)
-            case Characters():
-                return True
-
-    while new := {name for name, node in rules.items() if name not in known and ends(node)}:
-        known |= new
-    return known
-
-
-def _names(node: Node) -> Iterator[str]:
-    match node:
-        case Reference(name):
-            yield name
-        case Sequence(nodes) | Alternatives(nodes):
-            for each in nodes:
-                yield from _names(each)
-        case Repeat(item):
-            yield from _names(item)

@@ -15,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapscope import opcodes, torchfile
+from tapscope import opcodes, stored, torchfile
 from tapscope.dtypes import NAMES
 from tapscope.errors import RunCorruptError
 from tapscope.opcodes import PickleProblem
-from tapscope.torchfile import Tensor
+from tapscope.stored import Tensor
 
 QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -30,7 +30,7 @@ def _saved(path: Path, value: Any, **kwargs: Any) -> Any:
 
 
 def _bytes(path: Path, found: Tensor) -> bytes:
-    array = torchfile.view(np.memmap(path, mode="r"), found)
+    array = stored.view(np.memmap(path, mode="r"), found)
     assert array.shape == found.shape
     assert not array.flags.writeable or not array.size
     return np.ascontiguousarray(array).tobytes()

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.ebnf import translate
-from tapscope.engine.ebnf_reader import Alternatives, Characters, Node, Reference, Repeat, Sequence, read
+from tapscope.engine.ebnf_nodes import Alternatives, Characters, Node, Reference, Repeat, Sequence
+from tapscope.engine.ebnf_reader import read
 from tapscope.errors import UsageError
 
 

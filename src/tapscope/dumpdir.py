@@ -16,33 +16,21 @@ from typing import Any
 import numpy as np
 
 from tapscope import ledger, torchfile
-from tapscope.dumpname import CORE, GRAD, is_dump_name, site_of, tags_of_name
+from tapscope.dumpmeta import framework_of, number, own_tags, parallel_info, pass_of
+from tapscope.dumpname import CORE, is_dump_name, site_of, tags_of_name
 from tapscope.errors import RunCorruptError, RunNotFoundError
 from tapscope.index import Event, RankIndex, SiteInfo
 from tapscope.manifest import MANIFEST, MAX_RANKS
 from tapscope.observe import StepInfo
 from tapscope.payload import Array
 from tapscope.plain import leaves, plain_value
-from tapscope.record import BACKWARD, FORWARD, RECOMPUTE, Entry, Key, Record
-from tapscope.torchfile import Tensor, packed
+from tapscope.record import Entry, Key, Record
+from tapscope.stored import Tensor, packed, view
 
 UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
 REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
-_ABOUT: tuple[str, ...] = (
-    "name",
-    "step",
-    "rank",
-    "dump_index",
-    "recompute_status",
-    "layer_id",
-    "dims",
-    "dims_grad",
-    "tokenizer_path",
-)
-_ABOUT += ("world_rank", "world_size", "recompute_pseudo_rank", "recompute_pseudo_size", "filename")
 _MAP_FROM = 1 << 16
 """Bytes from which a tensor is mapped; smaller ones are sooner read."""
-_FRAMEWORKS = ("sglang", "megatron")
 
 
 def find_dump(path: Path) -> Path | None:
@@ -100,9 +88,9 @@ class DumpPayloads:
             with path.open("rb") as file:
                 if tensor.end - tensor.offset >= _MAP_FROM:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                    return torchfile.view(np.frombuffer(mapped, np.uint8), tensor)
+                    return view(np.frombuffer(mapped, np.uint8), tensor)
                 data = os.pread(file.fileno(), tensor.end - tensor.offset, tensor.offset)
-                return torchfile.view(np.frombuffer(data, np.uint8), replace(tensor, offset=0))
+                return view(np.frombuffer(data, np.uint8), replace(tensor, offset=0))
         except (OSError, ValueError, TypeError) as error:
             raise RunCorruptError(f"{path}: cannot be read any more: {error}") from None
 
@@ -145,7 +133,7 @@ def _file_names(folder: Path) -> Iterator[str]:
 
 def _order(name: str) -> tuple[int, int, str]:
     tags = tags_of_name(name.removesuffix(".pt"))
-    return _number(tags.get("rank")) or 0, _number(tags.get("dump_index")) or 0, name
+    return number(tags.get("rank")) or 0, number(tags.get("dump_index")) or 0, name
 
 
 class _Reader:
@@ -161,7 +149,7 @@ class _Reader:
 
     def add(self, name: str) -> None:
         tags: dict[str, Any] = dict(tags_of_name(name.removesuffix(".pt")))
-        rank = min(_number(tags.get("rank")) or 0, MAX_RANKS)
+        rank = min(number(tags.get("rank")) or 0, MAX_RANKS)
         index = self._found.ranks.setdefault(rank, RankIndex())
         try:
             content = torchfile.load(self._folder / name)
@@ -178,8 +166,8 @@ class _Reader:
             index.problems.append(f"{self._folder / name}: {error}")
 
     def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any) -> None:
-        name, step = str(tags.get("name", "(unnamed)")), _number(tags.get("step")) or 0
-        site, pass_ = site_of(name, tags), _pass(name, tags)
+        name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0
+        site, pass_ = site_of(name, tags), pass_of(name, tags)
         dims = tags.get("dims")
         if name in CORE and self._is_repeated((site, step, rank), file, value):
             if REPEATED not in index.unknown:
@@ -199,7 +187,7 @@ class _Reader:
                 dims=dims if isinstance(dims, str) and is_tensor else None,
                 entry=Entry(file, leaf.offset, leaf.nbytes) if is_tensor else None,
                 value=None if is_tensor else plain_value(leaf),
-                tags=_own_tags(tags),
+                tags=own_tags(tags),
             )
             if is_tensor and not leaf.is_contiguous:
                 self._found.payloads.spread[rank, record.seq] = leaf
@@ -233,43 +221,17 @@ class _Reader:
 
     def _manifest(self, mesh: dict[str, int]) -> dict[str, Any]:
         metas = list(self._meta.values())
-        known = [each for each in _FRAMEWORKS if any(_is_placed(m.get(f"{each}_parallel_info")) for m in metas)]
-        worlds = [size for meta in metas if (size := _number(meta.get("world_size"))) and size <= MAX_RANKS]
+        worlds = [size for meta in metas if (size := number(meta.get("world_size"))) and size <= MAX_RANKS]
         models = [Path(path).name for meta in metas if isinstance(path := meta.get("tokenizer_path"), str)]
         return {
             "version": 1,
             "format": "sglang-dump",
-            "framework": known[0] if known else "sglang",
+            "framework": framework_of(metas),
             "model": models[0] if models else "",
             "dtype": "",
             "mesh": mesh,
             "world_size": max(worlds, default=len(self._found.ranks)),
         }
-
-
-def parallel_info(meta: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """(axis -> size, axis -> coordinate), of axes with more than one rank, from what the frameworks' plugins wrote."""
-    sizes: dict[str, int] = {}
-    coords: dict[str, int] = {}
-    for framework in _FRAMEWORKS:
-        info: Any = meta.get(f"{framework}_parallel_info")
-        for name, value in info.items() if isinstance(info, dict) else ():
-            axis, size = str(name).removesuffix("_size"), _number(value)
-            coordinate = _number(info.get(f"{axis}_rank"))
-            if str(name).endswith("_size") and size and 1 < size <= MAX_RANKS and coordinate is not None:
-                sizes[axis], coords[axis] = size, coordinate
-    return sizes, coords
-
-
-def _is_placed(info: Any) -> bool:
-    """Whether a plugin knew its groups: one whose framework is only installed says sizes of 0, or an error."""
-    return isinstance(info, dict) and any(str(k).endswith("_size") and (_number(v) or 0) > 0 for k, v in info.items())
-
-
-def _pass(name: str, tags: Mapping[str, Any]) -> str:
-    if name.startswith(GRAD):
-        return BACKWARD
-    return RECOMPUTE if tags.get("recompute_status") == "recompute" else FORWARD
 
 
 def _inside(site: str, path: str) -> str:
@@ -278,22 +240,3 @@ def _inside(site: str, path: str) -> str:
         return site
     stem, grad = site.removesuffix(".grad"), ".grad" if site.endswith(".grad") else ""
     return f"{stem[:-1]}.{path}]{grad}" if stem.endswith("]") else f"{stem}[{path}]{grad}"
-
-
-def _own_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the caller said of the value, beyond what every dump says."""
-    kept = {
-        str(name): value
-        for name, value in tags.items()
-        if name not in _ABOUT
-        and not str(name).endswith("_parallel_info")
-        and isinstance(value, str | int | float | bool)
-    }
-    return kept or None
-
-
-def _number(value: Any) -> int | None:
-    """A count from JSON-like meta or a file's name; None for anything else."""
-    if isinstance(value, str) and value.isdecimal() and len(value) < 19:
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
