@@ -9,6 +9,7 @@ import zmq
 from jobs import Job, wait_until
 
 from tapscope import wire
+from tapscope.dumper.fresh_run import fresh_run
 from tapscope.run import open_run
 
 
@@ -134,6 +135,14 @@ def test_random_bytes_on_the_socket_of_the_recorder_change_nothing(job: Job) -> 
             assert socket.poll(timeout=10_000)
             assert wire.decode(socket.recv_multipart()).kind == "refused"
     assert job.ask("state")[0] == 200
+
+
+def test_a_run_after_a_numbered_one_has_the_next_number(tmp_path: Path) -> None:
+    for name in ("run", "run-2", "run-20261122"):
+        (tmp_path / name).mkdir()
+    assert fresh_run(tmp_path / "run", {}) == fresh_run(tmp_path / "run-2", {}) == tmp_path / "run-3"
+    assert fresh_run(tmp_path / "run-20261122", {}) == tmp_path / "run-20261122-2"
+    assert fresh_run(tmp_path / "alone-7", {}) == tmp_path / "alone-7-2"
 
 
 def test_reset_opens_a_new_run_beside_the_old_one(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tapscope.engine.api.fields import Fields
 from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.structural_tag import lark_of
 from tapscope.errors import RequestError, UsageError
 
 OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "n")
@@ -85,6 +86,7 @@ def response_constraint(fields: Fields) -> dict[str, str]:
     if kind == "json_object":
         return {"json_schema": '{"type": "object"}'}
     if kind == "structural_tag":
+        lark_of(wanted.values, {}, {}, "")  # what is wrong with it is said here, with its place
         return {"structural_tag": json.dumps(wanted.values)}
     described = wanted.object("json_schema")
     schema = None if described is None else described.object("schema")
