@@ -11,6 +11,7 @@ from tapscope.comparator.requests import match_requests
 from tapscope.comparator.rowmap import RowMap
 from tapscope.comparator.tokentext import TokenText
 from tapscope.comparator.trace import trace
+from tapscope.garbage import give_back
 from tapscope.run import Run
 
 
@@ -29,10 +30,14 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
     for request in (*left.requests, *right.requests):
         request.tokens = TokenText()  # there may be millions, and nobody asks for them again
+    give_back()
     work = Pairing((PairingSide(left), PairingSide(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
     notes = (*told[0].notes, *told[1].notes, *matching.notes, *unchecked)
-    return work.row_map(forks, notes, (*told[0].doubts, *told[1].doubts, *matching.problems))
+    found = work.row_map(forks, notes, (*told[0].doubts, *told[1].doubts, *matching.problems))
+    del left, right, work
+    give_back()
+    return found
 
 
 def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> Told:

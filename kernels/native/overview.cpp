@@ -46,7 +46,8 @@ bool any_nan(const std::vector<double>& values) {
     return std::any_of(values.begin(), values.end(), [](double x) { return x != x; });
 }
 
-double median(std::vector<double> values) {
+// Puts the values into another order: there may be millions of rows, and a copy of each is what this takes.
+double median(std::vector<double>& values) {
     if (any_nan(values)) return kNan;
     const size_t low = (values.size() - 1) / 2, high = values.size() / 2;
     std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(low), values.end());
@@ -55,7 +56,7 @@ double median(std::vector<double> values) {
     return lower == upper ? lower : lower + (upper - lower) / 2;
 }
 
-void quantiles_of(std::vector<double> values, double* out) {
+void quantiles_of(std::vector<double>& values, double* out) {
     const bool unknown = any_nan(values);
     if (!unknown) std::sort(values.begin(), values.end());
     const double last = static_cast<double>(values.size() - 1);
@@ -79,44 +80,49 @@ void add_up(const Section& some, Overview* all) {
 }
 
 // Each row's error, and of which row it is the largest; a mismatch of non-finite values is larger than any.
-void add_errors(const Section& some, double* errors, Overview* all) {
-    std::vector<double> sizes(static_cast<size_t>(some.rows));
-    for (int64_t i = 0; i < some.rows; ++i) sizes[static_cast<size_t>(i)] = std::sqrt(some[kBaseline][i]);
-    const double least = kSmallRow * median(sizes);
+void add_errors(const Section& some, double* errors, std::vector<double>& values, Overview* all) {
+    for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = std::sqrt(some[kBaseline][i]);
+    const double least = kSmallRow * median(values);
     double most = -1;
     for (int64_t i = 0; i < some.rows; ++i) {
-        const double size = sizes[static_cast<size_t>(i)];
+        const double size = std::sqrt(some[kBaseline][i]);
         errors[i] = ratio(std::sqrt(some[kDiff][i]), size < least || least != least ? least : size);
         const double rank = some[kMismatch][i] > 0 ? kInfinity : errors[i];
         if (most == most && (rank > most || rank != rank)) most = rank, all->worst = i;
     }
 }
 
-void add_spread(const Section& some, const double* errors, Overview* all) {
-    const double *base = some[kBaseline], *most = some[kMaxAbs], *dot = some[kDot];
-    const int64_t *widths = some[kWidth], rows = some.rows;
-    std::vector<double> rms(static_cast<size_t>(rows)), elements(rms), gains(rms);
+double rms_of(const Section& some, int64_t row) {
+    const int64_t width = some[kWidth][row];
+    return std::sqrt(some[kBaseline][row] / static_cast<double>(width > 1 ? width : 1));
+}
+
+double gain_of(const Section& some, int64_t row) {
+    return some[kBaseline][row] > 0 ? some[kDot][row] / some[kBaseline][row] - 1 : 0;
+}
+
+void add_elements(const Section& some, std::vector<double>& values, Overview* all) {
     double mean = 0;
-    for (int64_t i = 0; i < rows; ++i) {
-        double& here = rms[static_cast<size_t>(i)];
-        here = std::sqrt(base[i] / static_cast<double>(widths[i] > 1 ? widths[i] : 1));
-        mean += here / static_cast<double>(rows);
+    for (int64_t i = 0; i < some.rows; ++i) {
+        const double here = values[static_cast<size_t>(i)] = rms_of(some, i);
+        mean += here / static_cast<double>(some.rows);
     }
-    const double middle = median(rms), small = kSmallRow * (middle == 0 ? mean : middle);
-    for (int64_t i = 0; i < rows; ++i) {
-        const size_t at = static_cast<size_t>(i);
-        double size = rms[at] < small || small != small ? small : rms[at];
-        const double element = std::fabs(some.at_worst[i]);
+    const double middle = median(values), small = kSmallRow * (middle == 0 ? mean : middle);
+    for (int64_t i = 0; i < some.rows; ++i) {
+        const double rms = rms_of(some, i), element = std::fabs(some.at_worst[i]);
+        double size = rms < small || small != small ? small : rms;
         size = element > size || element != element ? element : size;
-        elements[at] = ratio(most[i], size);
-        gains[at] = base[i] > 0 ? dot[i] / base[i] - 1 : 0;
+        values[static_cast<size_t>(i)] = ratio(some[kMaxAbs][i], size);
     }
-    quantiles_of(std::vector<double>(errors, errors + rows), all->quantiles);
-    all->element = median(elements);
-    all->gain = median(gains);
-    all->peak = any_nan(elements) ? kNan : *std::max_element(elements.begin(), elements.end());
-    for (double& gain : gains) gain = std::fabs(gain - all->gain);
-    all->gain_sd = 1.4826 * median(gains);
+    all->element = median(values);
+    all->peak = any_nan(values) ? kNan : *std::max_element(values.begin(), values.end());
+}
+
+void add_gains(const Section& some, std::vector<double>& values, Overview* all) {
+    for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = gain_of(some, i);
+    all->gain = median(values);
+    for (double& gain : values) gain = std::fabs(gain - all->gain);
+    all->gain_sd = 1.4826 * median(values);
 }
 
 }  // namespace
@@ -126,14 +132,21 @@ void add_spread(const Section& some, const double* errors, Overview* all) {
 void ts_overviews(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows, const int64_t* bounds,
                   int64_t sections, double* errors, void* results) {
     using namespace ts;
+    std::vector<double> values;  // one number a row, of whatever is looked at: the largest section's is all this takes
     for (int64_t i = 0; i < sections; ++i) {
         const int64_t first = bounds[i];
         const Section some{floats + first, integers + first, at_worst + first, bounds[i + 1] - first, rows};
         Overview all;
         if (some.rows > 0) {
+            values.resize(static_cast<size_t>(some.rows));
             add_up(some, &all);
-            add_errors(some, errors + first, &all);
-            if (all.sums[kDiff] != 0) add_spread(some, errors + first, &all);
+            add_errors(some, errors + first, values, &all);
+            if (all.sums[kDiff] != 0) {
+                add_elements(some, values, &all);
+                add_gains(some, values, &all);
+                values.assign(errors + first, errors + first + some.rows);
+                quantiles_of(values, all.quantiles);
+            }
         }
         std::memcpy(static_cast<uint8_t*>(results) + i * kOverviewBytes, &all, sizeof all);
     }
