@@ -143,7 +143,7 @@ for name in dtypes.NAMES:
         array = (raw & 1 if name == "bool" else raw).view(kind)
         digest = take(array.ctypes.data, length, name)[1]
         stats, _, bag = summarize(array.ctypes.data, length, name)
-        print(name, length, digest.hex(), bag, *(getattr(stats, field) for field in stats.__slots__[:9]))
+        print(name, length, digest.hex(), bag, *(getattr(stats, field) for field in stats.__struct_fields__[:9]))
 """
 
 
