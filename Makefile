@@ -20,8 +20,8 @@ install: $(VENV)/.installed  ## Make .venv with everything
 demo: $(VENV)/.installed  ## Capture two runs, name the culprit, steer a live engine (2 minutes)
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed  ## Run the tests, JOBS files at a time
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+test: $(VENV)/.installed  ## Run the tests, JOBS files at a time, the short files of the kernels last
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off (10 minutes)
 	$(BIN)/python tests/soak.py

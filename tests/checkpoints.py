@@ -26,6 +26,19 @@ from transformers import (
 )
 
 VOCAB_SIZE = 512
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.1,
+}
+"""What the configs of all families have in common."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -97,21 +110,9 @@ def make_checkpoint(
     shows.
     """
     config_class, model_class, special = FAMILIES[family]
-    settings: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "initializer_range": 0.1,
-    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(settings | special | config)))
+        model = model_class(config_class(**(TINY | special | config)))
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.normal_(parameter, 0.0 if family.startswith("gemma") else 1.0, 0.1)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import VOCAB_SIZE, tokenizer_json
+from checkpoints import TINY, tokenizer_json
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -18,19 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "initializer_range": 0.1,
-    "num_experts_per_tok": 2,
-}
+COMMON: dict[str, Any] = {**TINY, "num_experts_per_tok": 2}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,

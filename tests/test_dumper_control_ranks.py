@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tapscope.dumper.client import ControlClient
 from tapscope.dumper.network import Endpoint
 from tapscope.dumper.process import is_alive
 from tapscope.dumper.session import find
+from tapscope.dumper.state import DRIFT_S
 from tapscope.errors import ConfigError, RecorderError, RuleError, TapscopeError
 from tapscope.observe import RankInfo
 from tapscope.run import open_run
@@ -181,7 +182,29 @@ def test_a_first_configuration_may_name_another_stages_layers_and_a_hint_says_wh
         Dumper(Stage(0), tmp_path / "tp", info=info, rules=["layers.9=full"]).open()
 
 
-def test_hints_name_ranks_that_lag_behind_never_came_or_did_not_make_a_call(tmp_path: Path) -> None:
+CLOCK = """
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from tapscope.dumper import state
+
+state.time = SimpleNamespace(monotonic=lambda: time.monotonic() + {seconds} * Path({signal!r}).exists())
+"""
+
+
+@pytest.fixture
+def wait_for_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Sets the clock that recorders of this test give hints by forward to where drift is one."""
+    signal, place = tmp_path / "it is later", tmp_path / "site"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(CLOCK.format(seconds=DRIFT_S + 0.5, signal=str(signal)))
+    monkeypatch.syspath_prepend(place)
+    return signal.touch
+
+
+def test_hints_name_ranks_that_lag_behind_never_came_or_did_not_make_a_call(
+    tmp_path: Path, wait_for_hints: Callable[[], None]
+) -> None:
     infos = [RankInfo(rank=rank, world_size=4) for rank in range(3)]
     first, second = build(), build()
     with (
@@ -193,7 +216,7 @@ def test_hints_name_ranks_that_lag_behind_never_came_or_did_not_make_a_call(tmp_
             first(torch.ones(1, 8))
         stepping.configure(keep="full")  # on this rank alone
         assert ask(url)[1]["hints"] == []
-        time.sleep(10.5)  # what a hint waits for
+        wait_for_hints()
         first(torch.ones(1, 8))
         wait_until(lambda: len(ask(url)[1]["hints"]) == 3, "the hints come")
         missing, calls, lagging = ask(url)[1]["hints"]

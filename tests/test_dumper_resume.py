@@ -93,7 +93,7 @@ def test_a_change_made_while_the_connection_is_down_is_applied_by_every_rank(joi
         asking = threading.Thread(target=lambda: answers.append(job.ask("configure", {"keep": "stats"})))
         cutting = threading.Thread(target=joined.proxy.cut, kwargs={"down_s": 1.0})
         cutting.start()
-        time.sleep(0.2)
+        wait_until(lambda: not joined.proxy._open.is_set(), "the connection is cut")
         asking.start()
         cutting.join()
         asking.join()

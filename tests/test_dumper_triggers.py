@@ -1,7 +1,6 @@
 """Triggers: what a site's statistics set off, how often it is said, and what it costs nobody else."""
 
 import math
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -240,7 +239,6 @@ def test_a_command_runs_once_a_step_with_its_words_filled_in_and_no_shell(tmp_pa
         for step in range(5):
             forward(model, dumper, NAN if step in (1, 3) else 1.0)
         wait_until(lambda: log.exists() and log.read_text().count("\n") == 2, "both commands ran")
-        time.sleep(0.1)
     assert sorted(log.read_text().splitlines()) == [f"layers.0:out {n} 0 {tmp_path / 'run'} $HOME;" for n in (1, 3)]
     with open_run(tmp_path / "run") as run:
         assert run.records == []

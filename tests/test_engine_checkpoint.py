@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_llama
+from engine_helpers import reference_tokens
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -53,7 +54,8 @@ def test_an_unexpected_tensor_is_named_with_its_file(path: Path) -> None:
 
 def test_rotary_frequencies_of_old_checkpoints_are_no_surprise(path: Path) -> None:
     _rewrite(path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
-    LLM(path).close()
+    with LLM(path) as llm:
+        assert llm.generate([[5, 6]], max_new_tokens=3)[0].token_ids == tuple(reference_tokens(path, [5, 6], 3))
 
 
 def test_a_misshaped_tensor_is_named_with_both_shapes(path: Path) -> None:

@@ -26,7 +26,7 @@ SHORT = LONG | {"max_new_tokens": 4}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "model"
-    return make_llama(folder, seed=1, max_position_embeddings=1024)
+    return make_llama(folder, seed=1, num_hidden_layers=1, max_position_embeddings=1024)
 
 
 class Process:
@@ -188,7 +188,7 @@ def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Pat
 
 
 def test_a_rank_that_dies_while_idle_is_a_503_with_the_reason(path: Path, tmp_path: Path) -> None:
-    other = make_llama(tmp_path / "other", seed=2, max_position_embeddings=1024)
+    other = make_llama(tmp_path / "other", seed=2, num_hidden_layers=1, max_position_embeddings=1024)
     with _serving(path, tmp_path / "run", "--tp", "2") as process:
         update = {"model_path": str(other), "weight_version": "2"}
         assert process.client.post("/update_weights_from_disk", json=update).json()["success"]

@@ -108,8 +108,8 @@ class RankWriter:
 
         A payload's line gets the entry put in. A shared one is (index of its line, number of a payload with the
         same bytes, written under the same ``sharing``); its line gets that entry, or an event after it says that
-        the payload never came. Raises OSError that names the
-        file, or RecorderError for a payload that is not what it says; then nothing of the batch is in the run.
+        the payload never came. Raises OSError that names the file, or RecorderError for a payload that is not what it
+        says; then nothing of the batch is in the run.
         """
         if self._unsealed is not None:
             error, self._unsealed = self._unsealed, None

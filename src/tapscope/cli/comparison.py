@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the selection and of the judgement."""
+    """Add the flags of the selection, of the matching and of the judgement."""
+    _add_selection(parser)
+    _add_matching(parser)
+    _add_judgement(parser)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
     choose = parser.add_argument_group("selection, on both runs")
     choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites (repeatable)")
     choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these (repeatable)")
@@ -25,6 +31,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="the target's numbers are N higher where steps meet by number",
     )
     choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
+
+
+def _add_matching(parser: argparse.ArgumentParser) -> None:
     meet = parser.add_argument_group("matching")
     meet.add_argument(
         "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules (repeatable)"
@@ -39,6 +48,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     meet.add_argument(
         "--mesh", metavar="AXIS=N,...", action="append", default=[], help="of a run that has none, e.g. pp=2,tp=4"
     )
+
+
+def _add_judgement(parser: argparse.ArgumentParser) -> None:
     judge = parser.add_argument_group("judgement")
     judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
     judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
