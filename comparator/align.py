@@ -14,7 +14,7 @@ from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.grids import SideRows, StepRows
 from tapscope.comparator.layout import Layout, is_mask, is_parameter, slots_of
 from tapscope.comparator.meet import meet
-from tapscope.comparator.rowmap import FORKED, UNALIGNED, RowMap
+from tapscope.comparator.rowmap import FORKED, PADDING, UNALIGNED, RowMap
 from tapscope.comparator.steps import StepPartners
 from tapscope.site import compact_ranges
 
@@ -110,7 +110,8 @@ class Aligner:
             step, turn = _place(whole)
             index = places.get((partners.of[step], turn)) if step in partners.of else None
             if index is not None and (not mask or whole.shape == baseline[index].shape):
-                joins.append(Join(index, i))
+                rows = self._of_tokens(baseline[index], whole)
+                joins.append(Join(index, i, rows, rows))
         if mask and not joins:
             return Plan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
         if partners.is_by_rows and not joins:
@@ -121,6 +122,22 @@ class Aligner:
             return Plan(problem=f"no step in common here: {have}; see --shift-steps")
         lone = len(baseline) + len(target) - 2 * len(joins)
         return Plan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
+
+    def _of_tokens(self, one: Whole, two: Whole) -> Rows:
+        """All rows; of a copy of the grid for each expert, or of a few rows for each of its places, those that are of
+        padding in neither order."""
+        grids = self.rows.baseline.of(one.records[0]), self.rows.target.of(two.records[0])
+        num = one.shape[0] if len(one.shape) == 2 and one.shape == two.shape else 0
+        if not num or is_parameter(one.records[0].key.site) or any(grid is None for grid in grids):
+            return slice(None)
+        tokens = np.ones(num, bool)
+        for grid in filter(None, grids):
+            copies, rest = divmod(num, grid.num_slots) if grid.num_slots else (0, 0)
+            if copies < 2 or rest:
+                return slice(None)
+            is_token = grid.pairs != PADDING
+            tokens &= np.tile(is_token, copies) & np.repeat(is_token, copies)
+        return slice(None) if tokens.all() or not tokens.any() else np.flatnonzero(tokens)
 
 
 class _Side(Struct):

@@ -10,6 +10,7 @@ from tapscope.comparator.gradients import (
     effects,
     flushes,
     losses,
+    of_head,
     of_loss,
     of_values,
     stretch,
@@ -32,12 +33,19 @@ class Backward:
         own = self._losses.get(node)
         return None if own is None else of_loss(self._examined[own].numbers)
 
+    def _loss_at(self, node: int) -> Spread | None:
+        """The same of the gradient that a node holds, whichever site showed it first."""
+        inputs = self._graph.inputs(node)
+        return self.loss(inputs.nodes[0] if inputs.how == "same" else node)
+
     def beside(self, node: int, names: Sequence[str]) -> list[Spread]:
         """What goes into a gradient of these dtypes beside what the graph says; nothing into a value."""
         if not self._graph.nodes[node].is_backward:
             return []
         loss, own = self.loss(node), self._spreads[node]
         found = [] if loss is None else [loss]
+        if self._graph.nodes[node].is_summed:
+            found += map(of_head, filter(None, map(self._loss_at, self._graph.inputs(node).nodes)))
         return [*found, *of_values(self._graph, self._spreads, node), *flushes(names, own)]
 
     def stretch(self, node: int, inputs: Sequence[Spread]) -> float:

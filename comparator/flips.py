@@ -29,6 +29,9 @@ Array = np.ndarray[Any, Any]
 _BY_MORE = "a bias or groups decide beside"
 _NOT_TOLD = "a near tie cannot be told"
 _CLOSE = "are closer together than their own error"
+_ROUTERS = frozenset({"router", "gate"})
+_APART = 0.1
+"""Relative error of a row beyond which another choice may be the cause: of k alike scores one is 1 / sqrt(k)."""
 _NEAR = 8
 """Sites before a choice among which its scores are looked for."""
 
@@ -65,7 +68,8 @@ def explain_flips(examined: Sequence[Examined], preparer: Preparer) -> Mapping[s
     seen: dict[object, str] = {}
     for i, one in enumerate(examined):
         # Rows without a place are tensors compared whole.
-        if not one.is_exact or not one.num_unequal or not one.unequal or min(one.unequal) < 0:
+        has_place = one.unequal and min(one.unequal) >= 0 if one.is_exact else _may_be_masked(one)
+        if not one.num_unequal or not has_place:
             continue
         same = identity(one.pair.baseline), identity(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
@@ -77,7 +81,7 @@ def explain_flips(examined: Sequence[Examined], preparer: Preparer) -> Mapping[s
 
 def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip | None:
     one = examined[index]
-    rows = _rows(preparer, one)
+    rows = _rows(preparer, one) if one.is_exact else _masked(preparer, one)
     if rows is None:
         return None
     parted = {(f.index, f.position - 1) for f in preparer.row_map.forks if not f.in_prompt}
@@ -88,7 +92,8 @@ def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip 
         return Flip(f"{count} unequal, each where its request's tokens part")
     rows = _Rows(rows.pairs[rest], *map(_numbers, (rows.baseline[rest], rows.target[rest])))
     doubt: Flip | None = None
-    for scores in _scores(examined[:index], one):
+    before = examined[:index] if one.is_exact else [e for e in examined[: index + _NEAR] if e is not one]
+    for scores in _scores(before, one):
         beside = _rows(preparer, scores, rows.pairs)
         if beside is None:
             continue
@@ -236,6 +241,26 @@ def _are_chosen_by_more(preparer: Preparer, one: Examined, beside: Examined) -> 
 def _moved(chosen: _Rows) -> frozenset[int]:
     other = (np.sort(chosen.baseline, axis=1) != np.sort(chosen.target, axis=1)).any(1)
     return frozenset(chosen.pairs[other].tolist())
+
+
+def _may_be_masked(one: Examined) -> bool:
+    """Whether it may be a router's scores of which all but those of the chosen experts are zero, as Llama 4 has them:
+    where the choice is another one, a row has hardly anything in common with what it was."""
+    is_router = _path(one).rpartition(".")[2] in _ROUTERS
+    return is_router and one.spread is not None and one.rows.compared > 0 and one.spread.errors[-1] > _APART
+
+
+def _masked(preparer: Preparer, one: Examined) -> _Rows | None:
+    """The rows of such scores in which others are left, with the places of these, [rows, k]; None if they are none."""
+    found = _rows(preparer, one, np.arange(preparer.row_map.num_pairs))
+    if found is None or not len(found.pairs):
+        return None
+    kept = found.baseline != 0.0, found.target != 0.0
+    counts = np.unique(np.concatenate([side.sum(1) for side in kept]))
+    other = (kept[0] != kept[1]).any(1)
+    if len(counts) != 1 or not 0 < counts[0] < found.baseline.shape[1] or not other.any():
+        return None
+    return _Rows(found.pairs[other], kept[0][other], kept[1][other])
 
 
 def _rows(preparer: Preparer, one: Examined, wanted: Array | None = None) -> _Rows | None:

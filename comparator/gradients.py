@@ -39,6 +39,13 @@ def of_loss(logits: Numbers | None) -> Spread:
     return structs.replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
 
 
+def of_head(loss: Spread) -> Spread:
+    """The same of the weight that the logits are made with. A row of its gradient is a sum of what a loss gives one
+    label, so that all of the row is off by as much at most, in one direction; and what the errors of a token do to the
+    sum over its labels scales all rows alike, a common gain."""
+    return structs.replace(loss, gain=0.5 * loss.errors[-1])  # of a gain a floor takes twice what went in
+
+
 def of_values(graph: Graph, spreads: Sequence[Spread | None], node: int) -> list[Spread]:
     """What the errors of values make of a gradient beside those of other gradients: a derivative is taken at values,
     also where the function that it is of was not captured; and it may have a jump there."""

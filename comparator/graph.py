@@ -73,17 +73,13 @@ class Graph:
 
     def _gradient_groups(self) -> dict[int, list[int]]:
         """First node of each gradient -> every site that shows it: a tensor has one gradient, which its maker sees as
-        that of its output and each consumer as that of its input."""
+        that of its output and each consumer as that of its input; a parameter that modules share has one as well."""
         groups: dict[object, list[int]] = {}
         for i, node in enumerate(self.nodes):
-            if (
-                self.is_backward[i]
-                and not node.port.startswith("param")
-                and node.numeric
-                and None not in node.identities
-            ):
-                groups.setdefault(node.identities, []).append(i)
-        return {members[0]: members for members in groups.values()}
+            if self.is_backward[i] and node.numeric and None not in node.identities:
+                groups.setdefault((node.is_summed, node.identities), []).append(i)
+        first = {members[0]: members for members in groups.values()}
+        return {i: members for i, members in first.items() if len(members) > 1 or not self.nodes[i].is_summed}
 
     def _through(self, index: int, group: Sequence[int]) -> Inputs | None:
         """What went into a gradient: whatever went into it through each module that consumed the tensor."""
@@ -92,7 +88,8 @@ class Graph:
         nodes = tuple(sorted({n for each in found for n in each.nodes if n < index}))
         if not nodes:
             return None
-        self._consumers[index] = [self.nodes[i].path for i in group if not self.nodes[i].is_input]
+        if not self.nodes[index].is_summed:
+            self._consumers[index] = [self.nodes[i].path for i in group if not self.nodes[i].is_input]
         inside = any(each.how == "inside" for each in found)
         return Inputs(nodes, "inside" if inside else "captured", max(each.ops for each in found))
 

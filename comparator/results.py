@@ -73,12 +73,12 @@ def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Pla
     rank = measured.ranks[measured.strip.item(row)] if _is_alone(whole) else None
     # The column is that of the largest distance, and there is none to a value that is not finite.
     index = () if measured.rows.nonfinite_mismatch.item(row) else (measured.rows.argmax.item(row),)
+    picked = join.target_rows
+    target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
     if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are left out
-        picked = join.target_rows
-        target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
         rank = _rank_at(whole, ready.layouts[1], target_row, index[0])
     if join.pairs is None:
-        return Place(step, baseline_step, index=(at, *index), rank=rank)
+        return Place(step, baseline_step, index=(target_row, *index), rank=rank)
     pair = join.pairs.item(at)
     return Place(
         step,

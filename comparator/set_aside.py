@@ -13,6 +13,7 @@ from tapscope.comparator.examine import Examiner
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding
 from tapscope.comparator.flips import Flip
+from tapscope.comparator.layout import is_parameter
 
 
 def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner: Examiner) -> list[Examined]:
@@ -30,7 +31,8 @@ def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner:
         beside = routers.get(_parent_site(one.site))  # weights may come out before what they are the weights of
         if known is None and beside is not None and _is_of_choices(one, beside):
             known = beside
-        found.append(_without(one, known, examiner) if known is not None and flip is None else one)
+        is_choice = flip is not None and one.is_exact
+        found.append(_without(one, known, examiner) if known is not None and not is_choice else one)
     return found
 
 
@@ -50,8 +52,10 @@ def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
     # What there is of each choice is not comparable where their order is another one either.
     is_of_choices = _is_of_choices(one, flip)
     rows, scores = flip.turned if is_of_choices else flip.moved, flip.scores
-    if not rows or one.is_exact or one.spread is None or one.basis != "values" or not one.rows.compared:
+    if not rows or one.is_exact or one.spread is None or one.basis != "values":
         return one
+    if not one.rows.compared:
+        return _without_places(one, scores)
     before = one.rows.compared
     examiner.preparer.leave_out(one.pair, rows)
     rest = examiner.examine(one.pair)
@@ -63,6 +67,13 @@ def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
     return structs.replace(rest, handed_on=one.spread, notes=(note, *rest.notes))
+
+
+def _without_places(one: Examined, scores: str) -> Examined:
+    """A value in which nobody knows which row is whose token's; parameters hold no rows."""
+    if is_parameter(one.site) or one.spread is None or one.spread.is_zero:
+        return one
+    return structs.replace(one, apart=f"it holds token rows that went to other experts at a near tie of {scores}")
 
 
 def _is_of_choices(one: Examined, flip: Flip) -> bool:

@@ -166,3 +166,61 @@ def test_what_else_decided_and_was_not_recorded_is_said(tmp_path: Path, is_round
     assert report.first_divergence is not None
     assert (report.first_divergence.module, report.exit_code) == ("layers.0.mlp.gate", 1)
     assert ("a bias or groups decide beside layers.0.mlp.gate:out[0]" in answer(report)[0]) is is_rounded
+
+
+def masked(path: Path, hidden: np.ndarray, *, nudge: float = 0.0, padding: float = 0.0, wrong: bool = False) -> Path:
+    """As Llama 4 routes: scores of which all but the best are zero, and a copy of all tokens for each expert, times
+    its score. `padding` is what lies in the one place of the grid that is no token."""
+    x = np.vstack([hidden, np.full((1, WIDTH), padding, np.float32)])
+    logits = x @ ROUTER.T
+    logits[TIED, np.argsort(-logits[TIED])[1]] += np.float32(nudge)
+    best = logits.argmax(1)
+    if wrong:
+        best[3] = logits[3].argmin()
+    scores = np.where(np.arange(EXPERTS) == best[:, None], 1 / (1 + np.exp(-logits)), 0).astype(np.float32)
+    copies = (scores.T[:, :, None] * x).reshape(-1, WIDTH)
+    with RunFactory(path) as run:
+        run.step(grid=(1, ROWS + 1), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.put("layers.0.mlp:in[hidden_states]", x[None])
+        run.site("layers.0.mlp.router:out[1]", params={"weight": ROUTER.shape})
+        run.put("layers.0.mlp.router:out[0]", scores)
+        run.put("layers.0.mlp.router:out[1]", logits)
+        run.put("layers.0.mlp.experts:in[hidden_states]", copies)
+        run.put("layers.0.mlp:out", copies.reshape(EXPERTS, len(x), WIDTH).sum(0)[None])
+    return path
+
+
+def first_tied(gap: float) -> np.ndarray:
+    """As `tied`, of the best two experts of the token."""
+    found = HIDDEN.copy()
+    scores = ROUTER @ found[TIED]
+    one, two = np.argsort(-scores)[:2]
+    between = ROUTER[one] - ROUTER[two]
+    found[TIED] -= between * (scores[one] - scores[two] - gap) / (between @ between)
+    return found
+
+
+def test_scores_that_are_zero_but_for_the_chosen_may_flip_at_a_near_tie(tmp_path: Path) -> None:
+    masked(tmp_path / "b", first_tied(1e-7))
+    masked(tmp_path / "t", first_tied(1e-7), nudge=6e-7)
+    report, found = diff(tmp_path)
+    assert "1 token rows left out that went to other experts" in found["mlp.router:out[0]"].notes[0]
+    assert found["mlp:out"].rows.compared == ROWS - 1
+    assert report.exit_code == 0
+    masked(tmp_path / "w" / "b", first_tied(0.2))
+    masked(tmp_path / "w" / "t", first_tied(0.2), wrong=True)
+    report, found = diff(tmp_path / "w")
+    assert [d.module for d in report.divergences] == ["layers.0.mlp.router"]
+
+
+def test_padding_in_a_copy_for_each_expert_is_not_compared(tmp_path: Path) -> None:
+    masked(tmp_path / "b", HIDDEN)
+    masked(tmp_path / "t", HIDDEN, padding=2.0)
+    report, _ = diff(tmp_path)
+    assert report.exit_code == 0
+    masked(tmp_path / "w" / "b", HIDDEN)
+    wrong = HIDDEN.copy()
+    wrong[5] *= np.float32(1.1)
+    masked(tmp_path / "w" / "t", wrong, padding=2.0)
+    _, found = diff(tmp_path / "w")
+    assert found["mlp.experts:in[hidden_states]"].verdict is Verdict.DIFFERS

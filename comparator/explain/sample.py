@@ -172,7 +172,9 @@ def _find(ready: Prepared, row_map: RowMap, worst: Place | None, starts: Array) 
         if ready.right[join.target].records[0].key.step != worst.step:
             continue
         if join.pairs is None:
-            return int(starts[i]) + (worst.index[0] if len(worst.index) > 1 else 0)
+            at = worst.index[0] if len(worst.index) > 1 else 0
+            picked = join.target_rows
+            return int(starts[i]) + (at if isinstance(picked, slice) else int(np.searchsorted(picked, at)))
         here = (row_map.pair_position[join.pairs] == worst.position) & (row_map.pair_visit[join.pairs] == worst.visit)
         names = np.array(row_map.requests, dtype=object)[row_map.pair_request[join.pairs]]
         found = np.flatnonzero(here & (names == worst.request))
@@ -184,6 +186,8 @@ def _find(ready: Prepared, row_map: RowMap, worst: Place | None, starts: Array) 
 def _num_rows(ready: Prepared, join: Join) -> int:
     if join.pairs is not None:
         return len(join.pairs)
+    if not isinstance(join.target_rows, slice):
+        return len(join.target_rows)
     return _blocks(ready.right[join.target], ready.layouts[1])[0].num_rows
 
 
