@@ -81,7 +81,8 @@ class Damage(Struct):
     def sentences(self) -> list[str]:
         """What is damaged, in one sentence; none when nothing is."""
         if not self.reasons:
-            return []
+            lost = self.run.damaged
+            return [f"{self.run.name} is damaged, {plural(len(lost), 'file')} left out: {lost[0]}"] if lost else []
         left_out = f"{plural(self.num_records, 'record')} left out"
         return [f"{self.run.name} is damaged, {left_out} (tapscope verify {self.run.path} lists them): {self._first()}"]
 

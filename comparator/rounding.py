@@ -211,7 +211,8 @@ class Rounding:
     def _coarsest(self, node: int) -> tuple[str, str]:
         """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""
         own, inputs = _dtypes(self._examined[node]), self._graph.inputs(node)
-        if inputs.how != "captured":
+        multiplies = inputs.how == "inside" and self._graph.nodes[node].has_params  # by weights of its own
+        if inputs.how != "captured" and not multiplies:
             return own
         given = [_dtypes(self._examined[i]) for i in inputs.nodes if self._graph.nodes[i].numeric]
         baseline, target = (

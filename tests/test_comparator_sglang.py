@@ -168,7 +168,9 @@ def test_files_that_cannot_be_read_are_said_and_the_rest_is_compared(
     cut.write_bytes(cut.read_bytes()[:5000])
     report = diff(tmp_path / "whole", tmp_path / "dump")
     assert report.num_bad == 0
-    assert report.exit_code == 1
+    assert report.exit_code == 3
+    assert report.coverage.damaged == report.coverage.partial[:1]
+    assert "dump is damaged, 2 files left out" in report.coverage.damaged[0]
     said = " ".join(report.coverage.partial)
     assert "asks for posix.system" in said
     assert "cut off or damaged" in said

@@ -112,7 +112,9 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
     verb = "is not finite" if finding.verdict is Verdict.NONFINITE else "differs"
     parts = [f"{name} ({seen}) {'has no gradient' if finding.test == 'absent' else verb}: {_size(finding)}"]
     parts.append(divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}")
-    if len(report.divergences) > 1:
+    if shared := _shared(report, divergence):
+        parts.append(shared)
+    elif len(report.divergences) > 1:
         num = len(report.divergences) - 1
         others = f"{text.plural(num, 'module')} more on {'its' if num == 1 else 'their'} own account"
         parts.append(f"{others}, next {report.divergences[1].module or '(root)'}")
@@ -120,6 +122,23 @@ def _diverges(report: "Report", divergence: Divergence) -> str:
     if report.coverage.partial:
         parts.append("on partial data")
     return "; ".join(parts)
+
+
+def _shared(report: "Report", divergence: Divergence) -> str:
+    """Where most parameters are off by themselves: no module did that to all of them."""
+    if not _is_parameter(divergence.site):
+        return ""
+    parameters = [f for f in report.findings if _is_parameter(f.site) and f.baseline and f.target]
+    own = sum(_is_parameter(d.site) for d in report.divergences)
+    if own < 2 or 2 * own <= len(parameters):
+        return ""
+    why = "it is what they share (the optimizer, the checkpoint) rather than one module's doing"
+    return f"so are {own - 1:,} more of {len(parameters):,} parameters: {why}"
+
+
+def _is_parameter(site: str) -> bool:
+    port = site.rpartition(":")[2]
+    return port.startswith("param[") and not port.endswith(".grad")
 
 
 def _size(finding: Finding) -> str:

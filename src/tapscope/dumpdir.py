@@ -73,6 +73,8 @@ class DumpPayloads:
         self._folder = folder
         self.spread: dict[tuple[int, int], Tensor] = {}
         """(rank, seq) -> a tensor that does not lie in one piece."""
+        self.damaged: list[str] = []
+        """What is wrong with each file that cannot be read."""
 
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.payload.Payloads`."""
@@ -160,10 +162,10 @@ class _Reader:
             tags |= meta
             self._meta.setdefault(rank, meta)
             self._record(index, rank, name, tags, content)
-        except RunCorruptError as error:
-            index.problems.append(str(error))
-        except ValueError as error:
-            index.problems.append(f"{self._folder / name}: {error}")
+        except (RunCorruptError, ValueError) as error:
+            said = str(error) if isinstance(error, RunCorruptError) else f"{self._folder / name}: {error}"
+            index.problems.append(said)
+            self._found.payloads.damaged.append(said)
 
     def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any) -> None:
         name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0

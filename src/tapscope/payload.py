@@ -19,6 +19,9 @@ Array = np.ndarray[Any, Any]
 class Payloads(Protocol):
     """What a :class:`~tapscope.run.Run` asks for values."""
 
+    damaged: list[str]
+    """What is wrong with each file that could not be read when the run was opened."""
+
     def array(self, record: Record) -> Array:
         """The values of a record that has an entry, read only; raises RunCorruptError when they are not there."""
         ...
@@ -70,6 +73,8 @@ class SegmentPayloads:
         self._paths: dict[tuple[int, str], Path] = {}
         self._sizes: dict[tuple[int, str], int] = {}
         self._mapped: dict[tuple[int, str], Array] = {}
+        self.damaged: list[str] = []
+        """None: each file is looked at when its values are asked for."""
 
     def array(self, record: Record) -> Array:
         """See :class:`Payloads`."""

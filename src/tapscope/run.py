@@ -178,6 +178,11 @@ class Run:
             )
         return self._payloads.array(rec)
 
+    @property
+    def damaged(self) -> list[str]:
+        """What is wrong with each file that could not be read at all; part of :attr:`problems`."""
+        return self._payloads.damaged
+
     def lacks(self, rec: Record) -> str:
         """Why the bytes of a record with a payload cannot be there, without reading them; empty when they may be."""
         return self._payloads.lacks(rec)
