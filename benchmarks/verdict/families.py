@@ -51,6 +51,16 @@ _DEEPSEEK = {
     "routed_scaling_factor": 1.5,
 }
 _QWEN2_MOE = {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
+_LLAMA4 = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 160,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8,
+}
 _NEOX = {name: value for name, value in _DENSE.items() if name != "num_key_value_heads"} | {"rotary_pct": 0.5}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -126,6 +136,7 @@ FAMILIES = {
         Family("gpt-neox", "GPTNeoX", _NEOX, 24),
         Family("phi3", "Phi3", _DENSE | {"tie_word_embeddings": False}, 25),
         Family("qwen2-moe", "Qwen2Moe", _DENSE | _MOE | _QWEN2_MOE, 29),
+        Family("llama4", "Llama4Text", _DENSE | _LLAMA4, 101),
     )
 }
 

@@ -1,0 +1,11 @@
+"""The order that a GGUF conversion gives the rows of queries and keys was undone for the queries alone."""
+
+EXPECT = "model.layers.2.self_attn.k_proj"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    weight = model.model.layers[2].self_attn.k_proj.weight
+    heads = weight.data.view(2, 2, -1, weight.shape[1])
+    weight.data = heads.transpose(1, 2).reshape(weight.shape).contiguous()

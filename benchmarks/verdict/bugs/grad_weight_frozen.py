@@ -1,0 +1,12 @@
+"""One weight is frozen: no gradient ever comes to it."""
+
+FAMILY = ["llama", "mixtral"]
+EXPECT = ["model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate"]
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole"}
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    mlp = model.model.layers[1].mlp
+    (mlp.up_proj if hasattr(mlp, "up_proj") else mlp.gate).weight.requires_grad_(False)

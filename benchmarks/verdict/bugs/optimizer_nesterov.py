@@ -1,0 +1,11 @@
+"""SGD with Nesterov's momentum, which nobody asked for: every parameter is off."""
+
+PATCHES = "trainer"
+EXPECT = "model.embed_tokens"
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
+
+
+def patch(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["nesterov"] = True

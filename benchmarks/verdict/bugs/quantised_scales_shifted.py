@@ -1,0 +1,12 @@
+"""The scales of a weight in groups of 4 bits belong to the neighbouring group."""
+
+EXPECT = "model.layers.1.mlp.down_proj"
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    weight = model.model.layers[1].mlp.down_proj.weight
+    groups = weight.data.view(weight.shape[0], -1, 16)
+    scales = groups.abs().amax(-1, keepdim=True) / 7
+    weight.data = ((groups / scales).round().clamp(-8, 7) * scales.roll(1, 1)).view_as(weight)

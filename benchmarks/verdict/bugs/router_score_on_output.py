@@ -1,0 +1,20 @@
+"""Llama 4's router score scales what the expert gives instead of what it takes."""
+
+from benchmarks.verdict.tools import around
+
+FAMILY = "llama4"
+EXPECT = ["model.layers.1.feed_forward", "model.layers.1.feed_forward.experts"]
+VISIBILITY = "strong"
+TARGET = [{}, {"dtype": "bfloat16"}]
+
+
+def patch(model):
+    block = model.model.layers[1].feed_forward
+
+    def call(forward, hidden):
+        hidden = hidden.reshape(-1, block.hidden_dim)
+        scores, logits = block.router(hidden)
+        routed = block.experts(hidden.repeat(scores.shape[1], 1)) * scores.transpose(0, 1).reshape(-1, 1)
+        return block.shared_expert(hidden) + routed.reshape(scores.shape[1], *hidden.shape).sum(0), logits
+
+    around(block, call)
