@@ -1,4 +1,11 @@
-"""Two runs in, the culprit out."""
+"""Two runs in, the culprit out.
+
+from tapscope import open_run
+from tapscope.comparator import CompareOptions, compare
+
+report = compare(open_run("base"), open_run("target"), CompareOptions(skip=("*:in[*]",)))
+print(report.exit_code, report.divergences[:1])
+"""
 
 from tapscope.comparator.closeup import Closeup
 from tapscope.comparator.compare import Comparison, compare, compare_closely

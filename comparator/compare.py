@@ -65,7 +65,10 @@ class Comparison(Struct, frozen=True):
 def compare(
     baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
 ) -> Report:
-    """Compare two open runs; raises as :func:`compare_closely`."""
+    """Compare two open runs; ``progress`` is called with (sites done, sites in all).
+
+    Raises as :func:`compare_closely`.
+    """
     return compare_closely(baseline, target, options, progress).report
 
 

@@ -21,8 +21,13 @@ from tapscope.observe import ObserverFactory, StepObserver
 class LLM:
     """A model, loaded and ready; one thread at a time may use it. Close it, or use it as a context manager.
 
+    Prompts are texts or token ids. There are three ways to use it: calls that return when their requests are done
+    (:meth:`generate`, :meth:`chat`, :meth:`stream`), the caller's own steps (:meth:`submit`, :meth:`step`,
+    :meth:`advance`, :meth:`abort`), and asyncio (:meth:`agenerate`, :meth:`astream`). While requests of one way are
+    live the others raise UsageError.
+
     With ``dp`` above 1 there are so many replicas of it, this process being the first, and requests are spread over
-    them as a server spreads them.
+    them as a server spreads them; such a model has no steps of the caller's own.
     """
 
     def __init__(
@@ -93,7 +98,8 @@ class LLM:
     ) -> list[Generation]:
         """Answer every conversation, a list of ``{"role": ..., "content": ...}``; otherwise as :meth:`generate`.
 
-        ``template`` are variables of the checkpoint's chat template, such as ``enable_thinking``.
+        ``tools`` are functions as OpenAI's API describes them, ``template`` variables of the checkpoint's chat
+        template, such as ``enable_thinking``. Raises as :meth:`chat_prompt` and :meth:`generate` do.
         """
         if conversations and isinstance(conversations[0], Mapping):
             raise UsageError("conversations is one conversation; give a list of them")
@@ -124,6 +130,7 @@ class LLM:
         """As :meth:`generate`, from asyncio: calls that overlap share the steps, a cancelled one is aborted.
 
         From the first such call on a thread runs the engine; what is not async has it again once nothing is live.
+        Raises as :meth:`generate` does.
         """
         require_list(prompts)
         each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
@@ -138,7 +145,10 @@ class LLM:
         request_id: str | None = None,
         ignore_eos: bool | None = None,
     ) -> AsyncGenerator[Output]:
-        """As :meth:`stream` of one prompt, from asyncio; close it (`contextlib.aclosing`) to leave it early."""
+        """As :meth:`stream` of one prompt, from asyncio; close it (`contextlib.aclosing`) to leave it early.
+
+        Raises as :meth:`generate` does, when first asked for an output.
+        """
         return self._access.overlapping().stream(prompt, params_of(params, max_new_tokens, ignore_eos), request_id)
 
     def submit(
@@ -167,11 +177,14 @@ class LLM:
         return driver.submit(prompt, params, request_id, forced=forced, priority=priority, capture=capture)
 
     def step(self) -> list[Generation]:
-        """Compute one step over all running requests; returns the ones it finished. Raises RankLostError."""
+        """Compute one step over all running requests; returns the ones it finished.
+
+        Raises RankLostError when another rank has died or hangs.
+        """
         return self._access.stepped("step").step()
 
     def advance(self) -> list[Output]:
-        """As :meth:`step`, but returns what is new of each request, text included."""
+        """As :meth:`step`, but returns what is new of each request, text included; raises as it does."""
         return self._access.stepped("advance").advance()
 
     def abort(self, request_id: str) -> Generation | None:

@@ -1,4 +1,9 @@
-"""See inside a running model, and find the first tensor where two runs part."""
+"""See inside a running model, and find the first tensor where two runs part.
+
+Capture with :class:`Dumper` (or the functions of :mod:`tapscope.dumper`, which need no object), generate with
+:class:`LLM`, read with :func:`open_run`, compare with :func:`tapscope.comparator.compare`. Every error of ours is a
+:class:`TapscopeError`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
