@@ -1,8 +1,14 @@
 """Why gradients round worse than values: each reason against gradients that were really rounded."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from tapscope import Dumper, open_run
+from tapscope.comparator import compare
 from tapscope.comparator.floor import unit
 from tapscope.comparator.gradients import cancellation, spilled, stretch, underflow
 from tapscope.comparator.spread import Spread, sizes_of, spread_of
@@ -63,3 +69,32 @@ def test_an_error_may_be_enlarged_as_much_as_the_row_that_was_enlarged_most() ->
     grown = made.errors[-1] / given.errors[-1]
     assert grown > 10.0
     assert grown / 3 < stretch(made, [given]) < grown * 3
+
+
+class Block(nn.Module):
+    """A norm and a linear map beside a residual, whose gradient is doubled when it is broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.up = nn.Linear(24, 24)
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.up(self.norm(x))
+        return y + (x - x.detach()) if self.broken else y
+
+
+def test_a_residual_counted_twice_is_the_doing_of_the_module_that_adds_it(tmp_path: Path) -> None:
+    for name in ("b", "t"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(24, 24), Block(), nn.Linear(24, 8))
+        net[1].broken = name == "t"
+        with Dumper(net, tmp_path / name, keep="full", grads=True, params=True) as dumper, dumper.step():
+            net(torch.randn(20, 24)).square().sum().backward()
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        first = compare(one, two).first_divergence
+    assert first is not None
+    assert first.explanation is not None
+    assert first.explanation.name == "summand"
+    assert (first.module, first.others) == ("1", ())

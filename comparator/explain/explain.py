@@ -24,6 +24,7 @@ from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.trial import Trial, share_of
 from tapscope.comparator.localise import Divergence
+from tapscope.comparator.modules import is_within
 from tapscope.comparator.node import Inputs
 from tapscope.comparator.prepare import Preparer
 from tapscope.errors import DataError
@@ -61,8 +62,16 @@ def explain(divergences: Sequence[Divergence], context: Context) -> list[Diverge
     found = []
     for number, divergence in enumerate(divergences):
         why = _explain(divergence, context) if number < MAX_EXPLAINED else None
-        found.append(structs.replace(divergence, explanation=why))
+        found.append(_blamed(structs.replace(divergence, explanation=why)))
     return found
+
+
+def _blamed(divergence: Divergence) -> Divergence:
+    """Of a part or the module around it, the one around where the error is another site's value: it adds them up."""
+    why, module, others = divergence.explanation, divergence.module, divergence.others
+    if why is None or why.name != "summand" or len(others) != 1 or not is_within(module, others[0]):
+        return divergence
+    return structs.replace(divergence, module=others[0], others=())
 
 
 def _explain(divergence: Divergence, context: Context) -> Explanation | None:

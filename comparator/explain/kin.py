@@ -50,8 +50,9 @@ class Kin:
         return frozenset(found)
 
     def relatives(self) -> Iterator[Relative]:
-        """Sites of the same rows and width: what went in, then others of the same layer, nearest first."""
-        path = self._culprit.site.rpartition(":")[0]
+        """Sites of the same rows and width: what went in, then others of the same layer, nearest first; of a gradient
+        other gradients."""
+        path, is_gradient = self._culprit.site.rpartition(":")[0], self._culprit.site.endswith(".grad")
         at = next(i for i, one in enumerate(self._examined) if one is self._culprit)
         layer = layer_of(path)
         near = [i for i, one in enumerate(self._examined) if layer_of(one.site.rpartition(":")[0]) == layer]
@@ -61,7 +62,7 @@ class Kin:
             one = self._examined[i]
             if one is self._culprit or one.basis not in ("values", "hash") or one.is_exact or num_read >= MAX_RELATIVES:
                 continue
-            if is_partial(one.site) or one.baseline is None:
+            if is_partial(one.site) or one.baseline is None or one.site.endswith(".grad") != is_gradient:
                 continue
             values = read_like(self._sample, self._preparer.prepare(one.pair), self._preparer.row_map, 0)
             if values is not None:
