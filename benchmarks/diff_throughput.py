@@ -1,9 +1,11 @@
 """How fast two runs are compared and how much memory that takes, beside a naive torch loop and mere reading.
 
-    python benchmarks/diff_throughput.py [--layers 24] [--rounds 3] [--dir /dev/shm] [--only large,tiny,memory]
+    python benchmarks/diff_throughput.py [--layers 24] [--rounds 3] [--dir /dev/shm] [--only kernel,large]
 
-*large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB a shard, 4.5 GB in all, read once so
-that the files are warm. ``diff`` is the command as a process of its own, from its start to its end; ``compare`` is the
+*kernel*: what measure_ceiling.py prints, the C++ measure alone beside reading the same arrays, with 64-byte vectors
+and without. *large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB a shard, 4.5 GB in
+all, read once so that the files are warm.
+``diff`` is the command as a process of its own, from its start to its end; ``compare`` is the
 same in this process. Rounds are interleaved and medians shown, because other work on the machine slows all alike.
 *tiny*: microseconds for each pair of tensors of 64 values, start-up included. *memory*: the largest anonymous resident
 memory (mapped files do not count) while one pair of tensors of about 1 GB is compared, and one of a million token rows.
@@ -177,9 +179,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="where to make the runs (default: the temporary directory)")
-    parser.add_argument("--only", default="large,tiny,memory", help="which parts, separated by commas")
+    parser.add_argument("--only", default="kernel,large,tiny,memory", help="which parts, separated by commas")
     args = parser.parse_args()
     parts = set(args.only.split(","))
+    if "kernel" in parts:
+        subprocess.run([sys.executable, str(Path(__file__).with_name("measure_ceiling.py"))], check=True)
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         root = Path(name)
         if "large" in parts:

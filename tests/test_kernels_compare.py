@@ -242,6 +242,41 @@ def test_what_cannot_be_meant_is_refused(kind, change, error, message):
         compare_rows(**call)
 
 
+SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-42, 6e-8, 65504.0, 3e38, 1e-30)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.tuples(*[st.sampled_from(["float32", "bfloat16", "float16"])] * 2),
+    st.integers(1, 40),
+    st.one_of(st.integers(1, 70), st.integers(120, 300)),
+    st.integers(0, 63),
+    st.sampled_from([0.0, 0.001, 0.3]),
+    st.sampled_from([0.0, 0.25]),
+    st.integers(0, 2**32 - 1),
+)
+def test_rows_narrower_than_a_vector_lie_anywhere_and_hold_anything(pair, rows, width, offset, odd, rtol, seed):
+    rng = np.random.default_rng(seed)
+    sides = []
+    for name in pair:
+        kind = dtypes.numpy_dtype(name)
+        values = np.where(
+            rng.random((rows, width)) < odd, rng.choice(SPECIAL, (rows, width)), rng.standard_normal((rows, width))
+        )
+        raw = np.empty(offset + values.size * kind.itemsize, np.uint8)
+        side = raw[offset:].view(kind).reshape(rows, width)
+        with np.errstate(over="ignore"):
+            side[...] = values.astype(kind)
+        sides.append(side)
+    a, b = sides
+    copied = rng.random(rows) < 0.3
+    with np.errstate(over="ignore"):
+        b[copied] = a[copied].astype(b.dtype)
+    for kind in {"numpy", backend()[0]}:
+        with use_backend(kind):
+            check(compare_rows(a, b, rtol=rtol), a, b, rtol=rtol)
+
+
 # ---- algebra
 
 

@@ -66,7 +66,8 @@ except ConfigError as error:
     print(error)
 """
     assert fresh(program, TAPSCOPE_NATIVE="yes") == [
-        "TAPSCOPE_NATIVE='yes' must be 0 (numpy only) or 1 (the C++ library if it was built)"
+        "TAPSCOPE_NATIVE='yes' must be 0 (numpy only) or 1 (the C++ library if it was built) or avx2 (the same without"
+        " what is written for 64-byte vectors)"
     ]
 
 
@@ -134,7 +135,27 @@ SUMMARIES = """
 import numpy as np
 from tapscope import dtypes
 from tapscope.kernels.native import backend, compare_rows, summarize, take
+from tapscope.kernels.native.compare import compare_reference
 print(backend()[0])
+
+def ordinary(name, rng, width):
+    values = rng.standard_normal((3, width)) * 4
+    values = values > 0 if name == "bool" else abs(values) if name[0] == "u" else values
+    return values.astype(dtypes.numpy_dtype(name))
+
+names = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
+mixed = [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32"), ("int64", "float32")]
+for one, two in [*((name, name) for name in names), *mixed]:
+    for width in (1, 7, 33, 64, 127, 300, 9001):
+        rng = np.random.default_rng(width)
+        a, b = ordinary(one, rng, width), ordinary(two, rng, width)
+        a[0] = b[0].astype(a.dtype)
+        if dtypes.is_float(one):
+            a[1, width // 2] = np.nan
+        found, plain = compare_rows(a, b, rtol=0.5), compare_reference(a, b, pairs=3, rtol=0.5)
+        close = np.allclose(found.floats[:5], plain.floats[:5], rtol=3e-6, atol=0)
+        print(one, two, width, found.integers.tolist(), found.max_abs.tolist(), close)
+        assert close, (one, two, width, found.floats, plain.floats)
 for name in dtypes.NAMES:
     kind = dtypes.numpy_dtype(name)
     for length in (0, 1, 7, 33, 1000, 5001):
@@ -145,6 +166,11 @@ for name in dtypes.NAMES:
         stats, _, bag = summarize(array.ctypes.data, length, name)
         print(name, length, digest.hex(), bag, *(getattr(stats, field) for field in stats.__struct_fields__[:9]))
 """
+
+
+@needs_library
+def test_without_wide_vectors_the_same_is_found():
+    assert fresh(SUMMARIES, TAPSCOPE_NATIVE="avx2") == fresh(SUMMARIES)
 
 
 @needs_library

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -70,7 +71,11 @@ inline const bool kAvx2 = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-
 #ifdef TS_NARROW
 constexpr bool kWide = false, kDot = false;
 #else
-inline const bool kWide = kAvx2 && __builtin_cpu_supports("x86-64-v4");
+inline bool is_held_narrow() {  // see _VARIABLE in library.py; clones are the loader's choice, which nothing holds back
+    const char* setting = std::getenv("TAPSCOPE_NATIVE");
+    return setting != nullptr && std::strcmp(setting, "avx2") == 0;
+}
+inline const bool kWide = kAvx2 && __builtin_cpu_supports("x86-64-v4") && !is_held_narrow();
 inline const bool kDot = kWide && __builtin_cpu_supports("avx512vnni");
 #endif
 #endif

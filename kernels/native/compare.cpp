@@ -3,30 +3,36 @@
 // Three ways, chosen per pair of dtypes: float32 sums within a block, checked afterwards and redone in double where
 // float32 cannot be trusted (non-finite values, extreme magnitudes); double throughout; and exact integers.
 
-#include "rows.h"
-#include "strips.h"
+#include "careful.h"
+#include "group.h"
 #include "widen.h"
 
 #ifdef TS_WIDE
 #define TS_VECTOR 64
 #define TS_VECTORS vectors64
+#define TS_TARGET TS_WIDE
+#include "vectors.h"
 #include "lanes.h"
 #undef TS_VECTOR
 #undef TS_VECTORS
+#undef TS_TARGET
 #define TS_VECTOR 32
 #define TS_VECTORS vectors32
+#define TS_TARGET TS_AVX2
+#include "vectors.h"
 #include "lanes.h"
 #undef TS_VECTOR
 #undef TS_VECTORS
+#undef TS_TARGET
 #endif
 #define TS_VECTOR 16
 #define TS_VECTORS vectors16
+#define TS_TARGET
+#include "vectors.h"
 #include "lanes.h"
 
 namespace ts {
 namespace {
-
-__extension__ typedef __int128 Wide;
 
 // ---- float32 within the block
 
@@ -62,92 +68,6 @@ FloatBlock for_this_processor() {
 template <class A, class B>
 FloatBlock float_block_of(bool any_tolerance) {
     return any_tolerance ? for_this_processor<A, B, true>() : for_this_processor<A, B, false>();
-}
-
-// ---- double, everything masked
-
-struct Item {  // one pair of float64 values, by its bits
-    double a, b;  // 0 unless both are finite
-    uint64_t distance;
-    bool finite_a, finite_b, same_class;
-
-    TS_INLINE Item(const Sides& s, int64_t i) {
-        constexpr uint64_t kInfinity = Float64::kNonfinite;
-        const uint64_t bits_a = load<uint64_t>(s.baseline, i), bits_b = load<uint64_t>(s.target, i);
-        const uint64_t size_a = bits_a & kMagnitude<Float64>, size_b = bits_b & kMagnitude<Float64>;
-        finite_a = size_a < kInfinity, finite_b = size_b < kInfinity;
-        same_class = (bits_a == bits_b) | ((size_a > kInfinity) & (size_b > kInfinity));  // read where neither is finite
-        const uint64_t keep = finite_a & finite_b ? ~uint64_t(0) : 0;
-        a = bit_cast<double>(bits_a & keep), b = bit_cast<double>(bits_b & keep);
-        distance = bit_cast<uint64_t>(a - b) & kMagnitude<Float64>;
-    }
-};
-
-TS_CLONES void double_block(const Sides& sides, const Tolerance& tolerance, Row* row) {
-    const Sides s = sides;
-    const double atol = tolerance.atol, rtol = tolerance.rtol;
-    double sum_abs = 0, diff = 0, base = 0, target = 0, dot = 0;
-    int64_t most = 0, finite = 0, finite_a = 0, finite_b = 0, equal = 0, over = 0, agree = 0;
-    for (int64_t i = 0; i < s.count; ++i) {
-        const Item item(s, i);
-        const bool both = item.finite_a & item.finite_b, neither = !item.finite_a & !item.finite_b;
-        const double distance = bit_cast<double>(item.distance);
-        const int64_t bits = static_cast<int64_t>(item.distance);
-        most = bits > most ? bits : most;
-        finite += both;
-        finite_a += item.finite_a;
-        finite_b += item.finite_b;
-        equal += both & (item.a == item.b);
-        agree += neither & item.same_class;
-        over += distance > atol + rtol * __builtin_fabs(item.a);
-        sum_abs += distance;
-        diff += distance * distance;
-        base += item.a * item.a;
-        target += item.b * item.b;
-        dot += item.a * item.b;
-    }
-    const int64_t mismatch = s.count - finite - agree;
-    row->sum_abs += sum_abs;
-    row->sum_sq_diff += diff;
-    row->sum_sq_baseline += base;
-    row->sum_sq_target += target;
-    row->dot += dot;
-    row->finite += finite;
-    row->nonfinite_baseline += s.count - finite_a;
-    row->nonfinite_target += s.count - finite_b;
-    row->mismatch += mismatch;
-    row->equal += equal + agree;
-    row->over += over + mismatch;
-    const double largest = bit_cast<double>(most);
-    if (finite && largest > row->max_abs) {
-        row->max_abs = largest;
-        row->argmax = s.column + find_first(s.count, [&](int64_t i) {
-            const Item item(s, i);
-            return item.finite_a & item.finite_b & (static_cast<int64_t>(item.distance) == most);
-        });
-    }
-}
-
-// ---- integers, exactly: float64 holds no neighbours above 2^53
-
-template <class A, class B>
-void exact_block(const Sides& s, const Tolerance& t, Row* row) {
-    for (int64_t i = 0; i < s.count; ++i) {
-        const A left = load<A>(s.baseline, i);
-        const B right = load<B>(s.target, i);
-        const Wide difference = static_cast<Wide>(left) - static_cast<Wide>(right);
-        const double distance = static_cast<double>(difference < 0 ? -difference : difference);
-        const double a = static_cast<double>(left), b = static_cast<double>(right);
-        if (distance > row->max_abs) row->max_abs = distance, row->argmax = s.column + i;
-        row->equal += difference == 0;
-        row->over += distance > t.atol + t.rtol * __builtin_fabs(a);
-        row->sum_abs += distance;
-        row->sum_sq_diff += distance * distance;
-        row->sum_sq_baseline += a * a;
-        row->sum_sq_target += b * b;
-        row->dot += a * b;
-    }
-    row->finite += s.count;
 }
 
 using PlainBlock = void (*)(const Sides&, const Tolerance&, Row*);
@@ -209,8 +129,8 @@ class Comparison {
 
     void row(const uint8_t* baseline, const uint8_t* target, int64_t width, Row* row) {
         const int64_t step_a = kItemSize[types_[0]], step_b = kItemSize[types_[1]];
-        for (int64_t column = 0; column < width; column += kBlock) {
-            const int64_t count = width - column < kBlock ? width - column : kBlock;
+        for (int64_t column = 0; column < width; column += kPiece) {
+            const int64_t count = width - column < kPiece ? width - column : kPiece;
             const uint8_t *a = baseline + column * step_a, *b = target + column * step_b;
             block({a, b, count, column}, row);
         }
@@ -262,42 +182,7 @@ class Comparison {
     Tolerance tolerance_;
     bool exact_, float_, as_floats_;
     FloatBlock block_;
-    alignas(64) double room_[2][kBlock];
-};
-
-// Where the results of a comparison lie, [field][row] each.
-class Results {
-  public:
-    explicit Results(const ts::RowResults& out) : out_(out) {}
-
-    // The first columns of a row.
-    void put(int64_t index, const Row& row, int64_t width, double at_worst, int64_t strip) const {
-        const double values[] = {row.argmax < 0 ? 0 : row.max_abs, row.sum_abs, row.sum_sq_diff,
-                                 row.sum_sq_baseline, row.sum_sq_target, row.dot};
-        const int64_t counts[] = {row.argmax, row.equal, row.over, row.finite,
-                                  row.nonfinite_baseline, row.nonfinite_target, row.mismatch, width};
-        for (int i = 0; i < 6; ++i) real(i, index) = values[i];
-        for (int i = 0; i < 8; ++i) whole(i, index) = counts[i];
-        out_.at_worst[index] = at_worst, out_.strip[index] = strip;
-    }
-
-    // Columns to the right of those that are there, of which the first is `column`.
-    void add(int64_t index, const Row& row, int64_t width, int64_t column, double at_worst, int64_t strip) const {
-        const double sums[] = {row.sum_abs, row.sum_sq_diff, row.sum_sq_baseline, row.sum_sq_target, row.dot};
-        const int64_t counts[] = {row.equal, row.over, row.finite,
-                                  row.nonfinite_baseline, row.nonfinite_target, row.mismatch, width};
-        for (int i = 0; i < 5; ++i) real(i + 1, index) += sums[i];
-        for (int i = 0; i < 7; ++i) whole(i + 1, index) += counts[i];
-        if (row.argmax < 0 || (whole(0, index) >= 0 && row.max_abs <= real(0, index))) return;
-        real(0, index) = row.max_abs, whole(0, index) = column + row.argmax;
-        out_.at_worst[index] = at_worst, out_.strip[index] = strip;
-    }
-
-  private:
-    double& real(int field, int64_t index) const { return out_.floats[field * out_.rows + index]; }
-    int64_t& whole(int field, int64_t index) const { return out_.integers[field * out_.rows + index]; }
-
-    ts::RowResults out_;
+    alignas(64) double room_[2][kPiece];
 };
 
 double number_at(int dtype, const uint8_t* row, int64_t column) {
@@ -312,16 +197,19 @@ void compare_strip(const Strip& strip, int64_t number, bool is_first, double ato
     const Rows &left = strip.sides.baseline, &right = strip.sides.target;
     const int64_t width = strip.sides.width;
     Comparison comparison(left.dtype, right.dtype, atol, rtol);
-    const Results results(out);
-    for (int64_t i = 0; i < strip.sides.rows; ++i) {
-        const uint8_t *a = left.at(i), *b = right.at(i);
-        Row row;
-        comparison.row(a, b, width, &row);
-        const double at_worst = row.argmax < 0 ? 0 : number_at(left.dtype, a, row.argmax);
+    Group group;
+    for (int64_t first = 0; first < strip.sides.rows; first += Group::kRows) {
+        const int64_t rest = strip.sides.rows - first, count = rest < Group::kRows ? rest : Group::kRows;
+        for (int64_t i = 0; i < count; ++i) {
+            const uint8_t *a = left.at(first + i), *b = right.at(first + i);
+            Row row;
+            comparison.row(a, b, width, &row);
+            group.put(i, row, width, row.argmax < 0 ? 0 : number_at(left.dtype, a, row.argmax));
+        }
         if (is_first) {
-            results.put(strip.row + i, row, width, at_worst, number);
+            group.write(out, strip.row + first, count, number);
         } else {
-            results.add(strip.row + i, row, width, strip.column, at_worst, number);
+            group.add(out, strip.row + first, count, number, strip.column);
         }
     }
 }

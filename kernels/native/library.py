@@ -24,6 +24,11 @@ CODES_BY_TYPE: dict[np.dtype[Any], int] = {dtypes.numpy_dtype(name): code for na
 """The same by numpy type, because ``dtype.name`` takes longer than the rest of a small call."""
 
 _VARIABLE = "TAPSCOPE_NATIVE"
+_SETTINGS = {
+    "0": "numpy only",
+    "1": "the C++ library if it was built",
+    "avx2": "the same without what is written for 64-byte vectors",
+}
 _ADDRESS, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -72,7 +77,7 @@ _choice: _Choice | None = None
 def backend() -> tuple[str, str]:
     """``("c++", path of the library)`` or ``("numpy", why there is no library)``.
 
-    Raises ConfigError when TAPSCOPE_NATIVE is set to anything but 0 or 1.
+    Raises ConfigError when TAPSCOPE_NATIVE is set to anything but 0, 1 or avx2.
     """
     choice = _chosen()
     return choice.kind, choice.why
@@ -105,9 +110,10 @@ def _chosen() -> _Choice:
     global _choice
     if _choice is None:
         setting = os.environ.get(_VARIABLE, "1") or "1"
-        if setting not in ("0", "1"):
-            raise ConfigError(f"{_VARIABLE}={setting!r} must be 0 (numpy only) or 1 (the C++ library if it was built)")
-        _choice = _load() if setting == "1" else _Choice(None, "numpy", f"{_VARIABLE}=0")
+        if setting not in _SETTINGS:
+            rule = " or ".join(f"{value} ({meaning})" for value, meaning in _SETTINGS.items())
+            raise ConfigError(f"{_VARIABLE}={setting!r} must be {rule}")
+        _choice = _Choice(None, "numpy", f"{_VARIABLE}=0") if setting == "0" else _load()
     return _choice
 
 

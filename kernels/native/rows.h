@@ -28,6 +28,8 @@ struct Tolerance {
     static bool fits(double bound) { return bound == 0 || (bound >= 1e-30 && bound <= 1e30); }
 };
 
+constexpr int64_t kPiece = 4 * kBlock;  // elements of a row that are compared together, and redone together
+
 struct Sides {  // one block: the bytes of both sides, its length and its first column
     const uint8_t *baseline, *target;
     int64_t count, column;
