@@ -103,6 +103,9 @@ def test_tools_are_called_and_their_results_taken(client: anthropic.Anthropic, p
     assert counted.input_tokens == again.usage.input_tokens + again.usage.cache_read_input_tokens
     none = client.messages.create(**body, tool_choice={"type": "none"})
     assert none.content[0].text.startswith("Let me look. <tool_call>")
+    schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+    strict = TOOL | {"strict": True, "input_schema": schema | {"additionalProperties": False}}
+    assert client.messages.create(**body | {"tools": [strict]}).content[1].input == {"city": "Rome"}
 
 
 def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:

@@ -361,4 +361,13 @@ def test_llamas_special_tokens_serve_the_parser_and_stay_hidden(tmp_path: Path) 
         call = called.choices[0].message.tool_calls[0].function
         assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
         assert called.choices[0].finish_reason == "tool_calls"
+        city = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+        strict: Any = {"name": "weather", "strict": True, "parameters": city | {"additionalProperties": False}}
+        called = client.chat.completions.create(
+            messages=[{"role": "user", "content": "weather"}],
+            tools=[{"type": "function", "function": strict}],
+            parallel_tool_calls=False,
+            **GREEDY,
+        )
+        assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
         client.close()

@@ -267,6 +267,26 @@ def test_a_structural_tag_holds_calls_and_nothing_else(client: openai.OpenAI) ->
     assert caught.value.param == "structural_tag.triggers"
 
 
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_calls_of_strict_tools_have_the_arguments_of_their_schemas(client: openai.OpenAI, is_parallel: bool) -> None:
+    city: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bern"]}}, "required": ["city"]}
+    changes = {"strict": True, "parameters": city | {"additionalProperties": False}}
+    tools = [{"type": "function", "function": tool["function"] | changes} for tool in TOOLS]
+    asked: Any = {"tools": tools, "max_tokens": 200, **GREEDY}
+    asked |= {"messages": ask("weather?"), "parallel_tool_calls": is_parallel}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.message.content.startswith("Let me look.")
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(choice.message.tool_calls[0].function.arguments)["city"] in ("Rome", "Bern")
+    assert is_parallel or len(choice.message.tool_calls) == 1
+    loose = client.chat.completions.create(**asked | {"tools": TOOLS}).choices[0].message.tool_calls[0]
+    assert json.loads(loose.function.arguments) == {"city": "Paris"}
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.strict is 'yes'"):
+        client.chat.completions.create(
+            **asked | {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}
+        )
+
+
 def test_a_call_can_be_forced(client: openai.OpenAI) -> None:
     tools = [
         {

@@ -59,13 +59,15 @@ def read_tools(fields: Fields) -> Tools:
 def _definition(tool: Fields) -> dict[str, Any]:
     if tool.values.get("type") not in (None, "custom"):
         raise tool.wrong("type", "only custom tools are supported: this engine runs none of Anthropic's own")
-    tool.refuse_unknown(("name", "description", "input_schema", "type"), ("cache_control",))
+    tool.refuse_unknown(("name", "description", "input_schema", "type", "strict"), ("cache_control",))
     schema = tool.object("input_schema")
     if schema is None:
         raise RequestError(f"{tool.path('input_schema')} is missing", param=tool.path("input_schema"))
     function: dict[str, Any] = {"name": tool.name("name")}
     if tool.has("description"):
         function["description"] = tool.text("description")
+    if tool.flag("strict"):
+        function["strict"] = True
     return {"type": "function", "function": function | {"parameters": schema.values}}
 
 

@@ -8,6 +8,7 @@ from tapscope.engine.api import reasoning
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.api.reply import ReplyForm
 from tapscope.engine.api.sampling import make_params
+from tapscope.engine.api.strict_calls import strict_tag
 from tapscope.engine.api.tool_parsers import PYTHON_TAG
 from tapscope.engine.api.tools import NO_TOOLS, Tools
 from tapscope.engine.chat_template import ChatTemplate, Message
@@ -77,6 +78,8 @@ def make_prompt(model: ServedModel, talk: Conversation) -> Prompt:
         )
     if talk.tools.is_forced:
         sampling["json_schema"] = talk.tools.schema()
+    if talk.tools.is_strict and model.tool_format is not None:
+        sampling.setdefault("structural_tag", strict_tag(talk.tools, model.tool_format))
     is_constrained = talk.constraint is not None or talk.tools.is_forced
     thinks = model.thinks and talk.separate_reasoning and not is_constrained
     form = ReplyForm(

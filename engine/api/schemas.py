@@ -71,7 +71,12 @@ _CONTENT: Schema = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
 _FUNCTION: Schema = {
     "type": "object",
     "required": ["name"],
-    "properties": {"name": {"type": "string", "minLength": 1}, "description": _TEXT, "parameters": _OBJECT},
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "description": _TEXT,
+        "parameters": _OBJECT,
+        "strict": _FLAG,
+    },
 }
 _TOOL: Schema = {
     "type": "object",

@@ -33,9 +33,14 @@ class Tools:
         """Whether the answer has to be a call."""
         return self.choice in ("required", "named")
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether calls that the model makes of its own accord are to be what a tool's schema accepts."""
+        return self.choice == "auto" and any(tool["function"].get("strict") for tool in self.definitions)
+
     def schema(self) -> str:
         """JSON schema (as text) of an answer that is forced to be calls: arguments alone, or a list of calls."""
-        schemas = {tool["function"]["name"]: _parameters(tool) for tool in self.definitions}
+        schemas = {tool["function"]["name"]: parameters_of(tool) for tool in self.definitions}
         if self.choice == "named":
             return json.dumps(schemas[self.named])
         definitions: JsonSchema = {}
@@ -73,6 +78,7 @@ def _definition(tool: Fields) -> dict[str, Any]:
     function.name("name")
     function.text("description")
     function.object("parameters")
+    function.flag("strict")
     return tool.values if "type" in tool.values else {"type": "function"} | tool.values
 
 
@@ -88,7 +94,8 @@ def _choice(fields: Fields, has_tools: bool) -> tuple[str, str]:
     return "named", Fields(value["function"], "tool_choice.function").required_text("name")
 
 
-def _parameters(tool: dict[str, Any]) -> JsonSchema:
+def parameters_of(tool: dict[str, Any]) -> JsonSchema:
+    """The JSON schema of a tool's arguments."""
     schema = tool["function"].get("parameters") or {}
     return {"type": "object"} | schema
 
