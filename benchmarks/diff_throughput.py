@@ -1,13 +1,15 @@
 """How fast two runs are compared and how much memory that takes, beside a naive torch loop and mere reading.
 
     python benchmarks/diff_throughput.py [--layers 24] [--rounds 3] [--dir /dev/shm] [--only kernel,large]
+    python benchmarks/diff_throughput.py --only tiny --tiny 100000x1,2000x50,100x1000   # 100,000 pairs, minutes
 
 *kernel*: what measure_ceiling.py prints, the C++ measure alone beside reading the same arrays, with 64-byte vectors
 and without. *large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB a shard, 4.5 GB in
 all, read once so that the files are warm.
 ``diff`` is the command as a process of its own, from its start to its end; ``compare`` is the
 same in this process. Rounds are interleaved and medians shown, because other work on the machine slows all alike.
-*tiny*: microseconds for each pair of tensors of 64 values, start-up included. *memory*: the largest anonymous resident
+*tiny*: milliseconds of processor time for each pair of tensors of 64 values, of ``diff`` with its start-up, ``compare``
+and merely opening both runs, and the largest anonymous memory of ``diff``. *memory*: the largest anonymous resident
 memory (mapped files do not count) while one pair of tensors of about 1 GB is compared, and one of a million token rows.
 
 Predicted before the first run, from kernels at 10 GB/s, 0.25 s of start-up and 0.4 ms of Python a site: 2.2 GB/s on one
@@ -35,8 +37,8 @@ from tapscope.comparator import compare
 from tapscope.kernels.native import backend
 from tapscope.run import open_run
 
-TINY = ((2_000, 1), (100, 20), (100_000, 1), (500, 200))
-"""(sites, steps)"""
+TINY = "2000x1,100x20"
+"""Sites x steps."""
 HUGE = ((32_768, 4_096, "t h"), (32_768, 4_096, "t h[tp]"), (32_768, 4_096, "t h[tp:partial]"), (1_000_000, 8, "t h"))
 """(token rows of one step, features, dims)"""
 
@@ -131,8 +133,9 @@ def measure_tiny(root: Path, num_sites: int, steps: int, rounds: int) -> None:
     diff(root)
     pairs = num_sites * steps
     costs = medians({"diff": diff, "compare": compare_runs, "open": _open}, root, rounds)
-    cells = "  ".join(f"{name} {c.wall / pairs * 1e6:6.1f} ({c.cpu / pairs * 1e6:.1f})" for name, c in costs.items())
-    print(f"tiny: {num_sites:,} sites x {steps} steps: {cells} us a pair, wall (processor)", flush=True)
+    cells = ", ".join(f"{name} {cost.cpu / pairs * 1e3:.3f}" for name, cost in costs.items())
+    peak = peak_memory(_start(root)) / 2**20
+    print(f"tiny: {num_sites:,} sites x {steps} steps: {cells} ms of processor a pair; {peak:.0f} MiB", flush=True)
 
 
 def _open(root: Path) -> None:
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="where to make the runs (default: the temporary directory)")
+    parser.add_argument("--tiny", default=TINY, metavar="SITESxSTEPS,...", help=f"which runs (default {TINY})")
     parser.add_argument("--only", default="kernel,large,tiny,memory", help="which parts, separated by commas")
     args = parser.parse_args()
     parts = set(args.only.split(","))
@@ -188,8 +192,9 @@ def main() -> None:
         root = Path(name)
         if "large" in parts:
             measure_large(root / "large", args.layers, args.rounds)
-        for sites, steps in TINY if "tiny" in parts else ():
-            measure_tiny(root / f"tiny{sites}x{steps}", sites, steps, args.rounds)
+        for size in args.tiny.split(",") if "tiny" in parts else ():
+            sites, steps = map(int, size.split("x"))
+            measure_tiny(root / f"tiny{size}", sites, steps, args.rounds)
         for rows, width, dims in HUGE if "memory" in parts else ():
             measure_memory(root, rows, width, dims)
 

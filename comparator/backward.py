@@ -38,10 +38,10 @@ class Backward:
         inputs = self._graph.inputs(node)
         return self.loss(inputs.nodes[0] if inputs.how == "same" else node)
 
-    def beside(self, node: int, names: Sequence[str]) -> list[Spread]:
+    def beside(self, node: int, names: Sequence[str]) -> Sequence[Spread]:
         """What goes into a gradient of these dtypes beside what the graph says; nothing into a value."""
         if not self._graph.nodes[node].is_backward:
-            return []
+            return ()
         loss, own = self.loss(node), self._spreads[node]
         found = [] if loss is None else [loss]
         if self._graph.nodes[node].is_summed:

@@ -54,7 +54,7 @@ _GLYPHS = {
 }
 
 
-class Side(Struct, frozen=True):
+class Side(Struct, frozen=True, gc=False):
     """One run's part of a finding."""
 
     site: str
@@ -69,7 +69,7 @@ class Side(Struct, frozen=True):
     """The sites that it was joined or added up from; empty where :attr:`site` alone is."""
 
 
-class Numbers(Struct, frozen=True):
+class Numbers(Struct, frozen=True, gc=False):
     """Global measures over everything that was read; differences are over positions finite on both sides."""
 
     max_abs: float
@@ -87,7 +87,7 @@ class Numbers(Struct, frozen=True):
     nonfinite_mismatch: int
 
 
-class Place(Struct, frozen=True):
+class Place(Struct, frozen=True, gc=False):
     """Where something is."""
 
     step: int
@@ -109,7 +109,7 @@ class Place(Struct, frozen=True):
         return f"request {self.request}, position {self.position}{again}"
 
 
-class StepResult(Struct, frozen=True):
+class StepResult(Struct, frozen=True, gc=False):
     """A finding's rows in one target step."""
 
     step: int
@@ -122,7 +122,7 @@ class StepResult(Struct, frozen=True):
     """Places where one side is not finite and the other is something else."""
 
 
-class RowCounts(Struct, frozen=True):
+class RowCounts(Struct, frozen=True, gc=False):
     """What became of a finding's token rows."""
 
     compared: int = 0

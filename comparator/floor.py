@@ -59,7 +59,7 @@ _NAMES = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak"
 """What the tests are called, in the order of :attr:`~.spread.Spread.tests`."""
 
 
-class Floor(Struct, frozen=True):
+class Floor(Struct, frozen=True, gc=False):
     """The largest errors that rounding explains, one for each test."""
 
     limits: tuple[float, ...]

@@ -7,7 +7,7 @@ from msgspec import Struct
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
 
 
-class Node(Struct, frozen=True):
+class Node(Struct, frozen=True, gc=False):
     """One matched site in execution order."""
 
     path: str
@@ -49,7 +49,7 @@ class Node(Struct, frozen=True):
         return not self.has_params and _POINTWISE.search(self.cls) is not None
 
 
-class Inputs(Struct, frozen=True):
+class Inputs(Struct, frozen=True, gc=False):
     """What went into a site."""
 
     nodes: tuple[int, ...]

@@ -12,7 +12,7 @@ from tapscope.record import Record
 Array = np.ndarray[Any, Any]
 
 
-class Leaf(Struct, frozen=True):
+class Leaf(Struct, frozen=True, gc=False):
     """One record as it lies."""
 
     record: Record

@@ -36,7 +36,7 @@ _MOVED = 2.0
 that was made of such rows may be so by as much as its condition makes of their error."""
 
 
-class _Case(Struct, frozen=True):
+class _Case(Struct, frozen=True, gc=False):
     """A numeric site with what its floor depends on."""
 
     spread: Spread

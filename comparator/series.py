@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -11,7 +12,7 @@ from tapscope.record import Record
 from tapscope.run import Run
 
 
-class Firing(Struct, frozen=True):
+class Firing(Struct, frozen=True, gc=False):
     """One firing of a site, on all ranks."""
 
     step: int
@@ -23,7 +24,7 @@ class Firing(Struct, frozen=True):
     """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
 
 
-class Series(Struct, frozen=True):
+class Series(Struct, frozen=True, gc=False):
     """All firings of one site in one pass of one model, by step."""
 
     site: str
@@ -120,12 +121,16 @@ def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
         pile.setdefault((key.step, key.micro, key.occurrence), []).append(record)
     stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
     found = []
+    shared: dict[tuple[object, ...], Any] = {}  # equal groups and turns are one object: there are as many as records
     for (model, pass_, site), pile in piles.items():
         firings = tuple(
-            [Firing(step, (micro, turn), _by_rank(pile[step, micro, turn])) for step, micro, turn in sorted(pile)]
+            [
+                Firing(step, shared.setdefault((micro, turn), (micro, turn)), _by_rank(pile[step, micro, turn]))
+                for step, micro, turn in sorted(pile)
+            ]
         )
-        first = firings[0].records[0]
-        found.append(Series(site, (model, pass_), (stages.get(first.key.rank, 0), first.seq), firings))
+        first, group = firings[0].records[0], shared.setdefault((model, pass_), (model, pass_))
+        found.append(Series(site, group, (stages.get(first.key.rank, 0), first.seq), firings))
     return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
 
 

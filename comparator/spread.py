@@ -19,7 +19,7 @@ from tapscope.kernels.native.overview import median
 Array = np.ndarray[Any, Any]
 
 
-class Sizes(Struct, frozen=True):
+class Sizes(Struct, frozen=True, gc=False):
     """How large the rows of the baseline are."""
 
     reach: float
@@ -30,7 +30,7 @@ class Sizes(Struct, frozen=True):
     """Of the smallest row's elements."""
 
 
-class Spread(Struct, frozen=True):
+class Spread(Struct, frozen=True, gc=False):
     """Distribution of relative errors over rows."""
 
     num_rows: int
@@ -87,7 +87,7 @@ class Drift(Struct, frozen=True):
     """How far the step took it, relative to its rows."""
 
 
-class Largest(Struct, frozen=True):
+class Largest(Struct, frozen=True, gc=False):
     """The largest errors of several spreads, each of its kind; all 0 of none."""
 
     errors: tuple[float, ...] = (0.0,) * len(QUANTILES)

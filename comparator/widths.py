@@ -8,6 +8,7 @@ from tapscope.comparator.names import is_partial, reduced
 from tapscope.index import SiteInfo
 
 Params = Mapping[str, tuple[int, ...]]
+_NONE: Params = {}
 
 
 def params_of(one: Examined, sites: Mapping[str, SiteInfo]) -> Params:
@@ -16,7 +17,7 @@ def params_of(one: Examined, sites: Mapping[str, SiteInfo]) -> Params:
         info = sites.get(reduced(side.site) if is_partial(side.site) else side.site) if side else None
         if info is not None and info.params:
             return info.params
-    return {}
+    return _NONE
 
 
 def reduction_of(cls: str, params: Params) -> int:

@@ -22,7 +22,7 @@ INTEGERS = (
 )
 
 
-class Measure(Struct, frozen=True):
+class Measure(Struct, frozen=True, gc=False):
     """Two tensors compared, in global numbers. Differences and sums are over positions where both are finite."""
 
     max_abs: float

@@ -35,6 +35,8 @@ class Run:
         self.path = path
         self.manifest = manifest
         self._ranks = ranks
+        self.ranks = tuple(sorted(ranks))
+        """Ranks that wrote anything."""
         self._payloads = payloads or SegmentPayloads(path)
         self.records: list[Record] = [r for rank in sorted(ranks) for r in sorted(ranks[rank].records, key=_seq)]
         """Every record, by rank and then in the order they were taken."""
@@ -62,11 +64,6 @@ class Run:
     def name(self) -> str:
         """Last part of the path."""
         return self.path.name
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that wrote anything."""
-        return tuple(sorted(self._ranks))
 
     @property
     def world_size(self) -> int:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from tapscope import member
 
 
-class Stats(Struct, frozen=True):
+class Stats(Struct, frozen=True, gc=False):
     """Mergeable statistics over the finite values of a tensor; non-finite ones are counted."""
 
     count: int
