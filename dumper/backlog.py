@@ -67,6 +67,10 @@ class Backlog:
         """Whether so much more would be let in now."""
         return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes
 
+    def has_room_for(self, num_lines: int) -> bool:
+        """Whether so many more records without payloads would be let in now."""
+        return self.has_room(num_lines * LINE_COST)
+
     def cancel(self, slot: Slot) -> None:
         """The payload is not needed after all."""
         with self._mutex:
@@ -129,6 +133,12 @@ class Backlog:
             self._outbox.flush()
             self._call_pipeline()
 
+    def flush_soon(self) -> None:
+        """A step has ended: let go what there is, short steps together."""
+        with self.lock:
+            if self._outbox.flush_soon():
+                self._call_pipeline()
+
     def drained(self, timeout_s: float) -> bool:
         """Flush and wait until everything is acknowledged; False when that did not happen in time."""
         with self.lock:
@@ -189,11 +199,15 @@ class Backlog:
             self._num_sent += 1
             return self._outbox.take()
 
-    def sleep(self) -> bool:
-        """The pipeline waits elsewhere than in :meth:`take`, until :attr:`nudge` or :meth:`awake`; False: not now."""
+    def sleep(self, most_s: float) -> float:
+        """The pipeline waits elsewhere than in :meth:`take`, until :attr:`nudge` or :meth:`awake`.
+
+        Gives for how many seconds at most; 0 for not now.
+        """
         with self.lock:
+            pause_s = self._outbox.pause_s()
             self._is_asleep = not self._ready()
-            return self._is_asleep
+            return min(pause_s or most_s, most_s) if self._is_asleep else 0.0
 
     def awake(self) -> None:
         """The pipeline needs no nudge any more."""

@@ -1,6 +1,7 @@
 """Bell: wakes a thread that waits for a ZMQ socket."""
 
 import contextlib
+import math
 import os
 from typing import Any
 
@@ -21,10 +22,12 @@ class Bell:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._fd, 1)
 
-    def wait(self, timeout_s: float) -> None:
-        """Until a message has come, the bell was rung, or the time is over."""
-        if self._fd in dict(self._poller.poll(int(timeout_s * 1000))):
+    def wait(self, timeout_s: float) -> bool:
+        """Until a message has come or the bell was rung; False when the time is over first."""
+        met = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        if self._fd in met:
             os.eventfd_read(self._fd)
+        return bool(met)
 
     def close(self) -> None:
         """Nobody may ring any more."""

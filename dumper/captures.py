@@ -107,7 +107,7 @@ class Nowhere:
     def append(self, line: LateLine | bytes) -> None:
         """Nothing is kept."""
 
-    def flush(self) -> None:
+    def flush_soon(self) -> None:
         """Nothing to flush."""
 
 

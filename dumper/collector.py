@@ -105,7 +105,7 @@ class Collector:
         self.last = step
         step.counts.aborted = aborted
         self.account.end(step, self.taker.arrivals.end_step() | dict(metrics))
-        self._backlog.flush()
+        self._backlog.flush_soon()
         self.keeper.end(step)
 
     def drop_step(self) -> None:
@@ -126,6 +126,12 @@ class Collector:
         """Wait until the recorder has acknowledged everything that was put; whether it has."""
         self.taker.pen.pass_on()
         return self._backlog.drained(timeout_s)
+
+    def show(self) -> None:
+        """Let go what there is of the open step, which takes long: its model may hang. From any thread."""
+        self.taker.pen.show()
+        if not self._backlog.is_empty:
+            self._backlog.flush()
 
     def close(self) -> None:
         """No value comes any more: wait for those that are on their way from a device."""

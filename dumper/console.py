@@ -44,10 +44,6 @@ class Console:
         """As the other sink does."""
         self.sink.append(line)
 
-    def flush(self) -> None:
-        """As the other sink does."""
-        self.sink.flush()
-
     def _say(self, pending: "Pending", ending: str) -> None:
         with contextlib.suppress(Exception):  # a closed terminal must not reach the model
             text = describe(pending)

@@ -111,10 +111,6 @@ class FlightRecorder:
             self.used += cost
             step.hold(line, cost)
 
-    def flush(self) -> None:
-        """A step ended: let go what was released."""
-        self._backlog.flush()
-
     # ---- steps
 
     @property

@@ -44,6 +44,9 @@ class Hooks:
         self._places: list[_Place] = []
         self._parameters = Parameters()
         self._said: set[str] = set()
+        self._usual = 0  # records of a step in which every tap fired
+        self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
+        """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
         self.armed: list[Tap] = []
         """Taps in place now, the root's included."""
 
@@ -65,8 +68,11 @@ class Hooks:
             tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
             if self._parameters.add(tap, module, selection) or wants:
                 self.armed.append(tap)
-            if tap.path:  # the root is wrapped instead, see RootWrapper
+            if tap.path:
                 self._hook(module, tap, wants, collector)
+            else:
+                before, after = _Before(tap, "in", self._fire), _After(tap, "out", self._fire)
+                self.root = before if "in" in wants else _nothing, after if "out" in wants else _nothing
         if collector is not None:
             self._parameters.watch(collector)
 
@@ -75,6 +81,7 @@ class Hooks:
         for place in self._places:
             place.handle.remove()
         self._places.clear()
+        self.root = _nothing, _nothing
         self._parameters.remove()
         self.armed.clear()
         self._said.clear()
@@ -83,7 +90,7 @@ class Hooks:
         """A step is about to end: take parameters, and say of every hook that is out of reach so; never raises."""
         try:
             self._parameters.end_step(step)
-            self._look_after(collector, step.serial)
+            self._look_after(collector, step)
         except Exception as error:  # noqa: BLE001 - the model must go on
             collector.account.complain("step", f"{type(error).__name__}: {error}")
 
@@ -118,10 +125,14 @@ class Hooks:
         self._taps[:] = [kept.get(tap.path, tap) for tap in find_taps(model, name)]
         self._modules = {path: weakref.ref(module) for path, module in now.items()}
 
-    def _look_after(self, collector: "Collector", serial: int) -> None:
-        if serial % _LOOK_EVERY and all(tap.has_fired_in(serial) for tap in self.armed):
+    def _look_after(self, collector: "Collector", step: OpenStep) -> None:
+        serial, number = step.serial, step.counts.sent + collector.taker.pen.waiting
+        if serial % _LOOK_EVERY and number and number == self._usual:
             return
-        self._look(collector, serial)
+        has_all = all(tap.has_fired_in(serial) for tap in self.armed)
+        self._usual = number if has_all else 0
+        if not (has_all and serial % _LOOK_EVERY):
+            self._look(collector, serial)
 
     def last_look(self, collector: "Collector") -> None:
         """The hooks are about to be taken away: say what has happened to them since the last look; never raises."""

@@ -28,6 +28,8 @@ class Link:
         """Why opening in the background failed."""
         self.tick: Callable[[], None] = lambda: None
         """Called in the pipeline's thread, at least twice a second."""
+        self.quiet: Callable[[], None] = lambda: None
+        """Called there when half a second has brought nothing."""
         self.tell: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._config = config
@@ -44,7 +46,7 @@ class Link:
         """
         path = run()
         pipeline, welcome = session.connect(path, self._config, hello, on_message, self.backlog, force=force)
-        pipeline.tell, pipeline.tick = self.tell, self.tick
+        pipeline.tell, pipeline.tick, pipeline.quiet = self.tell, self.tick, self.quiet
         pipeline.at, pipeline.capture_left = self._at, self._capture_left
         self._pipeline = pipeline
         return {"run": str(path)} | welcome.fields

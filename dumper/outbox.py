@@ -1,5 +1,6 @@
 """Outbox: what waits to be sent to the recorder, in order."""
 
+import time
 from collections import deque
 
 from tapscope.dumper.batch import Pending
@@ -10,6 +11,7 @@ from tapscope.wire import Message
 Item = Pending | Lines | LateLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 1024
+_PACE_S = 0.05  # a message costs the pipeline, the recorder and the disk, however little it holds
 _MAY_BE_LATE = (Pending, LateLine)
 
 
@@ -21,6 +23,8 @@ class Outbox:
         self._num_records = 0
         self._nbytes = 0
         self._is_flushed = False
+        self._is_soon = False  # flush_soon() was called
+        self._next = 0.0  # when it does what flush() does again
 
     def __len__(self) -> int:
         return len(self._items)
@@ -36,6 +40,17 @@ class Outbox:
     def flush(self) -> None:
         """All that waits now may go, full batch or not."""
         self._is_flushed = True
+
+    def flush_soon(self) -> bool:
+        """All that waits now may go, with what comes until a twentieth of a second after the last; whether at once."""
+        self._is_soon = True
+        return not self.pause_s()
+
+    def pause_s(self) -> float:
+        """For how long what waits since :meth:`flush_soon` is held back; 0 once it may go."""
+        pause_s = max(self._next - time.monotonic(), 0.0)
+        self._is_flushed = self._is_flushed or (self._is_soon and not pause_s)
+        return pause_s
 
     def clear(self) -> None:
         """Nothing waits any more."""
@@ -68,7 +83,8 @@ class Outbox:
                 nbytes += item.nbytes
         self._num_records -= number
         self._nbytes -= nbytes
-        self._is_flushed = self._is_flushed and bool(self._items)
+        self._is_flushed, self._is_soon = self._is_flushed and bool(self._items), self._is_soon and bool(self._items)
+        self._next = time.monotonic() + _PACE_S
         return items
 
     def _head_is_here(self) -> bool:

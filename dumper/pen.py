@@ -5,6 +5,7 @@ first of its step) the taker takes, and so it does where there is no C++ library
 its fast path (:meth:`Pen.fast_path`) before anything else: what a pen can write then never comes as far as here.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,8 @@ class Pen:
         functions = library.functions()
         plain = (capture.PLAIN_TYPES, capture.EXCHANGE, capture.keys_of, capture.HOST_KEYS)
         self.native: Any = None if functions is None else functions.pen(*plain, graph_task, TAGS, NO_TAGS)
+        self.lock = threading.RLock()
+        """Held while records are queued, so that they come in their order."""
         self.stamp: Stamp | None = None
         """Of the firings whose values it takes; None while it takes none."""
 
@@ -94,14 +97,14 @@ class Pen:
         """
         if self.native is not None:
             step = stamp.step
-            about = str(step.info.step), step.serial, numbers, self.pass_on, self._send_at, self._memo.payloads
-            self.native.begin(step, *about)
+            calls = self._account.announce, numbers, self.pass_on, self._send_at
+            self.native.begin(step, str(step.info.step), step.serial, *calls, self._memo.payloads)
             self.stamp = stamp
 
     def take(self, port: "Port", tensor: "torch.Tensor") -> bool:
         """Record a plain tensor that lies as the last one at this port did; False for any other, and nothing is."""
         layout = port.latest
-        if layout.stencil is None:
+        if layout.stencil is None or self.stamp is None or layout.rows != port.rows_in(self.stamp.step):
             return False
         if port.keep == "stats":
             is_written: bool = self.native.write(layout.stencil, tensor)
@@ -131,10 +134,23 @@ class Pen:
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._account.fail(stamp.step, port.site, error)
 
+    def show(self) -> None:
+        """As :meth:`pass_on`, where that need not wait, neither for another thread nor for room; from any thread."""
+        if self.lock.acquire(blocking=False):
+            try:
+                with self._backlog.lock:
+                    if self._backlog.has_room_for(self.waiting):
+                        self.pass_on()
+            finally:
+                self.lock.release()
+
     def pass_on(self) -> None:
         """Queue what waits; never raises."""
-        if (stamp := self.stamp) is None:
-            return
+        with self.lock:
+            if self.stamp is not None:
+                self._pass_on(self.stamp)
+
+    def _pass_on(self, stamp: "Stamp") -> None:
         waiting = self.native.waiting
         try:
             text, number, payloads, shared = self.native.drain()

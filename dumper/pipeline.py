@@ -64,6 +64,8 @@ class Pipeline:
         self.capture_left: int | None = None
         self.tick: Callable[[], None] = lambda: None
         """Called in this pipeline's thread, at least twice a second."""
+        self.quiet: Callable[[], None] = lambda: None
+        """Called there when half a second has brought nothing."""
         self.tell: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._num_batches = 0
@@ -163,10 +165,12 @@ class Pipeline:
 
     def _take(self) -> list[Item]:
         """What is to be sent now; with nothing to send it sleeps until there is, or something to hear."""
-        if self._closing or not self.backlog.sleep():
+        if self._closing or not (most_s := self.backlog.sleep(_SLEEP_S)):
             return self.backlog.take(_PAUSE_S)
-        self._bell.wait(_SLEEP_S)
+        is_quiet = not self._bell.wait(most_s) and most_s == _SLEEP_S
         self.backlog.awake()
+        if is_quiet:
+            self.quiet()
         return self.backlog.take(0)
 
     def _hang_up(self) -> None:

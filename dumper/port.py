@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tapscope.dumper.capture import dtype_name
-from tapscope.dumper.cut import Part, cut
+from tapscope.dumper.cut import Part, Ranges, cut
 from tapscope.dumper.pen import stencil_of
 from tapscope.dumper.placement import Placed, dims_of
 from tapscope.dumper.rules import Choice, Taking
@@ -30,6 +30,8 @@ class Layout(NamedTuple):
     kind: torch.dtype | None = None
     """With ``size``: of the tensor that was recorded."""
     size: tuple[int, ...] = ()
+    rows: Ranges | None = None
+    """Slots of the step's grid that the leading axis holds, where the text names them."""
     stencil: Any = None
     """For a pen, where it may write the lines of tensors that lie so."""
 
@@ -82,7 +84,7 @@ class Port:
         self.announced = False
         """Whether its ``site`` line was sent."""
         self.complained = False
-        self.keep = _plain_keep(choice.static) if row_set is None else None
+        self.keep = _plain_keep(choice.static)
         """What is kept of every tensor here, where nothing else need be asked; else None."""
         self.grad: Port | None = None
         """The port of its gradient, where that may be kept."""
@@ -91,7 +93,7 @@ class Port:
         self.latest = NO_LAYOUT
         """Of the last whole tensor: the next one mostly lies so too."""
         self.layouts: dict[tuple[Any, ...], Layout] = {}
-        """(dtype, shape) of a whole tensor, or with more of a part -> layout."""
+        """(dtype, shape, what is unusual) -> layout."""
 
     def line(self) -> dict[str, Any]:
         """Its ``site`` line."""
@@ -107,10 +109,14 @@ class Port:
             found = self.inner[name] = Port(site + grad, self.choice, self.about, model=self.model)
         return found
 
+    def rows_in(self, step: OpenStep) -> Ranges | None:
+        """Slots of the step's grid that a whole tensor here holds, where the module has said so."""
+        return None if self.row_set is None else step.row_ranges.get(self.row_set)
+
     def part(self, tensor: torch.Tensor, step: OpenStep, taking: Taking) -> Part:
         """What ``taking`` keeps of the tensor; raises ValueError, see :func:`cut`."""
         if taking.rows is None and taking.requests is None:
-            return Part(tensor, step.row_ranges.get(self.row_set) if self.row_set else None, None)
+            return Part(tensor, self.rows_in(step), None)
         row_set = step.info.row_sets.get(self.row_set) if self.row_set else None
         return cut(tensor, step.info, row_set, taking.rows, taking.requests)
 
@@ -120,8 +126,8 @@ class Port:
         """The layout of a part; dims that do not fit its shape are complained of and left out."""
         tensor = part.tensor
         about = (part.rows, part.slice, cap, placed)
-        whole = about == (None,) * 4
-        key = (tensor.dtype, tensor.shape) if whole else (tensor.dtype, tensor.shape, about)
+        whole = about[1:] == (None,) * 3
+        key = (tensor.dtype, tensor.shape, about)
         found = self.layouts.get(key)
         if found is None:
             if len(self.layouts) >= _MAX_LAYOUTS:
@@ -150,7 +156,7 @@ class Port:
             members["cap"] = cap
         tensor, count = part.tensor, part.tensor.numel()
         text, nbytes = "," + quoted(members)[1:-1], count * tensor.element_size()
-        return Layout(text, dtype, shape, count, nbytes, tensor.dtype, tensor.shape)
+        return Layout(text, dtype, shape, count, nbytes, tensor.dtype, tensor.shape, part.rows)
 
 
 def _plain_keep(taking: Taking | None) -> str | None:

@@ -48,7 +48,7 @@ class Recording:
         self._runs = Succession()
         self._told_lost: OpenStep | None = None
         if link is not None:
-            link.tick = self.collector.keeper.tick
+            link.tick, link.quiet = self.collector.keeper.tick, self.collector.show
             account = self.collector.account
             link.tell = lambda: {"dropped": account.num_dropped, "failed": account.num_failed}
 

@@ -48,7 +48,3 @@ class Sink(Protocol):
     def append(self, line: "LateLine | bytes") -> None:
         """Queue a line that is no record."""
         ...
-
-    def flush(self) -> None:
-        """A step ended: let go what may go."""
-        ...

@@ -94,8 +94,9 @@ class Taker:
             if not port.announced:
                 self._announce_site(port)
             layout = port.latest
-            if layout.kind is not leaf.dtype or layout.size != leaf.shape:
-                layout = port.layout(Part(leaf), None, self._account.complain)
+            rows = port.rows_in(step)
+            if layout.kind is not leaf.dtype or layout.size != leaf.shape or layout.rows != rows:
+                layout = port.layout(Part(leaf, rows), None, self._account.complain_of_dims)
             self._record(port, stamp, leaf, layout, port.keep == "full")
         except StillUnderway as error:
             self._underway.hold(port, leaf, stamp, error, next(self._seq))
@@ -254,9 +255,10 @@ class Taker:
             memo.sent(digest, slot.nbytes, payload)
 
     def _put(self, pending: Pending) -> bool:
-        if self.pen.waiting:
-            self.pen.pass_on()
-        accepted = self._account.sink.put(pending)
+        with self.pen.lock:
+            if self.pen.waiting:
+                self.pen.pass_on()
+            accepted = self._account.sink.put(pending)
         if not accepted:
             self._account.count(pending.stamp.step, dropped=1)
         elif self._keeper.is_limited:

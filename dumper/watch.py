@@ -108,10 +108,10 @@ class Watch:
         if recording is None or torch.compiler.is_dynamo_compiling():
             return forward(*args, **kwargs)
         if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
-            return self._watched(recording, forward, args, kwargs)
+            return self._watched(forward, args, kwargs)
         step = recording.schedule.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:
-            output = self._watched(recording, forward, args, kwargs)
+            output = self._watched(forward, args, kwargs)
         except BaseException as error:
             if step is not None:
                 recording.schedule.leave_call(step, type(error).__name__)
@@ -120,16 +120,11 @@ class Watch:
             recording.check_strict(step)
         return output
 
-    def _watched(
-        self, recording: "Recording", forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        root = self.taps[0]
-        kinds = root.kinds if self._hooks.armed and self._hooks.armed[0] is root else ()
-        if "in" in kinds:
-            recording.collector.fire(root, "in", (args, kwargs))
+    def _watched(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, after = self._hooks.root
+        before(self, args, kwargs)
         output = forward(*args, **kwargs)
-        if "out" in kinds:
-            recording.collector.fire(root, "out", output)
+        after(self, args, output)
         return output
 
     def _described(

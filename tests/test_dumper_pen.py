@@ -4,14 +4,17 @@ A hook that asks its fast path first records what the collector would.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from tapscope.dumper import Dumper, pen, taker
 from tapscope.dumper.backlog import Backlog
@@ -20,6 +23,7 @@ from tapscope.dumper.context import ctx
 from tapscope.dumper.port import Port
 from tapscope.dumper.taps import Tap
 from tapscope.kernels.native import library
+from tapscope.observe import StepInfo
 from tapscope.run import open_run
 
 pytestmark = pytest.mark.skipif(
@@ -63,6 +67,31 @@ class Mixed(nn.Module):
         return x + 1, (pair[0], None), flag, cache
 
 
+@dataclass(frozen=True)
+class Pair:
+    first: torch.Tensor
+    second: Any = None
+
+
+class Pairs(nn.Module):
+    """Gives named values: in fields and in items, of which there are now more, now fewer."""
+
+    def forward(self, x: torch.Tensor, turn: int) -> Any:
+        more: dict[str, Any] = {"second": x.sum(1)} if turn % 3 == 1 else {"third": x} if turn % 3 == 2 else {}
+        if turn % 4 == 3:
+            return Pair(x, tuple(more.values()))
+        return (dict, OrderedDict, ModelOutput)[turn % 4](first=x, **more)
+
+
+class Last(nn.Module):
+    """Holds a row of each request only."""
+
+    tap_rows: ClassVar[dict[str, str]] = {"in[x]": "last", "out": "last"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
 PLAIN = (True, True, False, 1, 1, 2, "a", "a", "b", 1.0, 1.0, float("nan"), Mixed, object(), object(), [1], [1], ())
 
 
@@ -74,6 +103,8 @@ class Net(nn.Module):
         self.odd = Odd()
         self.twice = nn.ReLU(inplace=True)
         self.mixed = Mixed()
+        self.pairs = Pairs()
+        self.last = Last()
         self.turn = 0
 
     def forward(self, x: torch.Tensor, scale: float = 1.0, *, bias: Any = None) -> torch.Tensor:
@@ -84,6 +115,8 @@ class Net(nn.Module):
         self.odd(narrow)
         flag, pair = PLAIN[self.turn % len(PLAIN)], (hidden, narrow)[:: self.turn % 5 - 2 or 1]
         self.mixed(narrow, pair, mask=None if self.turn % 4 else narrow > 0, flag=flag, cache=self.turn % 7 == 6 or [])
+        pair = self.pairs(narrow, self.turn // 3)
+        self.last((pair.first if isinstance(pair, Pair) else pair["first"])[-2:])
         return narrow
 
 
@@ -93,7 +126,12 @@ def run_of(out: Path, **settings: Any) -> list[bytes]:
     with torch.no_grad(), Dumper(model, out, force=True, **settings) as dumper:
         for step in range(3 * len(Odd.outputs)):
             model.odd.turn, model.turn = step // 3, step
-            with ctx(stage="late") if step % 7 == 5 else nullcontext():
+            last = (2, 3) if step % 4 else (1, 3)
+            info = StepInfo(step=step, grid=(4,), row_sets={"last": list(last)})
+            with (
+                dumper.step_of(info) if step % 5 else nullcontext(),
+                ctx(stage="late") if step % 7 == 5 else nullcontext(),
+            ):
                 model(torch.randn(4 if step % 5 else 6, 8), **({"bias": torch.ones(1)} if step % 4 == 3 else {}))
         unusuals = (lambda: ctx(stage="early"), lambda: dumper.micro(1), dumper.capture_output, nullcontext)
         for unusual in unusuals:
@@ -143,7 +181,7 @@ def test_only_the_first_firing_of_a_hook_reaches_the_collector(
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep=keep):
         for _ in range(5):
             model(torch.randn(2, 8))
-    assert sorted(fired) == sorted(["0:in", "0:out", "1:in", "1:out"] + [":in", ":out"] * 5)  # the root is wrapped
+    assert sorted(fired) == ["0:in", "0:out", "1:in", "1:out", ":in", ":out"]
     assert len(open_run(tmp_path / "run").records) == 30
 
 
@@ -234,6 +272,29 @@ def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch
     assert counts.recorded + counts.failed == 12
     (event,) = [event for event in run.events() if event.kind == "failed"]
     assert (event.fields["where"], event.fields["reason"]) == (f"{counts.failed} records on the way", "no queue")
+
+
+def test_a_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None:
+    class Hang(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hung.wait(timeout=0 if released.is_set() else 60)
+            return x
+
+    hung, released = threading.Event(), threading.Event()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Hang(), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
+        released.set()
+        model(torch.randn(2, 8))  # from the second step on a pen holds the lines
+        released.clear()
+        call = threading.Thread(target=torch.no_grad()(model), args=(torch.randn(2, 8),))
+        call.start()
+        while not any(r.key.site == "2:in[x]" and r.key.step == 1 for r in open_run(tmp_path / "run").records):
+            assert call.is_alive()  # for a minute
+        sites = [r.key.site for r in open_run(tmp_path / "run").records if r.key.step == 1]
+        hung.set()
+        call.join()
+        dumper.flush()
+    assert sites == [":in[input]", "0:in[input]", "0:out", "1:in[input]", "1:out", "2:in[x]"]
 
 
 def test_what_waits_in_a_pen_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tapscope.dumper import outbox
 from tapscope.dumper import ring as rings
 from tapscope.dumper.backlog import Backlog
 from tapscope.dumper.batch import Batch, Pending
@@ -177,7 +178,7 @@ def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> Non
     backlog = Backlog(10**9, None, None)
     backlog.nudge = lambda: rung.append(turn)
     turn = 1
-    assert backlog.sleep()
+    assert backlog.sleep(9) == 9
     backlog.append(b"{}\n")
     for _ in range(BATCH_RECORDS - 1):
         assert backlog.put(pending(None))
@@ -185,15 +186,38 @@ def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> Non
     assert backlog.put(pending(None))
     assert rung == [1]
     turn = 2
-    assert not backlog.sleep()  # there is something to send now
+    assert not backlog.sleep(9)  # there is something to send now
     assert len(backlog.take(0)) == BATCH_RECORDS
     backlog.append(b"{}\n")
     turn = 3
-    assert backlog.sleep()
+    assert 0 < backlog.sleep(9) <= 9
     backlog.flush()
     backlog.awake()
     backlog.flush()
     assert rung == [1, 3]
+
+
+def test_steps_that_end_soon_after_another_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(outbox.time, "monotonic", lambda: now)
+    rung: list[float] = []
+    backlog = Backlog(10**9, None, None)
+    backlog.nudge = lambda: rung.append(now)
+    assert backlog.sleep(9) == 9
+    backlog.put(pending(None))
+    backlog.flush_soon()
+    assert rung == [100.0]  # the first at once
+    backlog.awake()
+    assert len(backlog.take(0)) == 1
+    for _ in range(3):
+        assert 0 < backlog.sleep(9) < 0.1  # it wakes by itself
+        backlog.put(pending(None))
+        backlog.flush_soon()
+        assert backlog.take(0) == []
+    assert rung == [100.0]
+    now = 101.0
+    assert backlog.sleep(9) == 0
+    assert len(backlog.take(0)) == 3
 
 
 def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:

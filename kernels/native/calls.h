@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace ts {
 
@@ -13,6 +14,7 @@ class Owned {
   public:
     explicit Owned(PyObject* object) : object_(object) {}
     ~Owned() { Py_XDECREF(object_); }
+    Owned(Owned&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
     Owned(const Owned&) = delete;
     Owned& operator=(const Owned&) = delete;
     PyObject* get() const { return object_; }

@@ -16,6 +16,8 @@
 namespace ts {
 namespace {
 
+PyObject* name_row_ranges;
+
 struct FastPath {
     PyObject_HEAD
     Pen* pen;
@@ -28,6 +30,7 @@ struct FastPath {
 struct Leaf {
     Stencil* stencil;
     PyObject* where;  // where the whole tensor is kept: (port, layout); else null
+    Owned value;      // a field may be made anew each time it is asked for
     Lying lying;
 };
 using Leaves = std::vector<Leaf>;
@@ -37,11 +40,52 @@ bool is_as_known(const Stencil* stencil, PyObject* value) {
     return Py_TYPE(stencil->kind) == Py_TYPE(value) && PyObject_RichCompareBool(stencil->kind, value, Py_EQ) == 1;
 }
 
+// Whether the tensors of a row set hold these rows (a tuple, or None) in the open step.
+bool holds_rows(const Pen* pen, PyObject* row_set, PyObject* rows) {
+    const Owned ranges(PyObject_GetAttr(pen->open.step, name_row_ranges));
+    if (!ranges || !PyDict_Check(ranges.get())) return false;
+    PyObject* found = PyDict_GetItemWithError(ranges.get(), row_set);
+    return !PyErr_Occurred() && PyObject_RichCompareBool(found ? found : Py_None, rows, Py_EQ) == 1;
+}
+
 bool match_leaf(const Pen* pen, PyObject* known, PyObject* where, PyObject* value, Leaves* found) {
     auto* stencil = reinterpret_cast<Stencil*>(known);
     Lying lying;
     if (stencil->is_literal ? !is_as_known(stencil, value) : !find(pen, stencil, value, &lying)) return false;
-    found->push_back({stencil, where, std::move(lying)});
+    found->push_back({stencil, where, Owned(Py_NewRef(value)), std::move(lying)});
+    return true;
+}
+
+bool match(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found);
+
+// As match, for a dict: the pattern, a tuple or list, is from `first` on name, pattern, name, pattern, ...
+bool match_items(const Pen* pen, PyObject* pattern, Py_ssize_t first, PyObject* items, Leaves* found) {
+    PyObject* const* known = PySequence_Fast_ITEMS(pattern) + first;
+    Py_ssize_t place = 0;
+    PyObject *name, *value;
+    if (PySequence_Fast_GET_SIZE(pattern) - first != 2 * PyDict_GET_SIZE(items)) return false;
+    for (; PyDict_Next(items, &place, &name, &value); known += 2) {
+        if (PyObject_RichCompareBool(known[0], name, Py_EQ) != 1 || !match(pen, known[1], value, found)) return false;
+    }
+    return true;
+}
+
+// A tensor that is kept whole or holds the rows of a row set.
+bool match_tensor(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
+    PyObject *where = PyList_GET_ITEM(pattern, 1), *row_set = PyList_GET_ITEM(pattern, 2);
+    return (row_set == Py_None || holds_rows(pen, row_set, PyList_GET_ITEM(pattern, 3))) &&
+           match_leaf(pen, PyList_GET_ITEM(pattern, 0), where == Py_None ? nullptr : where, value, found);
+}
+
+// A mapping or dataclass.
+bool match_object(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
+    const Py_ssize_t size = PyList_GET_SIZE(pattern);
+    if (PyList_GET_ITEM(pattern, 0) != reinterpret_cast<PyObject*>(Py_TYPE(value))) return false;
+    if (PyDict_Check(value)) return match_items(pen, pattern, 1, value, found);
+    for (Py_ssize_t i = 1; i < size; i += 2) {
+        const Owned field(PyObject_GetAttr(value, PyList_GET_ITEM(pattern, i)));
+        if (!field || !match(pen, PyList_GET_ITEM(pattern, i + 1), field.get(), found)) return false;
+    }
     return true;
 }
 
@@ -49,7 +93,8 @@ bool match_leaf(const Pen* pen, PyObject* known, PyObject* where, PyObject* valu
 bool match(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
     if (Py_TYPE(pattern) == stencil_type) return match_leaf(pen, pattern, nullptr, value, found);
     if (PyList_CheckExact(pattern)) {
-        return match_leaf(pen, PyList_GET_ITEM(pattern, 0), PyList_GET_ITEM(pattern, 1), value, found);
+        const bool is_tensor = Py_TYPE(PyList_GET_ITEM(pattern, 0)) == stencil_type;
+        return (is_tensor ? match_tensor : match_object)(pen, pattern, value, found);
     }
     if (pattern == Py_None) return value == Py_None;
     if (!PyTuple_CheckExact(pattern) || !PyTuple_CheckExact(value)) return false;
@@ -61,24 +106,12 @@ bool match(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
     return true;
 }
 
-// As match, for keyword arguments: the pattern is (name, pattern, name, pattern, ...).
-bool match_keywords(const Pen* pen, PyObject* pattern, PyObject* keywords, Leaves* found) {
-    Py_ssize_t place = 0, i = 0;
-    PyObject *name, *value;
-    if (PyTuple_GET_SIZE(pattern) != 2 * PyDict_GET_SIZE(keywords)) return false;
-    for (; PyDict_Next(keywords, &place, &name, &value); i += 2) {
-        if (PyObject_RichCompareBool(PyTuple_GET_ITEM(pattern, i), name, Py_EQ) != 1) return false;
-        if (!match(pen, PyTuple_GET_ITEM(pattern, i + 1), value, found)) return false;
-    }
-    return true;
-}
-
 // The leaves of (output) or (args, kwargs).
 bool match_call(const Pen* pen, PyObject* pattern, PyObject* const* args, Py_ssize_t count, Leaves* found) {
     if (count == 1) return match(pen, pattern, args[0], found);
     return count == 2 && PyTuple_CheckExact(pattern) && PyTuple_GET_SIZE(pattern) == 2 && PyDict_Check(args[1]) &&
            match(pen, PyTuple_GET_ITEM(pattern, 0), args[0], found) &&
-           match_keywords(pen, PyTuple_GET_ITEM(pattern, 1), args[1], found);
+           match_items(pen, PyTuple_GET_ITEM(pattern, 1), 0, args[1], found);
 }
 
 // Whether the step with this number is still open: another thread may end it.
@@ -98,6 +131,7 @@ bool take(Pen* pen, const Leaf& leaf, long long serial) {
 
 bool take_all(Pen* pen, const Leaves& leaves) {
     const long long serial = pen->serial;
+    if (!is_open(pen, serial) || !announce(pen)) return false;
     for (const Leaf& leaf : leaves) {
         if (!is_open(pen, serial) || !take(pen, leaf, serial) || PyErr_Occurred()) return false;
     }
@@ -167,7 +201,7 @@ PyType_Spec kSpec = {"tapscope.kernels.native._tapscope.FastPath", sizeof(FastPa
 
 bool add_fast_path(PyObject* module) {
     const Owned type(PyType_FromSpec(&kSpec));
-    return type && PyModule_AddObjectRef(module, "FastPath", type.get()) == 0;
+    return type && (name_row_ranges = PyUnicode_InternFromString("row_ranges")) && PyModule_AddObjectRef(module, "FastPath", type.get()) == 0;
 }
 
 }  // namespace ts

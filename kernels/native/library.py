@@ -14,7 +14,7 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.errors import ConfigError
 
-ABI = 13
+ABI = 14
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n not in dtypes.COMPLEX)}

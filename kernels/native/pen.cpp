@@ -19,7 +19,7 @@
 namespace ts {
 namespace {
 
-constexpr long long kMany = 64;       // lines that wait here at most: until they are queued only a crash can lose them
+constexpr long long kMany = 256;      // lines that wait here at most: until they are queued only a crash can lose them
 constexpr long long kMuch = 1 << 20;  // bytes of payloads, likewise
 
 }  // namespace
@@ -64,8 +64,8 @@ PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
 
 void close(Pen* pen) {
     ++pen->state->generation;
-    auto& [step, numbers, pass_on, send, sent] = pen->open;
-    for (PyObject** each : {&step, &numbers, &pass_on, &send, &sent}) Py_CLEAR(*each);
+    auto& [step, announce, numbers, pass_on, send, sent] = pen->open;
+    for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent}) Py_CLEAR(*each);
 }
 
 void free_pen(PyObject* object) {
@@ -199,17 +199,19 @@ PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     return as_tuple(memo.read(stencil, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
-// (step, its number, its serial, numbers, pass_on, send, sent) -> None; memory is used again for other values
+// (step, its number, its serial, announce, numbers, pass_on, send, sent) -> None; memory is used again for other values
 PyObject* pen_begin(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<Pen*>(object);
     OpenStep open;
     const char* number;
     long long serial;
-    if (!PyArg_ParseTuple(args, "OsLOOOO!", &open.step, &number, &serial, &open.numbers, &open.pass_on, &open.send,
-                          &PyDict_Type, &open.sent)) {
+    if (!PyArg_ParseTuple(args, "OsLOOOOO!", &open.step, &number, &serial, &open.announce, &open.numbers,
+                          &open.pass_on, &open.send, &PyDict_Type, &open.sent)) {
         return nullptr;
     }
-    for (PyObject* each : {open.step, open.numbers, open.pass_on, open.send, open.sent}) Py_INCREF(each);
+    for (PyObject* each : {open.step, open.announce, open.numbers, open.pass_on, open.send, open.sent}) {
+        Py_INCREF(each);
+    }
     close(self);
     self->open = open, self->serial = serial;
     self->state->step = number, self->state->forks = num_forks;
@@ -285,8 +287,13 @@ bool add_names() {
 
 bool is_ordinary(const Pen* pen) {
     PyObject* step = pen->open.step;
-    return step && pen->state->forks == num_forks && is_true(step, name_announced) && !is_true(step, name_micro) &&
-           !is_true(step, name_in_full) && !is_true(step, name_halted) && is_without_tags(pen) && !is_in_backward(pen);
+    return step && pen->state->forks == num_forks && !is_true(step, name_micro) && !is_true(step, name_in_full) &&
+           !is_true(step, name_halted) && is_without_tags(pen) && !is_in_backward(pen);
+}
+
+bool announce(Pen* pen) {
+    const Owned step(Py_NewRef(pen->open.step)), call(Py_NewRef(pen->open.announce));
+    return is_true(step.get(), name_announced) || Owned(PyObject_CallOneArg(call.get(), step.get()));
 }
 
 bool write(Pen* pen, const Stencil* stencil, const Lying& lying) {

@@ -44,7 +44,8 @@ struct Surroundings {
 
 // What it does between begin and end.
 struct OpenStep {
-    PyObject* step = nullptr;     // see dumper/steps.py
+    PyObject* step = nullptr;      // see dumper/steps.py
+    PyObject* announce = nullptr;  // (step): queues its line, before those of its records
     PyObject* numbers = nullptr;  // iterator: the number of the next record
     PyObject* pass_on = nullptr;  // (): queues the lines that wait
     PyObject* send = nullptr;     // ((port, layout), address): writes a record whose bytes are to be sent
@@ -67,6 +68,9 @@ struct Pen {
 
 // Whether a firing now is an ordinary one of the open step: in a forward, without tags, nothing special going on.
 bool is_ordinary(const Pen* pen);
+
+// Has the line of the open step queued, unless that was done; false with an exception set.
+bool announce(Pen* pen);
 
 // Whether the tensor is plain memory with the stencil's element type and shape, and where; an exception may be set if
 // not.
