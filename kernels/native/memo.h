@@ -15,6 +15,7 @@
 namespace ts {
 
 constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
+constexpr size_t kPlaces = 4096;      // memory of earlier steps is remembered to be used again, but not for ever
 
 struct Seen {
     uint8_t digest[16];
@@ -24,14 +25,17 @@ struct Seen {
 class Memo {
   public:
     // A new step: memory is used again for other values.
-    void forget() { places_.clear(); }
+    void forget() {
+        ++step_;
+        if (places_.size() > kPlaces) places_.clear();
+    }
 
     // What lies at the place, if this step has met it there and the bytes, which are given, are still the same.
     bool recall(const Stencil* stencil, uint64_t place, const uint8_t* bytes, Seen* found) const {
         if (stencil->nbytes() < kSmall) return false;
         const auto seen = places_.find({place, stencil->count, stencil->code});
-        if (seen == places_.end()) return false;
-        *found = seen->second;  // the map may change while the GIL is released
+        if (seen == places_.end() || seen->second.step != step_) return false;
+        *found = seen->second.seen;  // the map may change while the GIL is released
         uint8_t digest[16];
         run(stencil->nbytes(), [&] { ts_hash(bytes, stencil->nbytes(), digest); });
         return !std::memcmp(digest, found->digest, sizeof digest);
@@ -45,7 +49,10 @@ class Memo {
         Seen seen;
         std::memcpy(seen.digest, taken.digest, sizeof seen.digest);
         seen.text.assign(taken.text, size_t(size));
-        if (stencil->nbytes() >= kSmall) places_[{place, stencil->count, stencil->code}] = seen;
+        if (stencil->nbytes() >= kSmall) {
+            Met& met = places_[{place, stencil->count, stencil->code}];
+            met.seen = seen, met.step = step_;
+        }
         return seen;
     }
 
@@ -56,7 +63,12 @@ class Memo {
 
   private:
     using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
-    std::map<Place, Seen> places_;
+    struct Met {
+        Seen seen;
+        uint64_t step;
+    };
+    std::map<Place, Met> places_;
+    uint64_t step_ = 0;
 };
 
 }  // namespace ts
