@@ -72,7 +72,7 @@ class Process:
             try:
                 if condition():
                     return True
-            except httpx.TransportError:
+            except httpx.TransportError:  # it does not listen yet, or no more
                 pass
             time.sleep(0.05)
         return False

@@ -201,7 +201,8 @@ PyType_Spec kSpec = {"tapscope.kernels.native._tapscope.FastPath", sizeof(FastPa
 
 bool add_fast_path(PyObject* module) {
     const Owned type(PyType_FromSpec(&kSpec));
-    return type && (name_row_ranges = PyUnicode_InternFromString("row_ranges")) && PyModule_AddObjectRef(module, "FastPath", type.get()) == 0;
+    name_row_ranges = PyUnicode_InternFromString("row_ranges");
+    return type && name_row_ranges && PyModule_AddObjectRef(module, "FastPath", type.get()) == 0;
 }
 
 }  // namespace ts
