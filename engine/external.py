@@ -13,8 +13,9 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -97,6 +98,7 @@ class ExternalRanks(Ranks):
     ) -> None:
         self._place = Place.read(config)
         self._pids: dict[int, int | None] = {}
+        self._sentinels: dict[int, int] = {}
         super().__init__(config, model_config, observer, pulse)
         self._ended = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
@@ -113,6 +115,11 @@ class ExternalRanks(Ranks):
         """Process ids of those that are watched."""
         return self._pids
 
+    @property
+    def sentinels(self) -> list[int]:
+        """Descriptors that become readable when a process of this machine has ended."""
+        return list(self._sentinels.values())
+
     def connect(self) -> TensorParallel:
         """Tell the others where plans come from, join them, watch those of this machine; raises RankLostError."""
         store = self._place.store(self._config)
@@ -127,8 +134,10 @@ class ExternalRanks(Ranks):
         except RankLostError as error:
             self.explain(error)
         pids = {rank: int(store.get(_pid_key(rank))) for rank in self.peers}
+        self._sentinels = {rank: sentinel for rank, pid in pids.items() if (sentinel := _sentinel_of(pid)) is not None}
         self._pids = {rank: pid or None for rank, pid in pids.items()}
         self.watch(self._config.rank_timeout_s, self._pulse)
+        tp.watch(self.sentinels)
         tp.pulse = self._pulse
         return tp
 
@@ -138,15 +147,23 @@ class ExternalRanks(Ranks):
         super()._on_hung(number, said)
 
     def _dead(self) -> list[int]:
-        return sorted(self._hung)
+        readable = connection.wait(self.sentinels, 0)
+        return sorted({*self._hung, *(rank for rank, sentinel in self._sentinels.items() if sentinel in readable)})
+
+    def _how_ended(self, number: int) -> str:
+        return self._hung.get(number, "has ended; see what its launcher says")
 
     def check(self) -> None:
-        """Raise RankLostError when a rank has failed, or its connection was lost."""
+        """Raise RankLostError when a rank has failed or ended, or its connection was lost."""
         super().check()
         if self._ended.poll(0):
-            self._receive(100)  # its last words
-            super().check()
-            raise RankLostError(f"one of the ranks 1 to {self._config.tp - 1} has ended; see what its launcher says")
+            self.explain(None)
+
+    def _raise(self, cause: RankLostError | None) -> NoReturn:
+        if not self._own_failures() and not self._silent() and self._ended.poll(0):  # one of another machine
+            ranks = f"ranks 1 to {self._config.tp - 1}"
+            raise RankLostError(f"one of the {ranks} has ended; see what its launcher says") from cause
+        super()._raise(cause)
 
     def close(self) -> None:
         """Tell the ranks to end; their launcher waits for them."""
@@ -155,6 +172,8 @@ class ExternalRanks(Ranks):
             self._ended.close(linger=0)
             self._socket.linger = 1000
         super().close()
+        while self._sentinels:
+            os.close(self._sentinels.popitem()[1])
 
 
 def obey_if_launched(config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
@@ -208,6 +227,14 @@ def _meet(place: Place, store: Any, config: EngineConfig, device: torch.device, 
 
 def _pid_key(rank: int) -> str:
     return f"pid-{rank}"
+
+
+def _sentinel_of(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process has ended; None where the system has no such thing."""
+    try:
+        return os.pidfd_open(pid) if pid else None
+    except (AttributeError, OSError):
+        return None
 
 
 def _resolved(hostname: str) -> str:

@@ -89,13 +89,14 @@ def test_a_rank_of_three_that_dies_in_a_collective_ends_the_job(tmp_path: Path) 
 
 
 PROGRAM = """
-import sys
+import os, signal, sys
 from tapscope.engine import LLM
 from tapscope.errors import RankLostError
 llm = LLM(sys.argv[1], tp=2, launch="external", device="cpu", rendezvous=sys.argv[2] if sys.argv[2:] else None)
 print(list(llm.generate([[5, 6, 7]], max_new_tokens=6, ignore_eos=True)[0].token_ids), flush=True)
 if sys.argv[2:]:
-    sys.stdin.readline()
+    if pid := sys.stdin.readline().strip():
+        llm.model.model.layers[0].mlp.register_forward_hook(lambda *_: os.kill(int(pid), signal.SIGKILL))
     try:
         llm.generate([[5, 6, 7]], max_new_tokens=6)
     except RankLostError as error:
@@ -144,7 +145,17 @@ def _free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def test_a_launched_rank_that_is_killed_is_said_on_rank_0(launched: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(
+    ("ranks_here", "is_in_collective", "expected"),
+    [
+        (2, False, "rank 1 of 2 has ended; see what its launcher says"),
+        (2, True, "rank 1 of 2 has ended; see what its launcher says"),
+        (1, True, "one of the ranks 1 to 1 has ended; see what its launcher says"),
+    ],
+)
+def test_a_launched_rank_that_is_killed_is_said_on_rank_0(
+    launched: tuple[Path, Path], ranks_here: int, is_in_collective: bool, expected: str
+) -> None:
     model, program = launched
     place = f"tcp://{_free_address()}"
     ranks = [
@@ -153,15 +164,17 @@ def test_a_launched_rank_that_is_killed_is_said_on_rank_0(launched: tuple[Path, 
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(ranks_here)},
         )
         for rank in (0, 1)
     ]
     try:
         assert ranks[0].stdout.readline().strip() == str(reference_tokens(model, [5, 6, 7], 6))
-        ranks[1].kill()
-        ranks[1].communicate(timeout=20)
-        assert "ranks 1 to 1 has ended" in ranks[0].communicate("go\n", timeout=30)[0]
+        if not is_in_collective:
+            ranks[1].kill()
+            ranks[1].communicate(timeout=20)
+        said = ranks[0].communicate(f"{ranks[1].pid if is_in_collective else ''}\n", timeout=30)[0]
+        assert expected in said
         assert ranks[0].returncode == 0
     finally:
         for process in ranks:
