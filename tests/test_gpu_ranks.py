@@ -5,6 +5,7 @@ Skipped where there are fewer; `rank_timeout_s` lies beyond the tests' own time 
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,46 @@ def test_a_rank_that_is_killed_within_a_step_is_said(path: Path) -> None:
             llm.generate(PROMPTS, max_new_tokens=24)
         with pytest.raises(RankLostError, match="the engine stopped: rank 1 of 2 was killed"):
             llm.step()
+
+
+LAUNCHED = """
+import os, signal, sys
+from tapscope.engine import LLM
+from tapscope.errors import RankLostError
+llm = LLM(sys.argv[1], tp=2, launch="external", device="cuda", rendezvous=sys.argv[2], rank_timeout_s=600.0)
+pid = int(sys.stdin.readline())
+llm.model.model.layers[1].register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))
+try:
+    llm.generate([[5, 6, 7]], max_new_tokens=6)
+except RankLostError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_launched_rank_that_is_killed_within_a_step_is_said(path: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, path, place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = ranks[0].communicate(f"{ranks[1].pid}\n", timeout=100)[0]
+        assert "rank 1 of 2 has ended; see what its launcher says" in said
+        assert ranks[0].returncode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
