@@ -110,7 +110,7 @@ def make_checkpoint(
     shows.
     """
     config_class, model_class, special = FAMILIES[family]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**(TINY | special | config)))
         for name, parameter in model.named_parameters():

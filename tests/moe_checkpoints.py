@@ -66,7 +66,7 @@ def make_moe(
     Norms, biases and the choice bias of DeepSeek-V3 are random too, so that a wrong one shows.
     """
     config_class, model_class, settings = FAMILIES[family]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**(COMMON | settings | config)))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

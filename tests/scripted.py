@@ -56,7 +56,7 @@ def _save_model(path: Path, tokenizer: Tokenizer, scripts: dict[str, list[str]])
         bos_token_id=0,
         eos_token_id=tokenizer.token_to_id(END),
     )
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = LlamaForCausalLM(settings)
         for layer in model.model.layers:  # the residual stream stays the token's embedding
