@@ -11,6 +11,7 @@ from tapscope.comparator.closeup import Closeup, closeup
 from tapscope.comparator.coverage import cover
 from tapscope.comparator.damage import Damage, look, with_damage
 from tapscope.comparator.finding import Finding
+from tapscope.comparator.identities import with_identities
 from tapscope.comparator.judge import Judge, Standards
 from tapscope.comparator.localise import Divergence, localise
 from tapscope.comparator.mapfile import MapFile
@@ -121,6 +122,7 @@ def _judge(
         seen = structs.replace(raw, flips=sound).without_moved_rows()
         judge = Judge(seen.examined, seen.sites, standards)
         found = judge.findings()
+    found = with_identities(found, seen.examined, seen.examiner.preparer)
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     placed = [_placed(each, seen) for each in divergences]
     if not placed:

@@ -162,7 +162,8 @@ class Finding(Struct, frozen=True):
     say."""
     test: str = ""
     """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``,
-    ``permuted``, ``absent`` (a gradient that one run has not)."""
+    ``permuted``, ``absent`` (a gradient that one run has not), ``identity`` (one that is not what its run made it of,
+    in units of rounding)."""
     growth: float = 0.0
     """error / floor of the site alone, given the errors of its own inputs; above 1 it adds error of its own."""
     inputs: str = ""
@@ -174,7 +175,8 @@ class Finding(Struct, frozen=True):
     detail: "Detail | None" = None
     """What was measured on demand; None unless the values differ and it was asked for."""
     judged_by: str = ""
-    """What decided: ``rounding`` (the model), ``twin``, ``rule REGEX=EXPR``, ``tolerance`` or ``equality``."""
+    """What decided: ``rounding`` (the model), ``twin``, ``rule REGEX=EXPR``, ``tolerance``, ``identity`` or
+    ``equality``."""
 
     @property
     def ratio(self) -> float:

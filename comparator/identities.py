@@ -1,0 +1,169 @@
+"""Identities: a parameter's gradient against the other gradients of its own run, where the floor is too wide to tell.
+
+What a gradient may be off between two runs is what rounding leaves of everything behind it; what it may be off from the
+gradients and inputs that it was made of, in its own run, is one sum's rounding (:mod:`.products`). So where that holds
+in one run and is broken in the other, it is wrong there, however small it is.
+
+Rows may have been left out, steps added up, all gradients clipped or scaled: then it holds of no parameter, or of all
+with one factor. The factor is taken out, and of a run in which it does not hold of most nothing is said.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, structs
+
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.examined import Examined
+from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.prepare import Prepared, Preparer
+from tapscope.comparator.products import MAX_ELEMENTS, Product, product
+from tapscope.errors import DataError
+
+HOLDS = 2.0
+"""Epsilons of the coarsest type in either run up to which an identity holds: half of one for the result, the rest for
+partial sums that were kept in that type."""
+BROKEN = 4.0 * HOLDS
+"""Those from which it is broken."""
+_FINEST = 2.0**-16
+"""The least epsilon that counts: what float32 leaves of a sum over a great many rows."""
+_LOOSE = 0.02
+"""Floor from which there may be something to find."""
+_BUDGET = 1 << 26
+"""Elements that are read in all."""
+_FEWEST = 3
+"""Parameters without which a run shows no habit."""
+_OUTPUTS = ("out.grad", "out[0].grad")
+
+_Side = Mapping[int, Product]
+"""By step."""
+
+
+class _Checked(Struct, frozen=True):
+    """A parameter whose gradient was made anew in both runs."""
+
+    finding: Finding
+    sides: tuple[_Side, _Side]
+
+
+def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:
+    """The findings, those differing that break an identity in one run and keep it in the other."""
+    found = list(findings)
+    if not any(map(_is_loose, findings)):
+        return found
+    checked = list(_checked(findings, examined, preparer))
+    gains = [_gains([one.sides[side] for one in checked]) for side in (0, 1)]
+    errors = [tuple(_worst(one, side, gains[side]) for side in (0, 1)) for one in checked]
+    if not all(_is_usual([pair[side][0] for pair in errors]) for side in (0, 1)):
+        return found
+    for one, pair in zip(checked, errors, strict=True):
+        wrong = next((side for side in (0, 1) if pair[side][0] > BROKEN and pair[1 - side][0] <= HOLDS), None)
+        if wrong is not None:
+            runs = preparer.baseline.name, preparer.target.name
+            found[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
+    return found
+
+
+def _is_loose(finding: Finding) -> bool:
+    passed = finding.verdict is Verdict.CLOSE and finding.basis == "values" and finding.judged_by == "rounding"
+    return passed and finding.row_floor > _LOOSE and _is_summed(finding.site)
+
+
+def _is_summed(site: str) -> bool:
+    return site.endswith(".grad") and site.rpartition(":")[2].startswith("param[")
+
+
+def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> Iterator[_Checked]:
+    """The parameters that can be made anew, those with the widest floors first, as many as may be read."""
+    sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
+    inputs: dict[str, list[Examined]] = {}
+    for site, one in sites.items():
+        path, _, port = site.rpartition(":")
+        if port.startswith("in[") and not port.endswith(".grad") and not one.is_exact:
+            inputs.setdefault(path, []).append(one)
+    left = _BUDGET
+    for finding in sorted(filter(_is_loose, findings), key=lambda f: -f.row_floor):
+        path = finding.site.rpartition(":")[0]
+        own = sites.get(finding.site)
+        outputs = next((sites[name] for port in _OUTPUTS if (name := f"{path}:{port}") in sites), None)
+        given = inputs.get(path, [])
+        if own is None or outputs is None:
+            continue
+        is_weight = _is_weight(finding)
+        if (is_weight and len(given) != 1) or not (is_weight or "bias" in finding.site.rpartition(":")[2]):
+            continue
+        ready = [preparer.prepare(one.pair) for one in (own, outputs, *(given if is_weight else ()))]
+        cost = sum(math.prod(w.shape) for each in ready for w in (*each.left, *each.right))
+        if cost > left or not all(map(_is_small, ready)):
+            continue
+        left -= cost
+        try:
+            sides = _products([each.left for each in ready]), _products([each.right for each in ready])
+        except DataError:
+            continue
+        if sides[0] and sides[1]:
+            yield _Checked(finding, sides)
+
+
+def _is_small(ready: Prepared) -> bool:
+    wholes = (*ready.left, *ready.right)
+    return all(w.has_values and not w.replicas and math.prod(w.shape) <= MAX_ELEMENTS for w in wholes)
+
+
+def _products(sites: Sequence[Sequence[Whole]]) -> dict[int, Product]:
+    """By step; empty where some step does not fit."""
+    gradients, outputs, *inputs = [_by_step(wholes) for wholes in sites]
+    found = {}
+    for step, (own, *more) in gradients.items():
+        beside = outputs.get(step, [])
+        given = inputs[0].get(step, []) if inputs else []
+        if more or not beside or (inputs and len(given) != len(beside)):
+            return {}
+        if (one := product(own, beside, given)) is None:
+            return {}
+        found[step] = one
+    return found
+
+
+def _by_step(wholes: Sequence[Whole]) -> dict[int, list[Whole]]:
+    found: dict[int, list[Whole]] = {}
+    for whole in wholes:
+        found.setdefault(whole.records[0].key.step, []).append(whole)
+    return found
+
+
+def _gains(sides: Sequence[_Side]) -> dict[int, float]:
+    """Step -> the factor that all gradients have in common: of a clip, of a scaled loss, of a mean over ranks."""
+    gains: dict[int, list[float]] = {}
+    for side in sides:
+        for step, one in side.items():
+            if math.isfinite(gain := one.gain):
+                gains.setdefault(step, []).append(gain)
+    return {step: statistics.median(found) if len(found) >= _FEWEST else 1.0 for step, found in gains.items()}
+
+
+def _worst(one: _Checked, side: int, gains: Mapping[int, float]) -> tuple[float, int]:
+    """(error in epsilons, step) where it is largest."""
+    epsilon = max(_FINEST, *(each.epsilon for products in one.sides for each in products.values()))
+    errors = [(each.error(gains.get(step, 1.0)) / epsilon, step) for step, each in one.sides[side].items()]
+    return max(errors, key=lambda found: found[0] if not math.isnan(found[0]) else math.inf)
+
+
+def _is_weight(finding: Finding) -> bool:
+    return finding.baseline is not None and len(finding.baseline.shape) == 2
+
+
+def _is_usual(errors: Sequence[float]) -> bool:
+    """Whether the identity holds of most parameters of a run."""
+    return len(errors) >= _FEWEST and 2 * sum(error <= BROKEN for error in errors) > len(errors)
+
+
+def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
+    error, step = worst
+    what = "its module's out.grad times its input" if _is_weight(finding) else "the sum of its module's out.grad"
+    note = f"in {names[0]} it is not {what}, by {error:,.0f} roundings at step {step}; in {names[1]} it is"
+    how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "growth": error / HOLDS}
+    how |= {"test": "identity", "judged_by": "identity", "notes": (note, *finding.notes)}
+    return structs.replace(finding, verdict=Verdict.DIFFERS, **how)

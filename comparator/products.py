@@ -1,0 +1,123 @@
+"""Products: the gradient of a linear map's parameter beside what the run's own other gradients make of it.
+
+Of y = x Wᵀ + b the gradient of b is the sum over rows of that of y, and the gradient of W is (∂y)ᵀ x. A product is not
+made to see that: both sides are multiplied by one vector of random signs, which shows a wrong row as large as it is
+(R. Freivalds, *Probabilistic machines can use less running time*, 1977) and reads every tensor once.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope import dtypes
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import Block, blocks
+from tapscope.comparator.pieces import Array
+
+MAX_ELEMENTS = 1 << 24
+"""Of a tensor that is read."""
+_CHUNK = 1 << 18
+
+
+class Product(Struct, frozen=True):
+    """One parameter's gradient of one step, each row times the vector of signs."""
+
+    recorded: Array
+    """[outputs] float64"""
+    made: Array
+    """[outputs] float64: of the run's other gradients."""
+    size: Array
+    """[outputs] float64: what rounding is relative to: the root of the sum of squares of what was added up, and the
+    norms of the rows themselves."""
+    epsilon: float
+    """Of the coarsest of the types."""
+
+    @property
+    def gain(self) -> float:
+        """recorded / made as one number; NaN where ``made`` is next to nothing beside its rounding."""
+        square = float(self.made @ self.made)
+        return float(self.recorded @ self.made) / square if square > 0.01 * float(self.size @ self.size) else math.nan
+
+    def error(self, gain: float) -> float:
+        """How far off the row is that is furthest, relative to what it was made of; NaN where values are not finite."""
+        made = self.made * gain
+        with np.errstate(all="ignore"):
+            errors = np.abs(self.recorded - made) / (np.abs(made) + self.size * max(abs(gain), 1e-300))
+        errors = errors[self.size > 0.0]
+        return float(errors.max(initial=0.0))
+
+
+def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole]) -> Product | None:
+    """Of a parameter's ``gradient``, of those of the module's ``outputs`` and for a weight its ``inputs``, call by
+    call; None where they do not fit each other."""
+    rows = [_rows(whole) for whole in outputs]
+    shape, width = gradient.shape, outputs[0].shape[-1]
+    depth = inputs[0].shape[-1] if inputs else 1
+    if any(whole.shape[-1] != width for whole in outputs) or any(whole.shape[-1] != depth for whole in inputs):
+        return None
+    if (inputs and rows != [_rows(whole) for whole in inputs]) or shape not in _shapes(width, depth, bool(inputs)):
+        return None
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), depth) if inputs else np.ones(1)
+    recorded, norms = _times(gradient, signs, turned=bool(inputs) and shape != (width, depth))
+    made, squares = np.zeros(width), np.zeros(width)
+    for i, whole in enumerate(outputs):
+        factors = _projected(inputs[i], signs) if inputs else np.ones((rows[i], 1))
+        for at, part, columns in _chunks(whole):
+            terms = part * factors[at]
+            made[columns] += terms.sum(0)
+            squares[columns] += np.square(terms).sum(0)
+    names = {whole.dtype or "" for whole in (gradient, *outputs, *inputs)}
+    size = np.sqrt(squares) + norms + max(map(dtypes.smallest, names)) / max(map(dtypes.epsilon, names))
+    return Product(recorded, made, size, max(map(dtypes.epsilon, names)))
+
+
+def _shapes(width: int, depth: int, is_weight: bool) -> tuple[tuple[int, ...], ...]:
+    """Those that a parameter may have; a Conv1D of transformers keeps its weight transposed."""
+    return ((width, depth), (depth, width)) if is_weight else ((width,),)
+
+
+def _rows(whole: Whole) -> int:
+    return math.prod(whole.shape[:-1])
+
+
+def _chunks(whole: Whole) -> Iterator[tuple[slice, Array, slice]]:
+    """(rows, their values in float64, columns), some at a time."""
+    assert whole.piece is not None
+    for block in _blocks(whole):
+        step = max(1, _CHUNK // max(block.width, 1))
+        for start in range(0, block.num_rows, step):
+            rows = slice(start, min(start + step, block.num_rows))
+            yield rows, block.rows(rows).astype(np.float64), slice(block.offset, block.offset + block.width)
+
+
+def _blocks(whole: Whole) -> list[Block]:
+    assert whole.piece is not None
+    return blocks(whole.piece, whole.run, tuple(range(len(whole.shape) - 1)))
+
+
+def _projected(whole: Whole, signs: Array) -> Array:
+    """[rows, 1]: every row times the vector."""
+    found = np.zeros((_rows(whole), 1))
+    for rows, part, columns in _chunks(whole):
+        found[rows, 0] += part @ signs[columns]
+    return found
+
+
+def _times(gradient: Whole, signs: Array, *, turned: bool) -> tuple[Array, Array]:
+    """(every row times the vector, norms of the rows); of a vector itself, and its sizes."""
+    shape = gradient.shape
+    if len(shape) == 1:
+        (only,) = [np.concatenate([np.atleast_2d(block.rows(slice(0, 1)))[0] for block in _blocks(gradient)])]
+        values = np.asarray(only, np.float64)
+        return values, np.abs(values)
+    found, squares = np.zeros((2, shape[1] if turned else shape[0]))
+    for rows, part, columns in _chunks(gradient):
+        if turned:
+            found[columns] += signs[rows] @ part
+            squares[columns] += np.square(part).sum(0)
+        else:
+            found[rows] += part @ signs[columns]
+            squares[rows] += np.square(part).sum(1)
+    return found, np.sqrt(squares)

@@ -1,0 +1,77 @@
+"""Gradients of parameters against the sums and products that they are, where the floor is too wide to tell."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tapscope import Dumper, open_run
+from tapscope.comparator import Report, compare
+
+WRONG = {"bias": "1:param[bias].grad", "weight": "0:param[weight].grad"}
+"""What is wrong -> the site of it."""
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 40), nn.Linear(40, 24))
+
+
+def damaged(grad: torch.Tensor) -> torch.Tensor:
+    """A bias's by a quarter, of a weight's one row by a sixth: less than rounding may leave of what cancels."""
+    if grad.dim() == 1:
+        return grad * 0.75
+    rows = torch.ones(len(grad), 1, dtype=grad.dtype)
+    rows[7] = 0.84
+    return grad * rows
+
+
+def backward(
+    path: Path, dtype: torch.dtype = torch.float32, *, wrong: str = "", scale: float = 1.0, batches: int = 1
+) -> Path:
+    """One step in ``dtype``, the gradient of one parameter damaged, all of them divided by ``scale`` again."""
+    model = net().to(dtype)
+    if wrong:
+        getattr(model[int(WRONG[wrong][0])], wrong).register_hook(damaged)
+    x = torch.randn(48, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with Dumper(model, path, keep="full", grads=True, params=True) as dumper:
+        for i, part in enumerate(x.chunk(batches)):
+            with dumper.step():
+                y = model(part)
+                # Rows that are no different from their mean have gradients that cancel over rows.
+                ((y - y.detach().mean(0)).float().square().sum() * scale).backward()
+                if i == batches - 1 and scale != 1.0:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return path
+
+
+def diff(one: Path, two: Path) -> Report:
+    with open_run(one) as a, open_run(two) as b:
+        return compare(a, b)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return backward(tmp_path_factory.mktemp("identities") / "fp32")
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_gradient_within_its_floor_that_is_not_what_it_was_made_of_is_named(
+    what: str, base: Path, tmp_path: Path
+) -> None:
+    report = diff(base, backward(tmp_path / what, torch.bfloat16, wrong=what))
+    first = report.first_divergence
+    assert first is not None
+    assert (first.finding.site, first.finding.test) == (WRONG[what], "identity")
+    assert [f.site for f in report.findings if f.verdict.is_bad] == [WRONG[what]]
+    assert "out.grad" in first.finding.notes[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"scale": 64.0}, {"batches": 3}], ids=["bf16", "scaled and clipped", "in parts"])
+def test_what_holds_of_all_gradients_of_a_run_is_no_fault_of_one(
+    how: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    report = diff(base, backward(tmp_path / "t", torch.bfloat16, **how))
+    assert [f.site for f in report.findings if f.test == "identity"] == []
