@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from tapscope import plain
+from tapscope.plain import MAX_PLAIN
+
 _MAX_DEPTH = 16
 _HARMLESS = str.maketrans("[]:", "();")
 _LONG_LIST = 16
-_MAX_PLAIN = 4096  # numbers or characters of a plain value that are kept
 _TOLD = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, slice, range, Enum, PurePath)
 """Objects that their text says all of. It is for people: a device may well differ between runs that agree."""
 
@@ -87,18 +89,8 @@ def is_container(value: Any) -> bool:
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:
-    """A non-tensor leaf as the typed JSON of docs/format.md."""
-    if isinstance(leaf, bool):
-        return {"type": "bool", "value": leaf}
-    if isinstance(leaf, int):
-        return {"type": "int", "value": leaf}
-    if isinstance(leaf, float):
-        return {"type": "float", "value": repr(float(leaf))}
-    if isinstance(leaf, str):
-        text = leaf[:_MAX_PLAIN].encode(errors="replace").decode()
-        return {"type": "str", "value": text} | ({"cut": len(leaf)} if len(leaf) > _MAX_PLAIN else {})
-    if isinstance(leaf, tuple | list):
-        kept = [item if isinstance(item, int) else repr(float(item)) for item in leaf[:_MAX_PLAIN]]
-        return {"type": "list", "value": kept} | ({"cut": len(leaf)} if len(leaf) > _MAX_PLAIN else {})
-    told = {"text": str(leaf)[:_MAX_PLAIN]} if isinstance(leaf, _TOLD) else {}
-    return {"type": "object", "class": f"{type(leaf).__module__}.{type(leaf).__qualname__}"} | told
+    """A non-tensor leaf as the typed JSON of docs/format.md, with the text of an object that its text says all of."""
+    value = plain.plain_value(leaf)
+    if value["type"] == "object" and isinstance(leaf, _TOLD):
+        value["text"] = str(leaf)[:MAX_PLAIN]
+    return value

@@ -114,6 +114,7 @@ def test_what_a_dump_holds_is_read(tmp_path: Path) -> None:
     dump.dump("t", {0: whole.T, 1: whole[:, ::2]}, dims="a b", layer_id=2, note="mine")
     dump.dump("t", {0: whole.bfloat16(), 1: whole.bfloat16()}, layer_id=2)
     dump.dump("pair", [whole, {"a": whole[1], "b": 3}])
+    dump.dump("scales", [0.5, 2])
     with open_run(tmp_path / "dump") as run:
         assert (run.mesh, run.coords(1), run.world_size) == ({"tp": 2, "attn_tp": 2}, {"tp": 1, "attn_tp": 1}, 2)
         assert run.manifest["framework"] == "sglang"
@@ -126,6 +127,8 @@ def test_what_a_dump_holds_is_read(tmp_path: Path) -> None:
         assert inner == {":tap[pair.0]", ":tap[pair.1.a]", ":tap[pair.1.b]"}
         (rids,) = run.select([":in[rids]"], ranks=[0])
         assert rids.value == {"type": "list", "value": ["x"]}
+        (scales,) = run.select([":tap[scales]"], ranks=[0])
+        assert scales.value == {"type": "list", "value": ["0.5", 2]}  # as the dumper writes them
         assert run.ledger().complete
         assert "keeps no account" in run.ledger().unknown[0]
 

@@ -1,12 +1,12 @@
 """Plain: containers and values that are no tensors, as leaves with a path and as the typed JSON of docs/format.md."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 _MAX_DEPTH = 16
 _MAX_LEAVES = 10_000
-_MAX_PLAIN = 4096
+MAX_PLAIN = 4096
+"""Numbers or characters of a plain value that are kept."""
 _HARMLESS = str.maketrans("[]:", "();")
 
 
@@ -44,23 +44,20 @@ def plain_value(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, int):
         return {"type": "int", "value": leaf}
     if isinstance(leaf, float):
-        return {"type": "float", "value": repr(leaf)}
+        return {"type": "float", "value": _item(leaf)}
     if isinstance(leaf, str):
-        return {"type": "str", "value": _text(leaf)} | _cut(leaf)
+        return {"type": "str", "value": _item(leaf)} | _cut(leaf)
     if isinstance(leaf, list | tuple):
-        return {"type": "list", "value": [_item(each) for each in leaf[:_MAX_PLAIN]]} | _cut(leaf)
-    return {"type": "object", "class": type(leaf).__name__}
+        return {"type": "list", "value": [_item(each) for each in leaf[:MAX_PLAIN]]} | _cut(leaf)
+    return {"type": "object", "class": f"{type(leaf).__module__}.{type(leaf).__qualname__}"}
 
 
 def _item(value: Any) -> Any:
+    """JSON has no infinities, and no float that every reader takes for the same one: floats are text."""
     if isinstance(value, str):
-        return _text(value)
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _text(value: str) -> str:
-    return value[:_MAX_PLAIN].encode(errors="replace").decode()
+        return value[:MAX_PLAIN].encode(errors="replace").decode()
+    return repr(float(value)) if isinstance(value, float) else value
 
 
 def _cut(value: Any) -> dict[str, Any]:
-    return {"cut": len(value)} if len(value) > _MAX_PLAIN else {}
+    return {"cut": len(value)} if len(value) > MAX_PLAIN else {}
