@@ -24,6 +24,7 @@ from tapscope.errors import DataError, DimsError
 
 AGREES = 0.05
 """Relative error up to which values are called those of the other run: dims that are wrong give about 1."""
+_BOUNDS = (1e-5, 0.01)
 WRONG = 0.3
 """Relative error from which shards may have been joined in a wrong way."""
 _VAIN = 6
@@ -99,8 +100,7 @@ class Suggester(Struct):
         agreeing = [t for t in found if t.error <= AGREES]
         best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
         if best is not None:
-            error = "equal values" if best.error == 0 else f"relative error {best.error:.0e}"
-            return f"'{best.dims}' would fit ({error}): --dims '{name}:{every}={best.dims}'"
+            return f"'{best.dims}' would fit ({_said(best.error)}): --dims '{name}:{every}={best.dims}'"
         unread = [t.dims for t in found if math.isnan(t.error)]
         if unread:
             return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{every}=...'"
@@ -128,6 +128,12 @@ class Suggester(Struct):
         except (WidthError, DataError):
             return None
         return None if replicas else _Tried(text, total.rel_l2)
+
+
+def _said(error: float) -> str:
+    """A relative error, so coarse that sites for which the same holds say the same."""
+    bound = next((bound for bound in _BOUNDS if error <= bound), AGREES)
+    return f"relative error below {bound:g}" if error else "equal values"
 
 
 def _is_spread(whole: Whole) -> bool:
