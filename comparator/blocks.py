@@ -88,7 +88,7 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     lie; what else is spread is read in parts.
     """
     axes = token_axes or row_axes(piece.shape)
-    if isinstance(piece, Leaf) and (matrix := _outermost(piece.shape, axes)):  # the plain case, in fewer steps
+    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the plain case, in fewer steps
         array = run.array(piece.record)
         if array.flags.c_contiguous:
             values = _real(array if array.shape == matrix else array.reshape(matrix))
@@ -105,7 +105,7 @@ def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] | None:
+def outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] | None:
     """(rows, width) where the axes that are rows come first; else None."""
     if axes != tuple(range(len(axes))):
         return None

@@ -1,46 +1,42 @@
 """Examine: everything about one matched pair of sites that can be known without looking at other sites."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.channels import worst_channel
-from tapscope.comparator.examined import Examined, are_exact
-from tapscope.comparator.finding import RowCounts
+from tapscope.comparator.examined import Examined
+from tapscope.comparator.finding import Numbers, RowCounts, StepResult
+from tapscope.comparator.joined_rows import part_at
+from tapscope.comparator.kinds import Facts, Kind, kind_of
+from tapscope.comparator.layout import is_parameter
 from tapscope.comparator.match import Pair
-from tapscope.comparator.measure import Measured, Opened, WidthError, measure_all
+from tapscope.comparator.measure import Measured, Opened, Pairs, WidthError, measure_all
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
-from tapscope.comparator.results import numbers_of, place_of, recorded_size, steps_of
+from tapscope.comparator.results import numbers_of, place_in, recorded_size, steps_of
 from tapscope.comparator.series import side_of
-from tapscope.comparator.spread import NOTHING, Sizes, sizes_of, spread_of
+from tapscope.comparator.spread import NOTHING, Spread, sizes_of, spreads_of, with_channel
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, examine_values, unequal_hashes
 from tapscope.comparator.updates import drifts, sways
-from tapscope.dtypes import COMPLEX
 from tapscope.errors import DataError
-from tapscope.kernels.native import Overview
-from tapscope.kernels.native.channels import MIN_ROWS, QUIET
+from tapscope.kernels.native.channels import MIN_ROWS
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
 
 Array = np.ndarray[Any, Any]
-_NONE = np.empty(0, np.int64)
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
 EMPTY = "empty on both sides"
 PERMUTED = "permuted: the same elements in another order"
-
-
-_Facts = dict[str, Any]
-"""Members of :class:`Examined`."""
 
 
 class Look(Struct, frozen=True):
@@ -54,12 +50,39 @@ class Look(Struct, frozen=True):
 class _Begun(Struct, frozen=True):
     """A pair whose values have to be read."""
 
-    ready: Prepared
-    facts: _Facts
+    kind: Kind
+    opened: Opened
+    facts: Facts
     """What is known of it whatever comes of that."""
-    known: _Facts
+    known: Facts
     """What is known of it beside its values."""
-    is_exact: bool
+
+    @property
+    def like(self) -> Prepared:
+        """It, or another of its form."""
+        return self.opened.ready if self.opened.alike is None else self.kind.ready
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of it."""
+        found: tuple[str, ...] = self.known.get("notes") or self.facts["notes"]
+        return found
+
+
+class _Row(NamedTuple):
+    """What was found of a pair, as far as it is found of many at once."""
+
+    numbers: Numbers
+    spread: Spread
+    worst: int
+    """The row that is furthest off."""
+    column: int
+    """Of its largest difference."""
+    rank: int | None
+    """The rank that alone holds that."""
+    mismatch: int
+    """Its places where one side is not finite."""
+    num_unequal: int
 
 
 @dataclass(slots=True)
@@ -73,6 +96,8 @@ class Examiner:
     backward: bool = False
     """Whether there are gradients, whose floors depend on how large values are."""
     _suggester: Suggester = field(init=False)
+    _kinds: dict[Hashable, Kind] = field(default_factory=dict)
+    """By the form of their pairs."""
 
     def __post_init__(self) -> None:
         self._suggester = Suggester(self.preparer)
@@ -87,10 +112,9 @@ class Examiner:
         """The greater part of :meth:`examine`, which several threads may do at once; of small pairs it takes less time
         when many are given."""
         begun = [self._begin(pair) for pair in pairs]
-        opened = [Opened(one.ready) for one in begun if isinstance(one, _Begun)]
-        found, seen = measure_all(opened, self.tolerance or (0.0, 0.0)) if opened else ([], [])
-        rest = zip(opened, found, seen, strict=True)
-        return [self._end(one, *next(rest)) if isinstance(one, _Begun) else one for one in begun]
+        waiting = [one for one in begun if isinstance(one, _Begun)]
+        read = self._read(waiting) if waiting else iter(())
+        return [next(read) if isinstance(one, _Begun) else one for one in begun]
 
     def _begin(self, pair: Pair) -> "Look | _Begun":
         """A pair as it is before its values are read, or with all that can be known where there is nothing to read."""
@@ -103,52 +127,55 @@ class Examiner:
             return Look(Examined(pair=pair, site=series.site, baseline=mine, target=other, notes=notes))
         if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
             return Look(examine_values(pair, self.preparer.shift_steps))
+        form = self.preparer.form(pair)
+        kind = self._kinds.get(form)
+        if kind is not None and kind.alike is not None and kind.alike.fits(pair):
+            later = partial(self.preparer.prepare, pair)
+            return _Begun(kind, Opened(later, pair, kind.alike), kind.facts(pair), {})
         ready = self.preparer.prepare(pair)
-        facts: _Facts = {
-            "pair": pair,
-            "site": pair.site or pair.baseline.site,
-            "baseline": side_of(pair.baseline, ready.left[0].shape),
-            "target": side_of(pair.target, ready.right[0].shape),
-            "problem": ready.problem or _kinds(pair.baseline.first.dtype, pair.target.first.dtype),
-            "apart": ready.plan.apart,
-            "layout": _weaker(ready.layouts[0].source, ready.layouts[1].source),
-            "missing": ready.num_broken + ready.plan.missing,
-            "rows": ready.plan.counts,
-            "notes": ready.notes,
-            "warnings": ready.warnings,
-        }
-        if facts["problem"] or facts["apart"]:
+        if kind is None:
+            is_shared = self.preparer.like(form) is not None
+            kind = kind_of(pair, ready, is_shared=is_shared)
+            if is_shared:
+                self._kinds[form] = kind
+        facts = kind.facts(pair)
+        if kind.problem or ready.plan.apart:
             return Look(Examined(**facts), ready if ready.problem else None)
         try:
-            return self._before_values(ready, facts)
+            return self._before_values(kind, ready, facts)
         except DataError as error:
             return Look(Examined(**facts | {"problem": str(error)}))
 
-    def _before_values(self, ready: Prepared, facts: _Facts) -> "Look | _Begun":
+    def _before_values(self, kind: Kind, ready: Prepared, facts: Facts) -> "Look | _Begun":
         if not ready.plan.joins:
             return Look(Examined(**facts | {"problem": _no_rows(ready.plan.counts)}))
-        used, pair = ready.used, facts["pair"]
+        used = ready.used
         replicas = check_replicas(used)
-        known: _Facts = {"replicas": replicas.problem, "replica_place": replicas.place}
+        known: Facts = {"replicas": replicas.problem, "replica_place": replicas.place}
         known["notes"] = (*ready.notes, replicas.note) if replicas.note else ready.notes
-        is_exact = are_exact(pair.baseline.first.dtype, pair.target.first.dtype)
         if all(whole.has_values for whole in used) or all(map(ready.equal_by_hash, ready.plan.joins)):
-            return _Begun(ready, facts, known, is_exact)
-        known |= _examine_stats(ready, known["notes"], is_exact)
+            return _Begun(kind, Opened(ready), facts, known)
+        known |= _examine_stats(ready, known["notes"], kind.is_exact)
         return Look(Examined(**facts | known), None if known.get("problem") else ready)
 
-    def _end(self, begun: "_Begun", opened: Opened, found: Measured | WidthError | DataError, seen: Overview) -> Look:
-        """A pair whose values were read."""
-        ready, facts = begun.ready, begun.facts
-        if isinstance(found, Exception):
-            return Look(Examined(**facts | {"problem": str(found)}), ready if isinstance(found, WidthError) else None)
-        try:
-            read = self._read(begun, opened, found, seen)
-        except DataError as error:
-            return Look(Examined(**facts | {"problem": str(error)}))
-        facts |= begun.known
-        facts |= read
-        return Look(Examined(**facts), ready)
+    def _read(self, begun: Sequence[_Begun]) -> Iterator[Look]:
+        """Pairs once their values were read."""
+        found = measure_all([one.opened for one in begun], self.tolerance or (0.0, 0.0))
+        worst, num_unequal = (found.seen.columns[name].tolist() for name in ("worst", "num_unequal"))
+        numbers, spreads = numbers_of(found.seen, found.num_hashed), spreads_of(found.seen, found.widths)
+        rows = list(map(_Row, numbers, spreads, worst, *found.at_worst(), num_unequal))
+        for one, section in zip(begun, found.section, strict=True):
+            ready = None if one.opened.alike else one.opened.ready
+            problem = found.problem(section)
+            if problem is not None:
+                yield Look(Examined(**one.facts | {"problem": str(problem)}), ready if _is_width(problem) else None)
+                continue
+            try:
+                read = self._of_values(one, rows[section], found, section)
+            except DataError as error:
+                yield Look(Examined(**one.facts | {"problem": str(error)}))
+                continue
+            yield Look(Examined(**{**one.facts, **one.known, **read}), ready)
 
     def advised(self, look: Look) -> Examined:
         """With the dims that would explain what could not be put together, where there are such; one pair after the
@@ -163,35 +190,66 @@ class Examiner:
         advice = self._suggester.suggest(one.pair, broken=broken)
         return structs.replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)
 
-    def _read(self, begun: "_Begun", opened: Opened, measured: Measured, seen: Overview) -> _Facts:
+    def _of_values(self, one: _Begun, row: _Row, found: Pairs, section: int) -> Facts:
         """The members of :class:`Examined` that values give."""
-        ready, site, notes = begun.ready, begun.facts["site"], begun.known["notes"]
-        numbers, num_rows = numbers_of(seen.total, measured.num_hashed), len(measured.rows)
+        numbers, num_rows = row.numbers, found.num_rows(section)
         if not num_rows or not numbers.count:
-            size = recorded_size(ready) if self.backward else 0.0
-            same: _Facts = {"numbers": numbers, "spread": NOTHING, "size": size}
-            return same | ({"basis": "hash"} if numbers.count else {"notes": (*notes, EMPTY)})
-        may_permute = seen.num_unequal > 0 and ready.left[0].dtype == ready.right[0].dtype
-        odd = np.flatnonzero(measured.rows.equal < measured.rows.width) if may_permute or begun.is_exact else _NONE
-        permuted = may_permute and _is_permuted(measured, odd, ready)
-        scans = seen.num_unequal and num_rows >= MIN_ROWS and not begun.is_exact
-        scans = scans and not ready.layouts[0].keyed  # its columns are tokens
-        channel = worst_channel(opened, measured) if scans else QUIET
-        return {
+            size = recorded_size(one.opened.ready) if self.backward else 0.0
+            same: Facts = {"numbers": numbers, "spread": NOTHING, "size": size}
+            return same | ({"basis": "hash"} if numbers.count else {"notes": (*one.notes, EMPTY)})
+        like, parts = one.like, found.begun(section).parts
+        column = None if row.mismatch else row.column
+        part, rows = part_at(parts, row.worst), self.preparer.row_map
+        steps = {like.right[each.join.target].records[0].key.step for each in parts}
+        read: Facts = {
             "numbers": numbers,
             "basis": "values",
-            "spread": spread_of(seen, channel, _sizes(site, measured), measured.width),
-            "size": math.sqrt(measured.rows.sum_sq_baseline.sum()) if self.backward else 0.0,
-            "drifts": drifts(opened, measured, seen),
-            "sways": sways(opened, measured, seen),
-            "worst": place_of(measured, seen.worst, ready, self.preparer.row_map),
-            "steps": steps_of(measured, seen, ready.right),
-            "unequal": tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if begun.is_exact else (),
-            "num_unequal": seen.num_unequal,
-            "permuted": permuted,
-            "detail": self.measure_detail(site, ready) if self.detail and seen.num_unequal else None,
-            "notes": (PERMUTED, *notes) if permuted else notes,
+            "spread": row.spread,
+            "worst": place_in(part, row.worst, column, row.rank, like, rows),
+            "num_unequal": row.num_unequal,
         }
+        if len(steps) == 1:
+            (step,), error, odd = steps, row.spread.errors[-1], numbers.nonfinite_mismatch
+            read["steps"] = (StepResult(step, num_rows, numbers.max_abs, numbers.rel_l2, error, odd),)
+        else:
+            errors = found.seen.errors_of(section)
+            read["steps"] = steps_of(found[section], errors, like.right)
+        if row.num_unequal or self.backward:
+            read |= self._closely(one, row, found, section)
+        return read
+
+    def _closely(self, one: _Begun, row: _Row, found: Pairs, section: int) -> Facts:
+        """What some pairs alone are asked for, one by one."""
+        site, like, read, exact = one.facts["site"], one.like, Facts(), one.kind.is_exact
+        is_same_kind = like.left[0].dtype == like.right[0].dtype
+        may_permute = row.num_unequal > 0 and is_same_kind and one.opened.may_be_permuted
+        if may_permute or exact:
+            measured = found[section]
+            odd = np.flatnonzero(measured.rows.equal < measured.rows.width)
+            read["unequal"] = tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if exact else ()
+            if may_permute and _is_permuted(measured, odd, one.opened.ready):
+                read |= {"permuted": True, "notes": (PERMUTED, *one.notes)}
+        is_keyed = like.layouts[0].keyed  # its columns are tokens
+        spread = row.spread
+        if (
+            row.num_unequal
+            and found.num_rows(section) >= MIN_ROWS
+            and not exact
+            and not is_keyed
+            and spread is not NOTHING
+        ):
+            spread = with_channel(spread, worst_channel(one.opened, found[section]))
+        if is_parameter(site):
+            read["drifts"] = drifts(one.opened, found[section], found.seen[section])
+            read["sways"] = sways(one.opened, found[section], found.seen[section])
+        if self.backward:
+            squares = found[section].rows.sum_sq_baseline
+            read["size"] = math.sqrt(squares.sum())
+            if site.endswith(".grad") and spread is not NOTHING:
+                spread = structs.replace(spread, sizes=sizes_of(squares, found[section].rows.width))
+        if self.detail and row.num_unequal:
+            read["detail"] = self.measure_detail(site, one.opened.ready)
+        return read | {"spread": spread}
 
     def measure_detail(self, site: str, ready: Prepared) -> "Detail":
         """A pair with values on both sides once more, see :mod:`.detail`; raises DataError."""
@@ -202,15 +260,9 @@ class Examiner:
         return detail_of(ready, site, known[0] if known else None)
 
 
-def _kinds(baseline: str, target: str) -> str:
-    """What is wrong where one side alone is complex: their elements do not meet."""
-    if (baseline in COMPLEX) == (target in COMPLEX):
-        return ""
-    return f"{baseline} against {target}: complex numbers do not meet real ones"
-
-
-def _sizes(site: str, measured: Measured) -> Sizes | None:
-    return sizes_of(measured.rows.sum_sq_baseline, measured.rows.width) if site.endswith(".grad") else None
+def _is_width(problem: Exception) -> bool:
+    """Whether other dims may help."""
+    return isinstance(problem, WidthError)
 
 
 def _is_permuted(measured: Measured, odd: Array, ready: Prepared) -> bool:
@@ -219,7 +271,7 @@ def _is_permuted(measured: Measured, odd: Array, ready: Prepared) -> bool:
     return any(ready.equal_by_bag(part.join) for part in parts.values())
 
 
-def _examine_stats(ready: Prepared, seen: tuple[str, ...], is_exact: bool) -> _Facts:
+def _examine_stats(ready: Prepared, seen: tuple[str, ...], is_exact: bool) -> Facts:
     problem, spread = compare_stats(ready)
     num_unequal, padded = unequal_hashes(ready)
     if num_unequal and padded and is_exact and not problem:
@@ -237,11 +289,6 @@ def _examine_stats(ready: Prepared, seen: tuple[str, ...], is_exact: bool) -> _F
         "permuted": permuted,
         "notes": (*notes, *seen),
     }
-
-
-@lru_cache
-def _weaker(*sources: str) -> str:
-    return next(s for s in ("inferred", "annotated", "whole") if s in sources)
 
 
 def _no_rows(counts: RowCounts) -> str:

@@ -1,8 +1,11 @@
 """Joined rows: rows of both sides that meet, handed to the kernel in place where they lie so, else copied in chunks."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.comparator.align import Join
 from tapscope.comparator.blocks import Block, Columns, Rows
@@ -12,6 +15,20 @@ Array = np.ndarray[Any, Any]
 
 _CHUNK = 1 << 20
 """Elements that are copied at a time where they cannot be compared in place."""
+
+
+class Part(Struct, frozen=True):
+    """A join that was read."""
+
+    join: Join
+    first: int
+    """Its first row among all that were read."""
+    num_rows: int
+
+
+def part_at(parts: Sequence[Part], row: int) -> Part:
+    """The part that a row belongs to."""
+    return parts[bisect_right(parts, row, key=lambda part: part.first) - 1]
 
 
 class JoinedRows:
@@ -45,6 +62,13 @@ class JoinedRows:
             self._waiting += num
         self.num_rows += num
         return num
+
+    def add_strip(self, strip: Strip, rank: int) -> None:
+        """Add the rows of a strip, each of which it holds whole; ``rank`` is the target's."""
+        self._strips.append(strip._replace(row=self._waiting))
+        self.ranks.append(rank)
+        self._waiting += strip.num_rows
+        self.num_rows += strip.num_rows
 
     def _copied(self, both: list[tuple[int, Columns, Columns]], join: Join, num: int, *, masks: bool) -> Compared:
         """A join that is copied to be compared, so many elements at a time."""

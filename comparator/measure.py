@@ -1,38 +1,31 @@
 """Measure: how far the joined rows of sites are apart, row by row, in one pass over the bytes of both sides."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.align import Join
+from tapscope.comparator.alike import Alike, alike_of
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Block, blocks
-from tapscope.comparator.joined_rows import JoinedRows
+from tapscope.comparator.joined_rows import JoinedRows, Part, part_at
 from tapscope.comparator.layout import Layout, is_mask
+from tapscope.comparator.match import Pair
 from tapscope.comparator.prepare import Prepared
 from tapscope.errors import DataError
-from tapscope.kernels.native import Measure, Overview, RowMeasures, overviews
+from tapscope.kernels.native import Compared, Measure, RowMeasures, overviews
 
 Array = np.ndarray[Any, Any]
 
 
 class WidthError(Exception):
     """Rows that were to be compared have different widths; the text gives both shapes."""
-
-
-class Part(Struct, frozen=True):
-    """A join that was read."""
-
-    join: Join
-    first: int
-    """Its first row among all that were read."""
-    num_rows: int
 
 
 class Measured(Struct, frozen=True):
@@ -77,7 +70,7 @@ class Measured(Struct, frozen=True):
 
     def part_at(self, row: int) -> Part:
         """The part that a row belongs to."""
-        return self.parts[bisect_right(self.parts, row, key=lambda part: part.first) - 1]
+        return part_at(self.parts, row)
 
 
 class _Side:
@@ -96,12 +89,99 @@ class _Side:
 
 
 class Opened:
-    """The column blocks of both sides of a pair, by firing."""
+    """A pair that is to be measured, with the column blocks of both sides, by firing; these are laid out when they are
+    asked for."""
 
-    def __init__(self, ready: Prepared) -> None:
-        self.ready = ready
-        self.left = _Side(ready.left, ready.layouts[0].axes)
-        self.right = _Side(ready.right, ready.layouts[1].axes)
+    def __init__(
+        self, ready: "Prepared | Callable[[], Prepared]", pair: Pair | None = None, alike: Alike | None = None
+    ):
+        """``alike``: what is known of a ``pair`` of some form; then it need not be ready."""
+        self._ready, self.pair, self.alike = ready, pair, alike
+
+    @property
+    def may_be_permuted(self) -> bool:
+        """False where bags, which are equal if elements are, are known not to be."""
+        return self.alike is None or self.pair is None or self.alike.has_equal_bags(self.pair)
+
+    @cached_property
+    def ready(self) -> Prepared:
+        """The pair, put together."""
+        return self._ready if isinstance(self._ready, Prepared) else self._ready()
+
+    @cached_property
+    def left(self) -> _Side:
+        """The baseline's blocks."""
+        return _Side(self.ready.left, self.ready.layouts[0].axes)
+
+    @cached_property
+    def right(self) -> _Side:
+        """The target's."""
+        return _Side(self.ready.right, self.ready.layouts[1].axes)
+
+
+class _Begun(NamedTuple):
+    """The joins of a pair that are read."""
+
+    parts: tuple[Part, ...]
+    num_hashed: int
+    """Elements of the others."""
+    width: int
+    """Of the widest row."""
+
+
+class Pairs:
+    """Pairs that were measured together. What native code found of their rows is in sections, one a pair."""
+
+    def __init__(
+        self,
+        compared: Compared,
+        ranks: Sequence[int | None],
+        sections: Sequence[tuple[int, _Begun | WidthError | DataError]],
+        bounds: Sequence[int],
+    ) -> None:
+        """``sections`` are (place of the pair, what became of it), ``bounds`` where they begin and the last ends."""
+        self._compared, self.ranks, self._bounds = compared, tuple(ranks), bounds
+        self._begun = [begun for _, begun in sections]
+        self.section = [0] * len(sections)
+        """Of each pair."""
+        for section, (place, _) in enumerate(sections):
+            self.section[place] = section
+        self.seen = overviews(compared.rows, compared.at_worst, bounds)
+
+        self.num_hashed = [0 if isinstance(begun, Exception) else begun.num_hashed for begun in self._begun]
+        """Elements of each section that equal hashes spared."""
+        self.widths = [0 if isinstance(begun, Exception) else begun.width for begun in self._begun]
+        """Of the widest row of each."""
+
+    def problem(self, section: int) -> WidthError | DataError | None:
+        """What was raised of a pair."""
+        begun = self._begun[section]
+        return begun if isinstance(begun, Exception) else None
+
+    def begun(self, section: int) -> _Begun:
+        """Of a pair of which nothing was."""
+        begun = self._begun[section]
+        assert not isinstance(begun, Exception)
+        return begun
+
+    def num_rows(self, section: int) -> int:
+        """Rows that were read."""
+        return self._bounds[section + 1] - self._bounds[section]
+
+    def __getitem__(self, section: int) -> Measured:
+        rows, at_worst, strip = self._compared
+        here = slice(self._bounds[section], self._bounds[section + 1])
+        return Measured(rows[here], at_worst[here], strip[here], self.ranks, *self.begun(section))
+
+    def at_worst(self) -> tuple[list[int], list[int | None], list[int]]:
+        """(column, rank, mismatches of non-finite values) of the row of each section that is furthest off."""
+        rows, _, strip = self._compared
+        last = max(len(strip) - 1, 0)
+        at = np.minimum(np.array(self._bounds[:-1]) + self.seen.columns["worst"], last)
+        if not len(strip):
+            return [-1] * len(at), [None] * len(at), [0] * len(at)
+        ranks = [self.ranks[i] for i in strip[at].tolist()]
+        return rows.argmax[at].tolist(), ranks, rows.nonfinite_mismatch[at].tolist()
 
 
 def measure(opened: Opened, tolerance: tuple[float, float] = (0.0, 0.0)) -> Measured:
@@ -109,44 +189,69 @@ def measure(opened: Opened, tolerance: tuple[float, float] = (0.0, 0.0)) -> Meas
 
     Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
     """
-    (found,), _ = measure_all([opened], tolerance)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    found = measure_all([opened], tolerance)
+    if (problem := found.problem(0)) is not None:
+        raise problem
+    return found[0]
 
 
-def measure_all(
-    pairs: Sequence[Opened], tolerance: tuple[float, float] = (0.0, 0.0)
-) -> tuple[list[Measured | WidthError | DataError], list[Overview]]:
-    """The same of several pairs at once, in one native call where bytes lie in place, and what is raised of each; and
-    the overview of each one's rows."""
+def measure_all(pairs: Sequence[Opened], tolerance: tuple[float, float] = (0.0, 0.0)) -> Pairs:
+    """The same of several pairs at once, in one native call where bytes lie in place."""
     joined = JoinedRows(tolerance)
-    begun: list[tuple[tuple[Part, ...], int, int] | WidthError | DataError] = []
+    sections: list[tuple[int, _Begun | WidthError | DataError]] = []
     bounds = [0]
-    for opened in pairs:
-        try:
-            begun.append(_join(opened, joined))
-        except (WidthError, DataError) as error:
-            begun.append(error)
-        bounds.append(joined.num_rows)
-    rows, at_worst, strip = joined.compared()
-    ranks = tuple(joined.ranks)
-    found = [
-        one
-        if isinstance(one, Exception)
-        else Measured(rows[first:stop], at_worst[first:stop], strip[first:stop], ranks, *one)
-        for one, (first, stop) in zip(begun, pairwise(bounds), strict=True)
-    ]
-    return found, overviews(rows, at_worst, bounds)
+    for alike, group in _gathered(pairs):
+        strip = None if alike is None else alike.strip([pair for i in group if (pair := pairs[i].pair)])
+        if alike is not None and strip is not None:
+            joined.add_strip(strip, alike.rank)
+            bounds += range(bounds[-1] + alike.num_rows, joined.num_rows + 1, alike.num_rows)
+            sections += zip(group, repeat(_Begun(alike.parts, 0, alike.width)))
+            continue
+        for i in group:
+            sections.append((i, _begin(pairs[i], joined)))
+            bounds.append(joined.num_rows)
+    return Pairs(joined.compared(), joined.ranks, sections, bounds)
 
 
-def _join(opened: Opened, joined: JoinedRows) -> tuple[tuple[Part, ...], int, int]:
-    """(the joins of a pair that have to be read, elements of those that hashes call equal, width of the widest row)."""
+def _gathered(pairs: Sequence[Opened]) -> Iterator[tuple[Alike | None, list[int]]]:
+    """(what they have in common, places of the pairs), those together that may be one strip."""
+    groups: dict[object, list[int]] = {}
+    for i, one in enumerate(pairs):
+        groups.setdefault(
+            i if one.alike is None else (id(one.alike), one.pair and one.alike.files(one.pair)), []
+        ).append(i)
+    for group in groups.values():
+        yield pairs[group[0]].alike, group
+
+
+def _begin(opened: Opened, joined: JoinedRows) -> _Begun | WidthError | DataError:
+    try:
+        return _join(opened, joined)
+    except (WidthError, DataError) as error:
+        return error
+
+
+def alike(ready: Prepared) -> Alike | None:
+    """What pairs like this one have in common by which they are read together; None where each is read alone."""
+    try:
+        for join in ready.plan.joins:
+            _check_width(ready.left[join.baseline], ready.right[join.target], ready.layouts)
+    except WidthError:
+        return None
+    return None if _has_masks(ready) else alike_of(ready)
+
+
+def _has_masks(ready: Prepared) -> bool:
+    """Whether places are let through or hidden: the most negative number that hides one is the dtype's own."""
+    one, two = ready.left[0], ready.right[0]
+    return are_masks(one.dtype, two.dtype) or (one.dtype != two.dtype and is_mask(one.records[0].key.site))
+
+
+def _join(opened: Opened, joined: JoinedRows) -> _Begun:
+    """The joins of a pair that have to be read; those that hashes call equal have not."""
     ready = opened.ready
     baseline, target, layouts = ready.left, ready.right, ready.layouts
-    names = baseline[0].dtype, target[0].dtype
-    # The most negative number that hides a place is the dtype's own.
-    masks = are_masks(*names) or (names[0] != names[1] and is_mask(baseline[0].records[0].key.site))
+    masks = _has_masks(ready)
     parts, hashed, width, first = list[Part](), 0, 0, joined.num_rows
     for join in ready.plan.joins:
         if ready.equal_by_hash(join):
@@ -157,7 +262,7 @@ def _join(opened: Opened, joined: JoinedRows) -> tuple[tuple[Part, ...], int, in
         num_rows = joined.add(left, opened.right[join.target], join, masks=masks)
         parts.append(Part(join, start, num_rows))
         width = max(width, sum([block.width for block in left]) if num_rows else 0)
-    return tuple(parts), hashed, width
+    return _Begun(tuple(parts), hashed, width)
 
 
 def _num_elements(whole: Whole, layout: Layout, join: Join) -> int:

@@ -54,9 +54,12 @@ class Prepared(Struct, frozen=True):
     def equal_by_hash(self, join: Join) -> bool:
         """Whether equal hashes already say that the joined rows are equal."""
         one, two = self.left[join.baseline], self.right[join.target]
-        if one.dtype != two.dtype or not join.aligned or self.layouts[0] != self.layouts[1]:
-            return False
-        return (digest := one.digest) is not None and digest == two.digest
+        return self.may_be_equal(join) and (digest := one.digest) is not None and digest == two.digest
+
+    def may_be_equal(self, join: Join) -> bool:
+        """Whether equal hashes would say that the joined rows are equal."""
+        one, two = self.left[join.baseline], self.right[join.target]
+        return one.dtype == two.dtype and join.aligned and self.layouts[0] == self.layouts[1]
 
     def unequal_by_hash(self, join: Join) -> bool:
         """Whether both tensors are put together alike and their hashes are not the same."""
@@ -104,17 +107,28 @@ class Preparer:
         """Prepare a pair of tensors; never raises for what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
-        if self._left_out or any(self._choices):
-            return self._prepare(pair.baseline, pair.target)
-        forms = form_of(pair.baseline), form_of(pair.target)
-        known = self._known.get(forms) if None not in forms else None
-        if known is not None:
+        form = self.form(pair)
+        if (known := self.like(form)) is not None:
             left, right = made_alike(known.left, pair.baseline), made_alike(known.right, pair.target)
             return known.of(left, right)
         ready = self._prepare(pair.baseline, pair.target)
-        if None not in forms and is_typical(ready.left, pair.baseline) and is_typical(ready.right, pair.target):
-            self._known[forms] = ready
+        if form is not None and is_typical(ready.left, pair.baseline) and is_typical(ready.right, pair.target):
+            self._known[form] = ready
         return ready
+
+    def form(self, pair: Pair) -> Hashable:
+        """Pairs of one form have in common what :meth:`prepare` gives, but for their tensors; None for one that has it
+        alone."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        if self._left_out or any(self._choices):
+            return None
+        forms = form_of(pair.baseline), form_of(pair.target)
+        return None if None in forms else forms
+
+    def like(self, form: Hashable) -> Prepared | None:
+        """The first pair of a form, if others of it can be made after that one."""
+        return self._known.get(form)
 
     def _prepare(self, baseline: Series, target: Series) -> Prepared:
         left, broken_left, layout_left = self._laid_out(0, baseline)

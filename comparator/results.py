@@ -2,36 +2,32 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import row_axes
 from tapscope.comparator.finding import Numbers, Place, StepResult
+from tapscope.comparator.joined_rows import Part, part_at
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.measure import Measured
 from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, leaves, ranks_at
 from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.rowmap import RowMap
 from tapscope.dtypes import COMPLEX
-from tapscope.kernels.native import Measure, Overview, relative_l2
+from tapscope.kernels.native import Overviews, relative_l2
+
+Array = np.ndarray[Any, Any]
 
 
-def numbers_of(total: Measure, num_hashed: int) -> Numbers:
-    """Global numbers; ``num_hashed`` elements more were not read because equal hashes say that they are equal."""
-    return Numbers(
-        total.max_abs,
-        total.mean_abs,
-        total.rel_l2,
-        total.rel,
-        total.cosine,
-        total.equal + num_hashed,
-        total.count + num_hashed,
-        total.over,
-        total.nonfinite_baseline,
-        total.nonfinite_target,
-        total.nonfinite_mismatch,
-    )
+def numbers_of(seen: Overviews, num_hashed: Sequence[int]) -> list[Numbers]:
+    """Global numbers of several pairs; ``num_hashed`` elements of each were not read because equal hashes say that they
+    are equal."""
+    _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
+    counts = equal + num_hashed, count + num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
+    columns = seen.columns["sums"][:, 0], *seen.means(), *counts
+    return list(map(Numbers, *(column.tolist() for column in columns)))
 
 
 def recorded_size(ready: Prepared) -> float:
@@ -40,39 +36,37 @@ def recorded_size(ready: Prepared) -> float:
     return math.sqrt(sum(s.count * s.rms**2 for s in stats if s is not None and s.rms is not None))
 
 
-def steps_of(measured: Measured, seen: Overview, right: Sequence[Whole]) -> tuple[StepResult, ...]:
-    """One result a target step, in order; steps whose hashes are equal have none."""
-    total, rows = seen.total, measured.rows
-    steps = {right[part.join.target].records[0].key.step for part in measured.parts}
-    if len(steps) == 1:
-        (step,) = steps
-        return (
-            StepResult(
-                step, len(seen.errors), total.max_abs, total.rel_l2, seen.quantiles[-1], total.nonfinite_mismatch
-            ),
-        )
+def steps_of(measured: Measured, errors: Array, right: Sequence[Whole]) -> tuple[StepResult, ...]:
+    """One result a target step, in order, of the ``errors`` of all rows; steps whose hashes are equal have none."""
+    rows = measured.rows
     step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
     order = np.argsort(step_of, kind="stable")
     step_of = step_of[order]
     starts = np.flatnonzero(np.concatenate([[True], step_of[1:] != step_of[:-1]]))
     largest = np.maximum.reduceat(rows.max_abs[order], starts).tolist()
-    diff, base = (np.add.reduceat(x[order], starts).tolist() for x in (rows.sum_sq_diff, rows.sum_sq_baseline))
-    worst = np.maximum.reduceat(seen.errors[order], starts).tolist()
+    diff, base = (np.add.reduceat(x[order], starts) for x in (rows.sum_sq_diff, rows.sum_sq_baseline))
+    worst = np.maximum.reduceat(errors[order], starts).tolist()
     counts = np.diff(starts, append=len(order)).tolist()
-    relative = map(relative_l2, diff, base)
+    relative = relative_l2(diff, base).tolist()
     nonfinite = np.add.reduceat(rows.nonfinite_mismatch[order], starts).tolist()
     return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst, nonfinite))
 
 
 def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Place:
     """Where a measured row is."""
-    part = measured.part_at(row)
+    part = part_at(measured.parts, row)
+    # The column is that of the largest distance, and there is none to a value that is not finite.
+    column = None if measured.rows.nonfinite_mismatch.item(row) else measured.rows.argmax.item(row)
+    return place_in(part, row, column, measured.ranks[measured.strip.item(row)], ready, rows)
+
+
+def place_in(part: Part, row: int, column: int | None, rank: int | None, ready: Prepared, rows: RowMap) -> Place:
+    """Where a column of a measured row is, or the row; ``rank`` holds it, if one alone does, and ``part`` the row."""
     join, at = part.join, row - part.first
     whole = ready.right[join.target]
     step, baseline_step = whole.records[0].key.step, ready.left[join.baseline].records[0].key.step
-    rank = measured.ranks[measured.strip.item(row)] if _is_alone(whole) else None
-    # The column is that of the largest distance, and there is none to a value that is not finite.
-    index = () if measured.rows.nonfinite_mismatch.item(row) else (measured.rows.argmax.item(row),)
+    rank = rank if _is_alone(whole) else None
+    index = () if column is None else (column,)
     picked = join.target_rows
     target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
     if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are left out

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.kernels.native import Overview
-from tapscope.kernels.native.channels import QUIET, Channel
+from tapscope.kernels.native import Overview, Overviews
+from tapscope.kernels.native.channels import Channel
 from tapscope.kernels.native.overview import QUANTILES as QUANTILES
 from tapscope.kernels.native.overview import median
 
@@ -119,23 +119,27 @@ def given(one: Spread) -> tuple[float, ...]:
     return *one.errors, abs(one.element), abs(one.peak), abs(one.gain), channel, one.gain_sd
 
 
-def spread_of(seen: Overview, channel: Channel = QUIET, sizes: Sizes | None = None, width: int = 0) -> Spread:
+def spread_of(seen: Overview, width: int = 0, sizes: Sizes | None = None) -> Spread:
     """The spread over the rows that were read, ``width`` wide; rows known equal by their hash do not dilute it."""
     if seen.is_zero:
         return NOTHING
-    return Spread(
-        len(seen.errors),
-        seen.quantiles,
-        seen.element,
-        seen.gain,
-        seen.gain_sd,
-        seen.peak,
-        channel.gain,
-        channel.noise,
-        channel.index,
-        sizes,
-        width,
-    )
+    found = seen.quantiles, seen.element, seen.gain, seen.gain_sd, seen.peak
+    return Spread(len(seen.errors), *found, width=width, sizes=sizes)
+
+
+def spreads_of(seen: Overviews, width: Sequence[int]) -> list[Spread]:
+    """The same of several pairs."""
+    columns = np.diff(seen.bounds).tolist(), *seen.spreads(), width
+    nothing = seen.is_zero.tolist()
+    return [
+        NOTHING if is_zero else Spread(num, errors, element, gain, gain_sd, peak, width=wide)
+        for is_zero, num, errors, element, gain, gain_sd, peak, wide in zip(nothing, *columns, strict=True)
+    ]
+
+
+def with_channel(spread: Spread, channel: Channel) -> Spread:
+    """With the channel that stands out most."""
+    return structs.replace(spread, channel=channel.gain, channel_noise=channel.noise, channel_index=channel.index)
 
 
 def sizes_of(sum_sq: Array, width: Array) -> Sizes:

@@ -21,7 +21,7 @@ from tapscope.comparator.joined_rows import JoinedRows, overlaps
 from tapscope.comparator.layout import is_parameter
 from tapscope.comparator.measure import Measured, Opened
 from tapscope.comparator.spread import NOTHING, QUANTILES, Drift, Quantiles, Spread, spread_of
-from tapscope.kernels.native import Overview, overviews
+from tapscope.kernels.native import Overview, overview, overviews
 
 Array = np.ndarray[Any, Any]
 
@@ -87,7 +87,7 @@ def _moved(opened: Opened, one: int, two: int) -> Spread:
     at, joined = _rows(sides[0]), JoinedRows()
     joined.add(*sides, Join(one, two, at, at))
     rows, at_worst, _ = joined.compared()
-    (seen,) = overviews(rows, at_worst, [0, joined.num_rows])
+    seen = overview(rows, at_worst)
     return spread_of(seen, width=sum(block.width for block in sides[0]))
 
 

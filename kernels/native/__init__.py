@@ -9,7 +9,7 @@ from tapscope.kernels.native.compare import Compared, compare_rows, compare_stri
 from tapscope.kernels.native.filled import filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures, relative_l2
-from tapscope.kernels.native.overview import Overview, overview, overviews
+from tapscope.kernels.native.overview import Overview, Overviews, overview, overviews
 from tapscope.kernels.native.reference import Summary
 from tapscope.kernels.native.strips import Strip
 from tapscope.kernels.native.summary import digest_of, summarize, summarize_array, take
@@ -18,6 +18,7 @@ __all__ = [
     "Compared",
     "Measure",
     "Overview",
+    "Overviews",
     "RowMeasures",
     "Strip",
     "Summary",

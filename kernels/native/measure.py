@@ -53,16 +53,17 @@ class Measure(Struct, frozen=True, gc=False):
     def of(cls, sums: "Sequence[float]", counts: "Sequence[int]", row: int, column: int) -> "Measure":
         """From the sums of :data:`FLOATS`, whose first is the largest difference, those of :data:`INTEGERS` but the
         first, and where the largest difference is (-1: nowhere)."""
-        most, sum_abs, diff, base, target, dot = sums
         equal, over, finite, nonfinite_baseline, nonfinite_target, mismatch, count = counts
+        (mean,) = mean_abs(np.array([sums[1]]), np.array([finite])).tolist()
+        (rel_l2,), (rel,), (cosine,) = (values.tolist() for values in relative(*np.array(sums[2:]).reshape(-1, 1)))
         return cls(
-            most,
+            sums[0],
             row,
             column,
-            sum_abs / finite if finite else 0.0,
-            relative_l2(diff, base),
-            _share(diff, base, target),
-            _cosine(dot, base, target),
+            mean,
+            rel_l2,
+            rel,
+            cosine,
             equal,
             count,
             over,
@@ -148,13 +149,17 @@ class RowMeasures(Struct, eq=False):
         floats, integers = [part.floats for part in parts], [part.integers for part in parts]
         return RowMeasures(np.concatenate(floats, axis=1), np.concatenate(integers, axis=1))
 
-    def total(self) -> Measure:
-        """All rows as one."""
+    def sums(self) -> tuple[list[float], list[int], int, int]:
+        """What :meth:`Measure.of` is made of."""
         distances = np.where(self.argmax >= 0, self.max_abs, -1.0)
         row = int(distances.argmax()) if len(distances) else -1
         row = row if row >= 0 and distances[row] >= 0.0 else -1
         most, column = (float(self.max_abs[row]), int(self.argmax[row])) if row >= 0 else (0.0, -1)
-        return Measure.of((most, *map(_sum, self.floats[1:])), [*map(_sum, self.integers[1:])], row, column)
+        return [most, *map(_sum, self.floats[1:])], [*map(_sum, self.integers[1:])], row, column
+
+    def total(self) -> Measure:
+        """All rows as one."""
+        return Measure.of(*self.sums())
 
 
 def empty(rows: int, width: int) -> RowMeasures:
@@ -169,24 +174,32 @@ def _sum(values: Array) -> Any:
     return sum(values.tolist()) if len(values) <= 64 else values.sum().item()
 
 
-def relative_l2(diff: float, base: float) -> float:
+def mean_abs(sum_abs: Array, finite: Array) -> Array:
+    """See :attr:`Measure.mean_abs`; of several pairs, as what follows."""
+    return np.divide(sum_abs, finite, out=np.zeros(len(finite)), where=finite > 0)
+
+
+@np.errstate(all="ignore")
+def relative(diff: Array, base: Array, target: Array, dot: Array) -> tuple[Array, Array, Array]:
+    """(``rel_l2``, ``rel``, ``cosine``) of :class:`Measure`, from sums of squares and of products."""
+    return relative_l2(diff, base), _share(diff, base, target), _cosine(dot, base, target)
+
+
+@np.errstate(all="ignore")
+def relative_l2(diff: Array, base: Array) -> Array:
     """See :attr:`Measure.rel_l2`; both are sums of squares."""
-    if base == 0.0 or math.isinf(diff):
-        return 0.0 if diff == 0.0 else math.inf
-    return math.sqrt(diff / base)
+    odd = np.where(diff == 0.0, 0.0, math.inf)
+    return np.where((base == 0.0) | np.isinf(diff), odd, np.sqrt(diff / base))
 
 
-def _share(diff: float, base: float, target: float) -> float:
+def _share(diff: Array, base: Array, target: Array) -> Array:
     whole = base + target
-    if math.isinf(whole) or math.isinf(diff):
-        return math.inf
-    return diff / whole if whole else 0.0
+    found = np.where(whole == 0.0, 0.0, diff / whole)
+    return np.where(np.isinf(whole) | np.isinf(diff), math.inf, found)
 
 
-def _cosine(dot: float, base: float, target: float) -> float:
-    if base == 0.0 or target == 0.0:
-        return 1.0 if base == target else 0.0
-    if math.isinf(base) or math.isinf(target) or not math.isfinite(dot):
-        return 0.0
+def _cosine(dot: Array, base: Array, target: Array) -> Array:
     # Two roots: the product of the squares may leave float64 where neither does.
-    return max(-1.0, min(1.0, dot / (math.sqrt(base) * math.sqrt(target))))
+    found = np.clip(dot / (np.sqrt(base) * np.sqrt(target)), -1.0, 1.0)
+    found = np.where(np.isinf(base) | np.isinf(target) | ~np.isfinite(dot), 0.0, found)
+    return np.where((base == 0.0) | (target == 0.0), np.where(base == target, 1.0, 0.0), found)

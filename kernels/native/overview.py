@@ -1,8 +1,7 @@
 """The rows of a pair as one: their global numbers, and how the errors of the rows are distributed."""
 
 import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.kernels.native import library
-from tapscope.kernels.native.measure import FLOATS, INTEGERS, Measure, RowMeasures
+from tapscope.kernels.native.measure import FLOATS, INTEGERS, Measure, RowMeasures, mean_abs, relative
 
 Array = np.ndarray[Any, Any]
 
@@ -18,11 +17,22 @@ QUANTILES = (0.5, 0.9, 0.98, 1.0)
 """Quantiles of the row errors, from the typical row to the worst."""
 SMALL_ROW = 0.25
 """A row smaller than this share of the median row is measured against that share: its direction is noise."""
-_LAYOUT = struct.Struct(f"={len(FLOATS) + len(QUANTILES) + 4}d{len(INTEGERS) + 3}q")  # struct Overview in overview.cpp
+_SPREAD = ("element", "gain", "gain_sd", "peak")
+_LAYOUT = np.dtype(  # struct Overview in overview.cpp
+    [
+        ("sums", "f8", len(FLOATS)),
+        ("quantiles", "f8", len(QUANTILES)),
+        *((name, "f8") for name in _SPREAD),
+        ("counts", "i8", len(INTEGERS)),
+        ("row", "i8"),
+        ("worst", "i8"),
+        ("num_unequal", "i8"),
+    ]
+)
 
 
 class Overview(Struct, frozen=True):
-    """What :func:`overviews` find."""
+    """What :func:`overviews` find of one section."""
 
     total: Measure
     errors: Array
@@ -45,39 +55,87 @@ class Overview(Struct, frozen=True):
     """Largest over rows of what :attr:`element` is the median of."""
 
 
+class Overviews(Struct, frozen=True, eq=False):
+    """What :func:`overviews` find, in columns: one element a section."""
+
+    columns: Array
+    """[sections]: the members of :class:`Overview`, and what its total is made of."""
+    errors: Array
+    """[rows] float64, of all sections."""
+    bounds: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Overview]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, section: int) -> Overview:
+        found = self.columns[section]
+        column, *others = found["counts"].tolist()
+        sums, row = found["sums"].tolist(), found["row"].item()
+        return Overview(
+            Measure.of(sums, others, row, column if row >= 0 else -1),
+            self.errors_of(section),
+            found["worst"].item(),
+            found["num_unequal"].item(),
+            not sums[2],
+            tuple(found["quantiles"].tolist()),
+            *(found[name].item() for name in _SPREAD),
+        )
+
+    def errors_of(self, section: int) -> Array:
+        """See :attr:`Overview.errors`."""
+        return self.errors[self.bounds[section] : self.bounds[section + 1]]
+
+    @property
+    def is_zero(self) -> Array:
+        """[sections] bool, see :attr:`Overview.is_zero`."""
+        found: Array = self.columns["sums"][:, 2] == 0.0
+        return found
+
+    def means(self) -> tuple[Array, Array, Array, Array]:
+        """``mean_abs``, ``rel_l2``, ``rel`` and ``cosine`` of each :class:`Measure`."""
+        _, sum_abs, *squares = self.columns["sums"].T
+        return mean_abs(sum_abs, self.columns["counts"][:, 3]), *relative(*squares)
+
+    def spreads(self) -> tuple[list[tuple[float, ...]], list[float], list[float], list[float], list[float]]:
+        """``quantiles``, ``element``, ``gain``, ``gain_sd`` and ``peak`` of each."""
+        element, gain, gain_sd, peak = (self.columns[name].tolist() for name in _SPREAD)
+        return list(map(tuple, self.columns["quantiles"].tolist())), element, gain, gain_sd, peak
+
+
 def overview(rows: RowMeasures, at_worst: Array) -> Overview:
     """Everything about rows, of which there is at least one, that does not depend on where they come from.
 
     ``at_worst`` is the baseline's value where each row's largest difference is, [rows] float64.
     """
-    (found,) = overviews(rows, at_worst, [0, len(rows)])
-    return found
+    return overviews(rows, at_worst, [0, len(rows)])[0]
 
 
-def overviews(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> list[Overview]:
+def overviews(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> Overviews:
     """The same of several sections of rows, each from one of the ``bounds`` to the next; of an empty one all is 0."""
-    functions = library.functions()
+    functions, errors = library.functions(), np.empty(len(rows))
     if functions is None:
-        return [overview_reference(rows[first:stop], at_worst[first:stop]) for first, stop in pairwise(bounds)]
-    errors = np.empty(len(rows))
+        return _overviews_reference(rows, at_worst, bounds)
     floats, integers = np.ascontiguousarray(rows.floats), np.ascontiguousarray(rows.integers)
     at_worst = np.ascontiguousarray(at_worst, np.float64)
     found = functions.overviews(floats, integers, at_worst, np.array(bounds, np.int64), errors)
-    return [
-        _unpacked(members, errors[first:stop])
-        for members, (first, stop) in zip(_LAYOUT.iter_unpack(found), pairwise(bounds), strict=True)
-    ]
-
-
-def _unpacked(found: tuple[Any, ...], errors: Array) -> Overview:
-    sums, spread, counts = found[: len(FLOATS)], found[len(FLOATS) : -len(INTEGERS) - 3], found[-len(INTEGERS) - 3 :]
-    column, *others, row, worst, unequal = counts
-    total = Measure.of(sums, others, row, column if row >= 0 else -1)
-    few = len(QUANTILES)
-    return Overview(total, errors, worst, unequal, not sums[2], spread[:few], *spread[few:])
+    return Overviews(np.frombuffer(found, _LAYOUT), errors, bounds)
 
 
 # ---- the plain reference, which also serves where no library was built
+
+
+def _overviews_reference(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> Overviews:
+    columns, errors = np.zeros(len(bounds) - 1, _LAYOUT), np.empty(len(rows))
+    for at, (first, stop) in enumerate(pairwise(bounds)):
+        one = overview_reference(rows[first:stop], at_worst[first:stop])
+        sums, counts, row, column = rows[first:stop].sums()
+        spread = (getattr(one, name) for name in _SPREAD)
+        columns[at] = (sums, one.quantiles, *spread, (column, *counts), row, one.worst, one.num_unequal)
+        errors[first:stop] = one.errors
+    return Overviews(columns, errors, bounds)
 
 
 @np.errstate(all="ignore")

@@ -96,6 +96,9 @@ class DumpPayloads:
         except (OSError, ValueError, TypeError) as error:
             raise RunCorruptError(f"{path}: cannot be read any more: {error}") from None
 
+    def file(self, record: Record, end: int) -> None:
+        """None: a tensor may be a view of a part of its storage."""
+
     def lacks(self, record: Record) -> str:
         """Nothing: see :meth:`missing`."""
         return ""

@@ -26,6 +26,11 @@ class Payloads(Protocol):
         """The values of a record that has an entry, read only; raises RunCorruptError when they are not there."""
         ...
 
+    def file(self, record: Record, end: int) -> Array | None:
+        """All bytes of the file that holds those of a record that has an entry, as they lie; None where these have to
+        be made out of others. Raises RunCorruptError when there are fewer than ``end``."""
+        ...
+
     def lacks(self, record: Record) -> str:
         """Why the bytes of a record that has an entry cannot be there, without reading them; empty when they may be."""
         ...
@@ -85,12 +90,17 @@ class SegmentPayloads:
             raise RunCorruptError(self._misfit(record))
         if entry.nbytes == 0:
             return np.empty(record.shape, dtype)
-        end = entry.offset + entry.nbytes
-        data = self._mapped.get((record.key.rank, entry.file))
-        if data is None or data.nbytes < end:
-            data = self._files.bytes_of(self._path(record), end)
-            self._mapped[record.key.rank, entry.file] = data
+        data = self.file(record, entry.offset + entry.nbytes)
         return np.ndarray(record.shape, dtype, data, entry.offset)
+
+    def file(self, record: Record, end: int) -> Array:
+        """See :class:`Payloads`."""
+        assert record.entry is not None
+        place = record.key.rank, record.entry.file
+        data = self._mapped.get(place)
+        if data is None or data.nbytes < end:
+            data = self._mapped[place] = self._files.bytes_of(self._path(record), end)
+        return data
 
     def lacks(self, record: Record) -> str:
         """See :class:`Payloads`."""

@@ -175,6 +175,11 @@ class Run:
             )
         return self._payloads.array(rec)
 
+    def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:
+        """All bytes of the file that holds the payload of a record, mapped; None where the payload does not lie in it
+        as it is. Raises RunCorruptError when there are fewer than ``end``."""
+        return self._payloads.file(rec, end)
+
     @property
     def damaged(self) -> list[str]:
         """What is wrong with each file that could not be read at all; part of :attr:`problems`."""
