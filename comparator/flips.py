@@ -12,19 +12,15 @@ must follow from their own scores by one rule. A token that went to other expert
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator import chunks
 from tapscope.comparator.choices import are_copies, rule_of
+from tapscope.comparator.chosen import Array, Rows, masked, numbers_of, rows_of, vectors_of
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.prepare import Preparer
-from tapscope.comparator.read import read
 from tapscope.comparator.series import identity
-
-Array = np.ndarray[Any, Any]
 
 _BY_MORE = "a bias or groups decide beside"
 _NOT_TOLD = "a near tie cannot be told"
@@ -52,16 +48,6 @@ class Flip(Struct, frozen=True):
     """Whether it excuses nothing and only says why nothing could."""
 
 
-class _Rows(Struct, frozen=True):
-    """Some rows of a site on both sides."""
-
-    pairs: Array
-    """[rows] row pair of each, ascending."""
-    baseline: Array
-    """[rows, width]"""
-    target: Array
-
-
 def explain_flips(examined: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
     """Site -> explanation, for the sites whose unequal integers all have one."""
     found: dict[str, Flip] = {}
@@ -81,7 +67,7 @@ def explain_flips(examined: Sequence[Examined], preparer: Preparer) -> Mapping[s
 
 def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip | None:
     one = examined[index]
-    rows = _rows(preparer, one) if one.is_exact else _masked(preparer, one)
+    rows = rows_of(preparer, one) if one.is_exact else masked(preparer, one)
     if rows is None:
         return None
     parted = {(f.index, f.position - 1) for f in preparer.row_map.forks if not f.in_prompt}
@@ -90,11 +76,11 @@ def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip 
     count = len(rest)
     if not rest.any():
         return Flip(f"{count} unequal, each where its request's tokens part")
-    rows = _Rows(rows.pairs[rest], *map(_numbers, (rows.baseline[rest], rows.target[rest])))
+    rows = Rows(rows.pairs[rest], *map(numbers_of, (rows.baseline[rest], rows.target[rest])))
     doubt: Flip | None = None
     before = examined[:index] if one.is_exact else [e for e in examined[: index + _NEAR] if e is not one]
     for scores in _scores(before, one):
-        beside = _rows(preparer, scores, rows.pairs)
+        beside = rows_of(preparer, scores, rows.pairs)
         if beside is None:
             continue
         if _are_near_ties(rows, beside) or (
@@ -110,7 +96,7 @@ def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip 
     return doubt
 
 
-def _turned(sentence: str, scores: Examined, rows: _Rows) -> Flip:
+def _turned(sentence: str, scores: Examined, rows: Rows) -> Flip:
     """The flip of ``rows``, whose choices the errors of ``scores`` turned."""
     if _is_logits(scores):
         return Flip(sentence, scores.site, width=rows.baseline.shape[1])
@@ -127,14 +113,12 @@ def _bias_of(examined: Sequence[Examined], scores: Examined) -> Examined | None:
     return None
 
 
-def _same_rule(
-    preparer: Preparer, rows: _Rows, beside: _Rows, sites: tuple[Examined, Examined, Examined | None]
-) -> str:
+def _same_rule(preparer: Preparer, rows: Rows, beside: Rows, sites: tuple[Examined, Examined, Examined | None]) -> str:
     """The rule by which both runs chose from their own scores, in words; empty where there is none. ``sites``: of what
     was chosen, of the scores, and of a bias."""
     one, scores, holder = sites
     known = _choices(preparer, one, scores)
-    biases = (None, None) if holder is None else _vectors(preparer, holder)
+    biases = (None, None) if holder is None else vectors_of(preparer, holder)
     if known is None or not np.array_equal(rows.pairs, beside.pairs):
         return ""
     if biases[0] is not None and biases[1] is not None and not are_copies(biases[0], biases[1]):
@@ -148,33 +132,14 @@ def _choices(preparer: Preparer, one: Examined, beside: Examined) -> tuple[Array
     """(choices [rows, k], scores [rows, width]) of the baseline, of all rows that are read of both; None where the
     choices are none of the scores."""
     wanted = np.arange(preparer.row_map.num_pairs)
-    chosen, scores = _rows(preparer, one, wanted), _rows(preparer, beside, wanted)
+    chosen, scores = rows_of(preparer, one, wanted), rows_of(preparer, beside, wanted)
     if chosen is None or scores is None:
         return None
     _, mine, other = np.intersect1d(chosen.pairs, scores.pairs, assume_unique=True, return_indices=True)
-    numbers, given = _numbers(chosen.baseline[mine]), scores.baseline[other]
+    numbers, given = numbers_of(chosen.baseline[mine]), scores.baseline[other]
     if not len(mine) or numbers.shape[1] >= given.shape[1] or numbers.min() < 0 or numbers.max() >= given.shape[1]:
         return None
     return numbers, given
-
-
-def _vectors(preparer: Preparer, holder: Examined) -> tuple[Array | None, Array | None]:
-    """A vector's values on both sides, as they were first."""
-    ready = preparer.prepare(holder.pair)
-    one, two = (
-        None if whole.piece is None or not whole.has_values else read(whole.piece, whole.run).astype(np.float64).ravel()
-        for whole in (ready.left[0], ready.right[0])
-    )
-    return one, two
-
-
-def _numbers(chosen: Array) -> Array:
-    """[rows, k] what was chosen: the numbers themselves, or the places of flags, [rows, n] bool."""
-    if chosen.dtype != np.bool_:
-        return chosen.astype(np.int64)
-    most = int(chosen.sum(1).max(initial=0))
-    places = np.argsort(~chosen, axis=1, kind="stable")[:, :most]
-    return np.where(np.take_along_axis(chosen, places, 1), places, -1)
 
 
 def _scores(before: Sequence[Examined], one: Examined) -> Iterator[Examined]:
@@ -206,7 +171,7 @@ def _rises(scores: Array) -> bool:
     return bool(np.diff(scores, axis=1).max(initial=-np.inf) > 0)
 
 
-def _are_near_ties(chosen: _Rows, scores: _Rows, *, are_sets: bool = False) -> bool:
+def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> bool:
     """Whether the baseline's scores of what both runs chose are as close as the errors of the rows can turn around.
 
     ``are_sets``: what was chosen is in no order, though it may look so here.
@@ -238,7 +203,7 @@ def _are_chosen_by_more(preparer: Preparer, one: Examined, beside: Examined) -> 
     return bool((mine < np.sort(scores, axis=1)[:, -chosen.shape[1]]).any())
 
 
-def _moved(chosen: _Rows) -> frozenset[int]:
+def _moved(chosen: Rows) -> frozenset[int]:
     other = (np.sort(chosen.baseline, axis=1) != np.sort(chosen.target, axis=1)).any(1)
     return frozenset(chosen.pairs[other].tolist())
 
@@ -248,38 +213,3 @@ def _may_be_masked(one: Examined) -> bool:
     where the choice is another one, a row has hardly anything in common with what it was."""
     is_router = _path(one).rpartition(".")[2] in _ROUTERS
     return is_router and one.spread is not None and one.rows.compared > 0 and one.spread.errors[-1] > _APART
-
-
-def _masked(preparer: Preparer, one: Examined) -> _Rows | None:
-    """The rows of such scores in which others are left, with the places of these, [rows, k]; None if they are none."""
-    found = _rows(preparer, one, np.arange(preparer.row_map.num_pairs))
-    if found is None or not len(found.pairs):
-        return None
-    kept = found.baseline != 0.0, found.target != 0.0
-    counts = np.unique(np.concatenate([side.sum(1) for side in kept]))
-    other = (kept[0] != kept[1]).any(1)
-    if len(counts) != 1 or not 0 < counts[0] < found.baseline.shape[1] or not other.any():
-        return None
-    return _Rows(found.pairs[other], kept[0][other], kept[1][other])
-
-
-def _rows(preparer: Preparer, one: Examined, wanted: Array | None = None) -> _Rows | None:
-    """The wanted rows of a site, or those that are not equal; None where a row comes twice, or none does."""
-    found: list[tuple[Array, Array, Array]] = []
-    for chunk in chunks.rows(preparer.prepare(one.pair)):
-        if chunk.join.pairs is None or chunk.baseline.shape != chunk.target.shape:
-            return None
-        pairs = chunk.join.pairs[chunk.row : chunk.row + len(chunk.baseline)]
-        use = (chunk.baseline != chunk.target).any(1) if wanted is None else np.isin(pairs, wanted)
-        left, right = chunk.baseline[use], chunk.target[use]
-        if wanted is not None:
-            left, right = left.astype(np.float64), right.astype(np.float64)
-        found.append((pairs[use], left, right))
-    if not found:
-        return None
-    pairs, baseline, target = map(np.concatenate, zip(*found, strict=True))
-    order = np.argsort(pairs, kind="stable")
-    pairs = pairs[order]
-    if not len(pairs) or (pairs[1:] == pairs[:-1]).any():
-        return None
-    return _Rows(pairs, baseline[order], target[order])
