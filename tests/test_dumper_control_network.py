@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,18 +101,16 @@ def test_what_reaches_the_port_with_the_key_is_a_control_client_like_any_other(j
     assert json.loads(done.stdout)["run"] == str(job.run), done.stderr
 
 
-def test_a_wrong_key_and_none_are_refused_at_once_and_clearly(job: Job, tmp_path: Path) -> None:
+def test_a_wrong_key_and_none_are_refused_as_such(job: Job, tmp_path: Path) -> None:
     other, other_secret = (key.decode() for key in zmq.curve_keypair())
     for number, wrong in enumerate(({"secret_key": other_secret}, {"server_key": other})):
         run = _elsewhere(job.run, tmp_path / str(number), **wrong)
-        started = time.monotonic()
         with pytest.raises(UnreachableError, match="refused the key"):
             ControlClient(Endpoint.of(_found(run))).call("state")
         with pytest.raises(RecorderError, match="refused the key"):
             Dumper(build(), run, info=RankInfo(rank=1, world_size=2)).open()
         done = ctl(run, "state")
         assert (done.returncode, "refused the key" in done.stderr) == (4, True), done.stderr
-        assert time.monotonic() - started < 8
     plain = Endpoint(_found(job.run)["network"]["address"])
     with plain.dealer() as channel:
         channel.send_multipart(wire.encode(Message("request", {"id": 1, "verb": "configure", "body": {"keep": "off"}})))

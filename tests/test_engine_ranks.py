@@ -60,11 +60,11 @@ def test_two_ranks_generate_what_one_does_see_the_same_steps_and_close(path: Pat
 
 
 def test_of_two_engines_side_by_side_each_says_at_once_that_a_rank_was_killed(path: Path) -> None:
-    with LLM(path, tp=2) as first, LLM(path, tp=2) as second:
+    patience = 600.0  # longer than a test may take
+    with LLM(path, tp=2, rank_timeout_s=patience) as first, LLM(path, tp=2, rank_timeout_s=patience) as second:
         for llm in (first, second, first):
             (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=5, ignore_eos=True)
             assert list(generation.token_ids) == reference_tokens(path, [5, 6, 7], 5)
-        started = time.monotonic()
         idle = first.engine.rank_pids[1]
         os.kill(idle, signal.SIGKILL)
         assert _wait(lambda: _is_gone(idle), 5)
@@ -77,7 +77,6 @@ def test_of_two_engines_side_by_side_each_says_at_once_that_a_rank_was_killed(pa
             second.generate(PROMPTS, max_new_tokens=24)
         with pytest.raises(RankLostError, match="the engine stopped: rank 1 of 2 was killed"):
             second.step()
-    assert time.monotonic() - started < 10
 
 
 def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
