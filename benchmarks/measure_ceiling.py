@@ -2,10 +2,16 @@
 
     python benchmarks/measure_ceiling.py [--mib 128] [--width 4096] [--rounds 9] [--native 1,avx2]
 
-Two arrays a type, each larger than the caches, about a third of whose values differ a little. The ceiling is the
-quicker of two ways in which numpy reads both as 64-bit integers (a sum and a bitwise or); what is measured are the
-default measures, row by row. Rounds are interleaved and the least is shown: of processor time on one thread, and of
-wall time where every core has its share of the rows, which says little while others use them. ``avx2`` is the same in
+Two arrays a type, each larger than the caches, about a third of whose values differ a little. They lie as two mapped
+files do: each starts a page, `--shift` bytes into it, `--apart` bytes after the end of the other. (`--shift 16 --apart
+4096` is how malloc places two such arrays, and a trap on AMD: its level 1 cache finds a line by a hash of the address
+in which bits 12 and 27 cancel, so that 128 MiB and a page apart lines of both sides drive each other out wherever a
+vector straddles two of them; whatever reads both in turn, not the ceiling, then takes up to twice as long.)
+
+The ceiling is the quicker of two ways in which numpy reads both as 64-bit integers (a sum and a bitwise or); what is
+measured are the default measures, row by row. Rounds are interleaved and the least is shown: of processor time on one
+thread, and of wall time where every core has its share of the rows, which says little while others use them.
+``avx2`` is the same in
 a process that leaves 64-byte vectors alone.
 """
 
@@ -30,22 +36,28 @@ PAIRS = (
     ("float64", "float64"), ("complex64", "complex64"), ("float8_e4m3fn", "float8_e4m3fn"), ("int8", "int8"),
     ("bool", "bool"), ("int32", "int32"), ("int64", "int64"),
 )  # fmt: skip
+PAGE = 4096
 TILE = 1 << 20
 """Values that are made; larger arrays repeat them."""
 
 
-def pair(names: tuple[str, str], nbytes: int, width: int) -> tuple[Array, Array]:
-    """Baseline and target, [rows, width]; the larger has so many bytes."""
+def pair(names: tuple[str, str], nbytes: int, width: int, apart: int, shift: int) -> tuple[Array, Array]:
+    """Baseline and target, [rows, width], in one piece of memory; the larger has so many bytes."""
     rng = np.random.default_rng(0)
     one = rng.standard_normal(TILE) * 4
     two = one + np.where(rng.random(TILE) < 0.3, rng.standard_normal(TILE) * 0.05, 0.0)
     kinds = [dtypes.numpy_dtype(name) for name in names]
     rows = nbytes // max(kind.itemsize for kind in kinds) // width
-    values = [
-        np.resize((x > 0 if name == "bool" else x).astype(kind), rows * width)
-        for x, name, kind in zip((one, two), names, kinds, strict=True)
-    ]
-    return values[0].reshape(rows, width), values[1].reshape(rows, width)
+    sizes = [rows * width * kind.itemsize for kind in kinds]
+    room = np.empty(sum(sizes) + apart + shift + 2 * PAGE, np.uint8)
+    start = -room.ctypes.data % PAGE + shift
+    sides = []
+    for values, name, kind, size in zip((one, two), names, kinds, sizes, strict=True):
+        side = room[start : start + size].view(kind)
+        side[:] = np.resize((values > 0 if name == "bool" else values).astype(kind), rows * width)
+        sides.append(side.reshape(rows, width))
+        start += -(-size // PAGE) * PAGE + apart
+    return sides[0], sides[1]
 
 
 def shares(matrix: Array, parts: int) -> Iterator[Array]:
@@ -65,9 +77,11 @@ def least(calls: dict[str, Callable[[], object]], clock: Callable[[], float], ro
     return best
 
 
-def measure(names: tuple[str, str], nbytes: int, width: int, rounds: int, pool: ThreadPoolExecutor, cores: int) -> str:
+def measure(
+    names: tuple[str, str], sides: tuple[Array, Array], rounds: int, pool: ThreadPoolExecutor, cores: int
+) -> str:
     """One line of the table."""
-    one, two = pair(names, nbytes, width)
+    one, two = sides
     parts = list(zip(shares(one, cores), shares(two, cores), strict=True))
 
     def words(matrix: Array) -> Array:
@@ -97,6 +111,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=128, help="size of the larger array of a pair")
     parser.add_argument("--width", type=int, default=4096, help="elements of a row")
+    parser.add_argument("--apart", type=int, default=5 * PAGE, help="bytes between the two arrays of a pair")
+    parser.add_argument("--shift", type=int, default=0, help="bytes from the start of a page to that of an array")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--native", default="1,avx2", help="values of TAPSCOPE_NATIVE, a process for each")
     args = parser.parse_args()
@@ -111,7 +127,8 @@ def main() -> None:
     print(f"{'':<18} {'1 thread: read, measure, share':>23}   {f'{cores} threads: read, measure, share':>23}")
     with ThreadPoolExecutor(cores) as pool:
         for names in PAIRS:
-            print(measure(names, args.mib << 20, args.width, args.rounds, pool, cores), flush=True)
+            sides = pair(names, args.mib << 20, args.width, args.apart, args.shift)
+            print(measure(names, sides, args.rounds, pool, cores), flush=True)
 
 
 if __name__ == "__main__":
