@@ -121,6 +121,16 @@ def test_any_bit_pattern_is_counted_in_its_class(kind, dtype):
         check(compare_rows(a, b, rtol=0.5), a, b, rtol=0.5)
 
 
+@pytest.mark.parametrize("dtype", [name for name in PLAIN if dtypes.numpy_dtype(name).itemsize == 1])
+def test_every_two_codes_of_eight_bits_are_told_apart(kind, dtype):
+    codes = np.arange(256, dtype=np.uint8)
+    one, two = np.repeat(codes, 256), np.tile(codes, 256)
+    finite = np.isfinite(codes.view(dtypes.numpy_dtype(dtype)).astype(np.float64))
+    for kept in (np.ones(len(one), np.bool_), finite[one] & finite[two]):
+        a, b = (side[kept].view(dtypes.numpy_dtype(dtype)).reshape(1, -1) for side in (one, two))
+        check(compare_rows(a, b), a, b)
+
+
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-12, 1e12, 1e30, 3e38])
 def test_extreme_magnitudes_neither_overflow_nor_vanish(kind, scale):
     x = (np.random.default_rng(0).uniform(-1, 1, (2, 3000)) * scale).astype(np.float32)
@@ -386,11 +396,12 @@ def test_large_float16_values_are_told_from_infinities(kind):
     assert got.equal.tolist() == [300, 299, 299]
 
 
-@pytest.mark.parametrize("limit", [2**52 - 1, 2**52, 2**53, 2**62])
-def test_integers_are_exact_on_both_sides_of_the_fast_way(kind, limit):
-    a = np.full((1, 700), limit, np.int64)
+@pytest.mark.parametrize("limit", [2**51 - 1, 2**51, 2**53, 2**62])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_are_exact_on_both_sides_of_the_fast_way(kind, limit, sign):
+    a = np.full((1, 700), sign * limit, np.int64)
     b = a.copy()
-    b[0, 650] -= 1
+    b[0, 650] -= sign
     got = compare_rows(a, b)
     assert (got.equal[0], got.argmax[0], got.max_abs[0], got.over[0]) == (699, 650, 1.0, 1)
 

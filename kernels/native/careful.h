@@ -18,14 +18,15 @@ struct Item {  // one pair of float64 values, by its bits
         const uint64_t bits_a = load<uint64_t>(s.baseline, i), bits_b = load<uint64_t>(s.target, i);
         const uint64_t size_a = bits_a & kMagnitude<Float64>, size_b = bits_b & kMagnitude<Float64>;
         finite_a = size_a < kInfinity, finite_b = size_b < kInfinity;
-        same_class = (bits_a == bits_b) | ((size_a > kInfinity) & (size_b > kInfinity));  // read where neither is finite
+        // Read where neither is finite.
+        same_class = (bits_a == bits_b) | ((size_a > kInfinity) & (size_b > kInfinity));
         const uint64_t keep = finite_a & finite_b ? ~uint64_t(0) : 0;
         a = bit_cast<double>(bits_a & keep), b = bit_cast<double>(bits_b & keep);
         distance = bit_cast<uint64_t>(a - b) & kMagnitude<Float64>;
     }
 };
 
-TS_CLONES void double_block(const Sides& sides, const Tolerance& tolerance, Row* row) {
+TS_CLONES void careful_block(const Sides& sides, const Tolerance& tolerance, Row* row) {
     const Sides s = sides;
     const double atol = tolerance.atol, rtol = tolerance.rtol;
     double sum_abs = 0, diff = 0, base = 0, target = 0, dot = 0;

@@ -131,8 +131,8 @@ template <class F>
 constexpr typename F::Bits kMagnitude = static_cast<typename F::Bits>(~typename F::Bits(0)) >> 1;
 
 // The 256 values of an 8-bit format, worked out once by the compiler. OCP 8-bit Floating Point Specification 1.0; the
-// fnuz formats (Noune et al.: 8-bit numerical formats for deep neural networks, 2022) have one NaN in place of -0 and no
-// infinity; E8M0 is the exponent alone (OCP Microscaling Formats 1.0).
+// fnuz formats (Noune et al.: 8-bit numerical formats for deep neural networks, 2022) have one NaN in place of -0 and
+// no infinity; E8M0 is the exponent alone (OCP Microscaling Formats 1.0).
 struct Table {
     float values[256];
     int min_normal;  // smallest magnitude (the code without its sign) that is neither zero nor subnormal

@@ -1,18 +1,21 @@
 // Two matrices compared row by row in one pass; the plain reference is in compare.py.
 //
-// Three ways, chosen per pair of dtypes: float32 sums within a block, checked afterwards and redone in double where
-// float32 cannot be trusted (non-finite values, extreme magnitudes); double throughout; and exact integers.
+// Fast ways, chosen per pair of dtypes: sums in float32, in double, or of integers of eight bits; where such a block
+// cannot be trusted it is redone in double with care. Two integers of which one has 64 bits are compared exactly.
 
 #include "careful.h"
+#include "formats.h"
 #include "group.h"
-#include "widen.h"
 
 #ifdef TS_WIDE
 #define TS_VECTOR 64
 #define TS_VECTORS vectors64
 #define TS_TARGET TS_WIDE
 #include "vectors.h"
+#include "elements.h"
 #include "lanes.h"
+#include "byte_lanes.h"
+#include "block.h"
 #undef TS_VECTOR
 #undef TS_VECTORS
 #undef TS_TARGET
@@ -20,7 +23,10 @@
 #define TS_VECTORS vectors32
 #define TS_TARGET TS_AVX2
 #include "vectors.h"
+#include "elements.h"
 #include "lanes.h"
+#include "byte_lanes.h"
+#include "block.h"
 #undef TS_VECTOR
 #undef TS_VECTORS
 #undef TS_TARGET
@@ -29,54 +35,86 @@
 #define TS_VECTORS vectors16
 #define TS_TARGET
 #include "vectors.h"
+#include "elements.h"
 #include "lanes.h"
+#include "byte_lanes.h"
+#include "block.h"
 
 namespace ts {
 namespace {
 
-// ---- float32 within the block
+// ---- fast blocks
 
-using FloatBlock = bool (*)(const Sides&, const Tolerance&, Row*);
+// False, with the row untouched, where the block must be done in double.
+using FastBlock = bool (*)(const Sides&, const Tolerance&, Row*);
 
 // A target is written out rather than cloned, because a clone is made too late to keep such wide vectors in registers.
 #ifdef TS_WIDE
 template <class A, class B, bool kTolerance>
-TS_WIDE bool wide_float_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return vectors64::float_block<A, B, kTolerance>(sides, t, row);
+TS_WIDE bool wide_block(const Sides& sides, const Tolerance& t, Row* row) {
+    return vectors64::fast_block<A, B, kTolerance>(sides, t, row);
 }
 
 template <class A, class B, bool kTolerance>
-TS_AVX2 bool avx2_float_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return vectors32::float_block<A, B, kTolerance>(sides, t, row);
+TS_AVX2 bool avx2_block(const Sides& sides, const Tolerance& t, Row* row) {
+    return vectors32::fast_block<A, B, kTolerance>(sides, t, row);
 }
 #endif
 
 template <class A, class B, bool kTolerance>
-bool plain_float_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return vectors16::float_block<A, B, kTolerance>(sides, t, row);
+bool plain_block(const Sides& sides, const Tolerance& t, Row* row) {
+    return vectors16::fast_block<A, B, kTolerance>(sides, t, row);
 }
 
 template <class A, class B, bool kTolerance>
-FloatBlock for_this_processor() {
+FastBlock for_this_processor() {
 #ifdef TS_WIDE
-    if (kWide) return wide_float_block<A, B, kTolerance>;
-    if (kAvx2) return avx2_float_block<A, B, kTolerance>;
+    if (kWide) return wide_block<A, B, kTolerance>;
+    if (kAvx2) return avx2_block<A, B, kTolerance>;
 #endif
-    return plain_float_block<A, B, kTolerance>;
+    return plain_block<A, B, kTolerance>;
 }
 
-template <class A, class B>
-FloatBlock float_block_of(bool any_tolerance) {
+template <class A, class B = A>
+FastBlock fast_block_of(bool any_tolerance) {
     return any_tolerance ? for_this_processor<A, B, true>() : for_this_processor<A, B, false>();
 }
 
-using PlainBlock = void (*)(const Sides&, const Tolerance&, Row*);
+// What reads both sides as they lie, or null.
+FastBlock fast_block_of(int a, int b, bool any_tolerance) {
+    if (a == kFloat32 && b == kFloat16) return fast_block_of<Float32, Float16>(any_tolerance);
+    if (a == kFloat16 && b == kFloat32) return fast_block_of<Float16, Float32>(any_tolerance);
+    if (a == kFloat32 && b == kBFloat16) return fast_block_of<Float32, BFloat16>(any_tolerance);
+    if (a == kBFloat16 && b == kFloat32) return fast_block_of<BFloat16, Float32>(any_tolerance);
+    if (a != b) return nullptr;
+    switch (a) {
+        case kFloat64: return fast_block_of<Float64>(any_tolerance);
+        case kFloat32: return fast_block_of<Float32>(any_tolerance);
+        case kFloat16: return fast_block_of<Float16>(any_tolerance);
+        case kBFloat16: return fast_block_of<BFloat16>(any_tolerance);
+        case kFloat8E4M3: return fast_block_of<E4M3>(any_tolerance);
+        case kFloat8E5M2: return fast_block_of<E5M2>(any_tolerance);
+        case kInt64: return fast_block_of<SmallInt64>(any_tolerance);
+        case kInt32: return fast_block_of<Int32>(any_tolerance);
+        case kInt16: return fast_block_of<Int16>(any_tolerance);
+        case kInt8: return any_tolerance ? nullptr : for_this_processor<Byte<int8_t>, Byte<int8_t>, false>();
+        case kUint8: return any_tolerance ? nullptr : for_this_processor<Byte<uint8_t>, Byte<uint8_t>, false>();
+        case kBool: return any_tolerance ? nullptr : for_this_processor<Byte<bool>, Byte<bool>, false>();
+        default: return nullptr;
+    }
+}
 
-// ---- dispatch
+// ---- widening, and what is exact
 
-TS_CLONES void to_float(int dtype, const uint8_t* bytes, int64_t n, float* out) { decode_number(dtype, bytes, n, out); }
+TS_CLONES void to_float(int dtype, const uint8_t* bytes, int64_t n, float* out) {
+    widen_to_float(dtype, bytes, n, out);
+}
 
-// Whether 52 bits hold every value of a block of integers: then float64 subtracts them exactly.
+TS_CLONES void to_double(int dtype, const uint8_t* bytes, int64_t n, double* out) {
+    decode_number(dtype, bytes, n, out);
+}
+
+// Whether every value of a block of integers is below kSmall: then float64 subtracts them exactly.
 TS_CLONES bool are_small(int dtype, const uint8_t* bytes, int64_t n) {
     if (!is_wide_integer(dtype)) return true;
     uint64_t any = 0;
@@ -84,105 +122,93 @@ TS_CLONES bool are_small(int dtype, const uint8_t* bytes, int64_t n) {
         const int64_t value = load<int64_t>(bytes, i);
         any |= static_cast<uint64_t>(dtype == kInt64 ? value ^ (value >> 63) : value);
     }
-    return any < uint64_t(1) << 52;
+    return any < kSmall;
 }
 
-TS_CLONES void to_double(int dtype, const uint8_t* bytes, int64_t n, double* out) { decode_number(dtype, bytes, n, out); }
+using ExactBlock = void (*)(const Sides&, const Tolerance&, Row*);
 
-FloatBlock choose_float(int a, int b, bool any_tolerance) {
-    if (a == kBFloat16 && b == kBFloat16) return float_block_of<BFloat16, BFloat16>(any_tolerance);
-    if (a == kFloat16 && b == kFloat16) return float_block_of<Float16, Float16>(any_tolerance);
-    if (a == kFloat32 && b == kFloat16) return float_block_of<Float32, Float16>(any_tolerance);
-    if (a == kFloat16 && b == kFloat32) return float_block_of<Float16, Float32>(any_tolerance);
-    if (a == kFloat32 && b == kBFloat16) return float_block_of<Float32, BFloat16>(any_tolerance);
-    if (a == kBFloat16 && b == kFloat32) return float_block_of<BFloat16, Float32>(any_tolerance);
-    return float_block_of<Float32, Float32>(any_tolerance);
-}
-
-PlainBlock choose_exact(int a, int b) {
+ExactBlock choose_exact(int a, int b) {
     if (a == kUint64) return b == kUint64 ? exact_block<uint64_t, uint64_t> : exact_block<uint64_t, int64_t>;
     return b == kUint64 ? exact_block<int64_t, uint64_t> : exact_block<int64_t, int64_t>;
 }
 
-// How one pair of dtypes is compared, and the room to widen a block of either side.
+// ---- dispatch
+
+// How one pair of dtypes is compared, and the room to widen a part of either side.
 class Comparison {
   public:
     Comparison(int a, int b, double atol, double rtol) : types_{a, b}, tolerance_(atol, rtol) {
         exact_ = is_integer(a) && is_integer(b) && (is_wide_integer(a) || is_wide_integer(b));
-        float_ = fits_float(a) && fits_float(b) && tolerance_.fits_float;
-        const int read_a = is_byte(a) ? kBFloat16 : a, read_b = is_byte(b) ? kBFloat16 : b;
-        block_ = choose_float(read_a, read_b, tolerance_.any);
-        as_floats_ = block_ == choose_float(kFloat32, kFloat32, tolerance_.any);
-    }
-
-    void block(const Sides& sides, Row* row) {
-        if (exact_ && !(are_small(types_[0], sides.baseline, sides.count) && are_small(types_[1], sides.target, sides.count))) {
-            return choose_exact(types_[0], types_[1])(whole(sides), tolerance_, row);
-        }
-        if (float_ && block_(as_floats_ ? floats(sides) : halves(sides), tolerance_, row)) return;
-        const Sides s = doubles(sides);
-        for (int64_t start = 0; start < s.count; start += kPart) {
-            const int64_t count = s.count - start < kPart ? s.count - start : kPart;
-            double_block({s.baseline + start * 8, s.target + start * 8, count, s.column + start}, tolerance_, row);
-        }
+        const bool any = tolerance_.any, as_float = fits_float(a) && fits_float(b) && tolerance_.fits_float;
+        if (as_float || !fits_float(a) || !fits_float(b)) block_ = fast_block_of(a, b, any);
+        if (block_) return;
+        common_ = as_float ? kFloat32 : kFloat64, piece_ = kRoom;
+        block_ = as_float ? fast_block_of<Float32>(any) : fast_block_of<Float64>(any);
     }
 
     void row(const uint8_t* baseline, const uint8_t* target, int64_t width, Row* row) {
         const int64_t step_a = kItemSize[types_[0]], step_b = kItemSize[types_[1]];
-        for (int64_t column = 0; column < width; column += kPiece) {
-            const int64_t count = width - column < kPiece ? width - column : kPiece;
-            const uint8_t *a = baseline + column * step_a, *b = target + column * step_b;
-            block({a, b, count, column}, row);
+        for (int64_t column = 0; column < width; column += piece_) {
+            const int64_t count = width - column < piece_ ? width - column : piece_;
+            block({baseline + column * step_a, target + column * step_b, count, column}, row);
         }
     }
 
   private:
-    static constexpr int64_t kPart = 512;  // of a block in double: the place of its largest distance is looked for
+    static constexpr int64_t kRoom = 2048;  // elements that are widened together: both sides fit the nearest cache
 
-    template <class Kept, class Widen>
-    Sides widened(const Sides& s, Kept kept, Widen widen) {
-        Sides out = s;
-        const uint8_t** sides[] = {&out.baseline, &out.target};
-        for (int i = 0; i < 2; ++i) {
-            if (kept(types_[i])) continue;
-            widen(types_[i], *sides[i], s.count, room_[i]);
-            *sides[i] = reinterpret_cast<const uint8_t*>(room_[i]);
+    void block(const Sides& s, Row* row) {
+        if (exact_ && !(are_small(types_[0], s.baseline, s.count) && are_small(types_[1], s.target, s.count))) {
+            const ExactBlock exact = choose_exact(types_[0], types_[1]);
+            return in_parts(s, [&](const Sides& part) { exact(whole(part), tolerance_, row); });
         }
-        return out;
+        if (block_(common_ < 0 ? s : widened(s, common_), tolerance_, row)) return;
+        in_parts(s, [&](const Sides& part) { careful_block(widened(part, kFloat64), tolerance_, row); });
     }
 
-    Sides halves(const Sides& s) {
-        const auto kept = [](int type) { return !is_byte(type); };
-        return widened(s, kept, [](int type, const uint8_t* bytes, int64_t n, void* out) {
-            bytes_to_bfloat16(type, bytes, n, static_cast<uint16_t*>(out));
-        });
+    // Parts that the room holds; in a short one the place of the largest distance is soon found again.
+    template <class Work>
+    void in_parts(const Sides& s, Work work) {
+        constexpr int64_t kPart = 512;
+        const int64_t step_a = kItemSize[types_[0]], step_b = kItemSize[types_[1]];
+        for (int64_t i = 0; i < s.count; i += kPart) {
+            const int64_t count = s.count - i < kPart ? s.count - i : kPart;
+            work(Sides{s.baseline + i * step_a, s.target + i * step_b, count, s.column + i});
+        }
     }
 
-    Sides floats(const Sides& s) {
-        const auto kept = [](int type) { return type == kFloat32; };
-        return widened(s, kept, [](int type, const uint8_t* bytes, int64_t n, void* out) {
-            to_float(type, bytes, n, static_cast<float*>(out));
-        });
-    }
-
-    Sides doubles(const Sides& s) {
-        const auto kept = [](int type) { return type == kFloat64; };
-        return widened(s, kept, [](int type, const uint8_t* bytes, int64_t n, void* out) {
-            to_double(type, bytes, n, static_cast<double*>(out));
+    // Both sides as float32 or as float64.
+    Sides widened(const Sides& s, int type) {
+        return in_room(s, [=](int from, const uint8_t* bytes, void* out) {
+            if (from == type) return false;
+            if (type == kFloat32) to_float(from, bytes, s.count, static_cast<float*>(out));
+            if (type == kFloat64) to_double(from, bytes, s.count, static_cast<double*>(out));
+            return true;
         });
     }
 
     Sides whole(const Sides& s) {
-        return widened(s, is_wide_integer, [](int type, const uint8_t* bytes, int64_t n, void* out) {
-            decode_integer(type, bytes, n, static_cast<int64_t*>(out));
+        return in_room(s, [=](int from, const uint8_t* bytes, void* out) {
+            if (is_wide_integer(from)) return false;
+            decode_integer(from, bytes, s.count, static_cast<int64_t*>(out));
+            return true;
         });
     }
 
-    int types_[2];
+    // The sides, of which `put` says whether it put one into the room.
+    template <class Put>
+    Sides in_room(Sides s, Put put) {
+        if (put(types_[0], s.baseline, room_[0])) s.baseline = reinterpret_cast<const uint8_t*>(room_[0]);
+        if (put(types_[1], s.target, room_[1])) s.target = reinterpret_cast<const uint8_t*>(room_[1]);
+        return s;
+    }
+
+    int types_[2], common_ = -1;  // common_: the type that both sides are widened to; -1: they are read as they lie
     Tolerance tolerance_;
-    bool exact_, float_, as_floats_;
-    FloatBlock block_;
-    alignas(64) double room_[2][kPiece];
+    bool exact_;
+    FastBlock block_ = nullptr;
+    int64_t piece_ = kPiece;
+    alignas(64) double room_[2][kRoom];
 };
 
 double number_at(int dtype, const uint8_t* row, int64_t column) {

@@ -6,8 +6,8 @@
 
 namespace ts {
 
-// The results of some neighbouring rows. They are kept together until all are there: written row by row, 16 arrays that are
-// some power of two apart would drive each other out of the cache.
+// The results of some neighbouring rows. They are kept together until all are there: written row by row, 16 arrays that
+// are some power of two apart would drive each other out of the cache.
 class Group {
   public:
     static constexpr int64_t kRows = 16;
@@ -52,7 +52,9 @@ class Group {
     static constexpr int kReals = 6, kWholes = 8;
 
     static double& real(const RowResults& out, int field, int64_t row) { return out.floats[field * out.rows + row]; }
-    static int64_t& whole(const RowResults& out, int field, int64_t row) { return out.integers[field * out.rows + row]; }
+    static int64_t& whole(const RowResults& out, int field, int64_t row) {
+        return out.integers[field * out.rows + row];
+    }
 
     double reals_[kReals][kRows], at_worst_[kRows];
     int64_t wholes_[kWholes][kRows];

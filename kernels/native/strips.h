@@ -35,8 +35,8 @@ struct RowResults {  // of all rows: [6][rows], [8][rows], [rows], [rows], see m
 // Compares strip `number`. `is_first`: its rows are new; else it adds columns to those that are there.
 void compare_strip(const Strip& strip, int64_t number, bool is_first, double atol, double rtol, const RowResults& out);
 
-// Adds the sums of the strip's channels to `sums`, [half][kind][total]: those of even rows, as they are counted among all,
-// go into one half and those of odd ones into the other.
+// Adds the sums of the strip's channels to `sums`, [half][kind][total]: those of even rows, as they are counted among
+// all, go into one half and those of odd ones into the other.
 void add_channel_sums(const Strip& strip, double* sums, int64_t total);
 
 struct ChannelFound {  // Channel in channels.py

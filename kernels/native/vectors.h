@@ -10,8 +10,14 @@ typedef float Half __attribute__((vector_size(TS_VECTOR / 2)));
 typedef double Doubles __attribute__((vector_size(TS_VECTOR)));
 typedef int32_t Ints __attribute__((vector_size(TS_VECTOR)));
 typedef uint32_t Words __attribute__((vector_size(TS_VECTOR)));
+typedef int64_t Longs __attribute__((vector_size(TS_VECTOR)));
 
-constexpr int64_t kLanes = TS_VECTOR / 4;
+template <class Real>  // float or double
+using Reals = std::conditional_t<sizeof(Real) == 4, Floats, Doubles>;
+template <class Real>  // integers of the same width, which comparisons give: all bits of a lane that is true
+using Wholes = std::conditional_t<sizeof(Real) == 4, Ints, Longs>;
+template <class Real>
+constexpr int64_t kLanes = TS_VECTOR / sizeof(Real);
 
 // a * b + sum: written with operators, associative math makes a product and a sum of every other one.
 TS_TARGET TS_INLINE Floats fused(Floats a, Floats b, Floats sum) {
@@ -24,98 +30,108 @@ TS_TARGET TS_INLINE Floats fused(Floats a, Floats b, Floats sum) {
 #endif
 }
 
-#if TS_VECTOR == 32
-// Which lanes of a comparison are true, one bit each.
-TS_TARGET TS_INLINE unsigned bits_of(Ints truth) {
-    return static_cast<unsigned>(_mm256_movemask_ps(reinterpret_cast<__m256>(truth)));
-}
+TS_TARGET TS_INLINE Doubles fused(Doubles a, Doubles b, Doubles sum) {
+#if TS_VECTOR == 64
+    return _mm512_fmadd_pd(a, b, sum);
+#elif TS_VECTOR == 32
+    return _mm256_fmadd_pd(a, b, sum);
+#else
+    return a * b + sum;
 #endif
+}
+
+TS_TARGET TS_INLINE Floats larger(Floats a, Floats b) {
+#if TS_VECTOR == 64
+    return _mm512_max_ps(a, b);
+#elif TS_VECTOR == 32
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+TS_TARGET TS_INLINE Doubles larger(Doubles a, Doubles b) {
+#if TS_VECTOR == 64
+    return _mm512_max_pd(a, b);
+#elif TS_VECTOR == 32
+    return _mm256_max_pd(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+TS_TARGET TS_INLINE Floats magnitude(Floats x) {
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(x) & 0x7FFFFFFF);
+}
+
+TS_TARGET TS_INLINE Doubles magnitude(Doubles x) {
+    return reinterpret_cast<Doubles>(reinterpret_cast<Longs>(x) & 0x7FFFFFFFFFFFFFFF);
+}
 
 // Which lanes are `value`, one bit each.
-TS_TARGET TS_INLINE unsigned lanes_equal(Ints lanes, int32_t value) {
+TS_TARGET TS_INLINE unsigned lanes_equal(Floats lanes, float value) {
 #if TS_VECTOR == 64
-    return _mm512_cmpeq_epi32_mask(reinterpret_cast<__m512i>(lanes), _mm512_set1_epi32(value));
+    return _mm512_cmp_ps_mask(lanes, _mm512_set1_ps(value), _CMP_EQ_OQ);
 #elif TS_VECTOR == 32
-    return bits_of(lanes == value);
+    return static_cast<unsigned>(_mm256_movemask_ps(reinterpret_cast<__m256>(lanes == value)));
 #else
     const Ints truth = lanes == value;
     return (truth[0] & 1u) | (truth[1] & 2u) | (truth[2] & 4u) | (truth[3] & 8u);
 #endif
 }
 
+TS_TARGET TS_INLINE unsigned lanes_equal(Doubles lanes, double value) {
+#if TS_VECTOR == 64
+    return _mm512_cmp_pd_mask(lanes, _mm512_set1_pd(value), _CMP_EQ_OQ);
+#elif TS_VECTOR == 32
+    return static_cast<unsigned>(_mm256_movemask_pd(reinterpret_cast<__m256d>(lanes == value)));
+#else
+    const Longs truth = lanes == value;
+    return static_cast<unsigned>((truth[0] & 1) | (truth[1] & 2));
+#endif
+}
+
 // Counts lanes.
+template <class Real>
 class Counter {
   public:
     // What is not zero, where nothing is negative.
-    TS_TARGET TS_INLINE void add(Ints lanes) {
+    TS_TARGET TS_INLINE void add(Reals<Real> lanes) {
 #if TS_VECTOR == 64
         const __m512i x = reinterpret_cast<__m512i>(lanes);
-        count_ += __builtin_popcount(_mm512_test_epi32_mask(x, x));
-#elif TS_VECTOR == 32
-        count_ += __builtin_popcount(bits_of(lanes > 0));
+        if constexpr (sizeof(Real) == 4) count_ += __builtin_popcount(_mm512_test_epi32_mask(x, x));
+        if constexpr (sizeof(Real) == 8) count_ += __builtin_popcount(_mm512_test_epi64_mask(x, x));
 #else
-        count_ += lanes < 1 ? lanes : 1;
+        count_ -= reinterpret_cast<Wholes<Real>>(lanes) > 0;
 #endif
     }
 
-    TS_TARGET TS_INLINE void add_larger(Floats a, Floats b) {
+    TS_TARGET TS_INLINE void add_larger(Reals<Real> a, Reals<Real> b) {
 #if TS_VECTOR == 64
-        count_ += __builtin_popcount(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ));
-#elif TS_VECTOR == 32
-        count_ += __builtin_popcount(bits_of(a > b));
+        if constexpr (sizeof(Real) == 4) count_ += __builtin_popcount(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ));
+        if constexpr (sizeof(Real) == 8) count_ += __builtin_popcount(_mm512_cmp_pd_mask(a, b, _CMP_GT_OQ));
 #else
         count_ -= a > b;
 #endif
     }
 
     TS_TARGET TS_INLINE int64_t total() const {
-#if TS_VECTOR == 16
-        return static_cast<int64_t>(count_[0]) + count_[1] + count_[2] + count_[3];
-#else
+#if TS_VECTOR == 64
         return count_;
+#else
+        int64_t all = 0;
+        for (int64_t i = 0; i < kLanes<Real>; ++i) all += count_[i];
+        return all;
 #endif
     }
 
   private:
-#if TS_VECTOR == 16
-    Ints count_ = Ints{};
-#else
+#if TS_VECTOR == 64
     int64_t count_ = 0;
+#else
+    Wholes<Real> count_ = Wholes<Real>{};
 #endif
 };
-
-// Values of a format of sixteen bits.
-template <class F>
-TS_TARGET TS_INLINE Floats from_halves(const uint8_t* bytes) {
-    typedef int16_t Halves __attribute__((vector_size(TS_VECTOR / 2)));
-    const Halves halves = load<Halves>(bytes, 0);
-#if TS_VECTOR == 64
-    const __m256i x = reinterpret_cast<__m256i>(halves);
-    if constexpr (std::is_same_v<F, Float16>) return _mm512_cvtph_ps(x);
-    return reinterpret_cast<Floats>(reinterpret_cast<Words>(_mm512_cvtepu16_epi32(x)) << 16);
-#elif TS_VECTOR == 32
-    const __m128i x = reinterpret_cast<__m128i>(halves);
-    if constexpr (std::is_same_v<F, Float16>) return _mm256_cvtph_ps(x);
-    return reinterpret_cast<Floats>(reinterpret_cast<Words>(_mm256_cvtepu16_epi32(x)) << 16);
-#else
-    const Ints bits = __builtin_convertvector(halves, Ints);
-    if constexpr (std::is_same_v<F, Float16>) {
-        return reinterpret_cast<Floats>(bits << 13 & static_cast<int32_t>(0x8FFFE000)) * 0x1p112f;
-    }
-    return reinterpret_cast<Floats>(bits << 16);
-#endif
-}
-
-// A format's values as float32, one a lane. Where no instruction widens it, a float16 that is not finite comes out as 2^16
-// or more, which no finite one reaches.
-template <class F>
-TS_TARGET TS_INLINE Floats widened(const uint8_t* bytes, int64_t index) {
-    if constexpr (sizeof(typename F::Bits) == 4) {
-        return load<Floats>(bytes + index * 4, 0);
-    } else {
-        return from_halves<F>(bytes + index * 2);
-    }
-}
 
 // Half of the lanes; the builtin leaves them in registers.
 template <class Part, class V>

@@ -1,0 +1,183 @@
+// Integers of eight bits compared exactly: distances fit eight bits without a sign, products sixteen.
+//
+// Included once for each length of the processor's vectors, after lanes.h.
+
+namespace ts {
+namespace TS_VECTORS {
+
+typedef uint8_t Bytes __attribute__((vector_size(TS_VECTOR)));
+typedef int8_t Chars __attribute__((vector_size(TS_VECTOR)));
+typedef int16_t Shorts __attribute__((vector_size(TS_VECTOR)));
+typedef uint16_t Ushorts __attribute__((vector_size(TS_VECTOR)));
+
+// Which bytes are equal, one bit each.
+TS_TARGET TS_INLINE uint64_t same_bytes(Bytes a, Bytes b) {
+#if TS_VECTOR == 64
+    return _mm512_cmpeq_epi8_mask(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b));
+#elif TS_VECTOR == 32
+    return static_cast<uint32_t>(_mm256_movemask_epi8(reinterpret_cast<__m256i>(a == b)));
+#elif defined(TS_WIDE)
+    return static_cast<uint32_t>(_mm_movemask_epi8(reinterpret_cast<__m128i>(a == b)));
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < TS_VECTOR; ++i) bits |= uint64_t(a[i] == b[i]) << i;
+    return bits;
+#endif
+}
+
+constexpr uint64_t kAllBytes = ~uint64_t(0) >> (64 - TS_VECTOR);
+
+// Bytes added up in groups of eight.
+TS_TARGET TS_INLINE Longs sums_of(Bytes bytes) {
+#if TS_VECTOR == 64
+    return reinterpret_cast<Longs>(_mm512_sad_epu8(reinterpret_cast<__m512i>(bytes), _mm512_setzero_si512()));
+#elif TS_VECTOR == 32
+    return reinterpret_cast<Longs>(_mm256_sad_epu8(reinterpret_cast<__m256i>(bytes), _mm256_setzero_si256()));
+#elif defined(TS_WIDE)
+    return reinterpret_cast<Longs>(_mm_sad_epu8(reinterpret_cast<__m128i>(bytes), _mm_setzero_si128()));
+#else
+    const Ushorts x = reinterpret_cast<Ushorts>(bytes), two = (x & 0xFF) + (x >> 8);
+    const Words four = (reinterpret_cast<Words>(two) & 0xFFFF) + (reinterpret_cast<Words>(two) >> 16);
+    const Longs eight = reinterpret_cast<Longs>(four);
+    return (eight & 0xFFFFFFFF) + (eight >> 32);
+#endif
+}
+
+// Squares of neighbours added up in twos.
+TS_TARGET TS_INLINE Ints squares_of(Shorts x) {
+#if TS_VECTOR == 64
+    return reinterpret_cast<Ints>(_mm512_madd_epi16(reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(x)));
+#elif TS_VECTOR == 32
+    return reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(x)));
+#elif defined(TS_WIDE)
+    return reinterpret_cast<Ints>(_mm_madd_epi16(reinterpret_cast<__m128i>(x), reinterpret_cast<__m128i>(x)));
+#else
+    const Ints both = reinterpret_cast<Ints>(x), high = both >> 16, low = both << 16 >> 16;
+    return low * low + high * high;
+#endif
+}
+
+// Every other byte as an integer of sixteen bits.
+template <class T>
+TS_TARGET TS_INLINE Shorts widened_bytes(Bytes bytes, int odd) {
+    if constexpr (std::is_signed_v<T>) {
+        const Shorts x = reinterpret_cast<Shorts>(bytes);
+        return odd ? x >> 8 : x << 8 >> 8;
+    } else {
+        const Ushorts x = reinterpret_cast<Ushorts>(bytes);
+        return reinterpret_cast<Shorts>(odd ? x >> 8 : x & 0xFF);
+    }
+}
+
+template <class T>
+TS_TARGET TS_INLINE Bytes distance_of(Bytes a, Bytes b) {
+    if constexpr (std::is_signed_v<T>) {
+        const Chars x = reinterpret_cast<Chars>(a), y = reinterpret_cast<Chars>(b);
+        return reinterpret_cast<Bytes>(x > y ? x : y) - reinterpret_cast<Bytes>(x > y ? y : x);
+    } else {
+        return (a > b ? a : b) - (a > b ? b : a);
+    }
+}
+
+// The bytes of T; of bool any that is not zero is one.
+template <class T>
+TS_TARGET TS_INLINE Bytes read_bytes(const uint8_t* bytes) {
+    const Bytes x = load<Bytes>(bytes, 0);
+    if constexpr (std::is_same_v<T, bool>) return x < 1 ? x : Bytes{} + 1;
+    return x;
+}
+
+struct ByteLanes {
+    Ints base = Ints{}, target = Ints{}, diff = Ints{};  // squares; those of a piece fit 31 bits
+    Longs sum_abs = Longs{};
+    Bytes recent = Bytes{};  // the largest distances of this stretch
+    int64_t equal = 0;
+
+    template <class T>
+    TS_TARGET TS_INLINE void add(Bytes a, Bytes b) {
+        const Bytes distance = distance_of<T>(a, b);
+        recent = recent > distance ? recent : distance;
+        equal += __builtin_popcountll(same_bytes(a, b));
+        sum_abs += sums_of(distance);
+        for (int odd = 0; odd < 2; ++odd) {
+            const Shorts x = widened_bytes<T>(a, odd), y = widened_bytes<T>(b, odd);
+            base += squares_of(x), target += squares_of(y), diff += squares_of(x - y);
+        }
+    }
+
+    TS_TARGET TS_INLINE uint8_t largest() const {
+        uint8_t all[TS_VECTOR], most = 0;
+        std::memcpy(all, &recent, TS_VECTOR);
+        for (const uint8_t one : all) most = one > most ? one : most;
+        return most;
+    }
+};
+
+template <class T>
+TS_TARGET TS_INLINE void add_bytes(const Sides& s, int64_t start, int64_t end, ByteLanes* lanes) {
+    int64_t i = start;
+    for (; i + TS_VECTOR <= end; i += TS_VECTOR) {
+        lanes->add<T>(read_bytes<T>(s.baseline + i), read_bytes<T>(s.target + i));
+    }
+    if (i == end) return;
+    alignas(64) uint8_t a[TS_VECTOR] = {}, b[TS_VECTOR] = {};
+    const size_t rest = static_cast<size_t>(end - i);
+    std::memcpy(a, s.baseline + i, rest), std::memcpy(b, s.target + i, rest);
+    lanes->add<T>(read_bytes<T>(a), read_bytes<T>(b));
+    lanes->equal -= TS_VECTOR - static_cast<int64_t>(rest);
+}
+
+// The first element from `start` on at the given distance, where some element there has it.
+template <class T>
+TS_TARGET TS_INLINE int64_t place_of_byte(const Sides& s, int64_t start, uint8_t distance) {
+    int64_t i = start;
+    for (; i + TS_VECTOR <= s.count; i += TS_VECTOR) {
+        const Bytes here = distance_of<T>(read_bytes<T>(s.baseline + i), read_bytes<T>(s.target + i));
+        if (const uint64_t found = same_bytes(here, Bytes{} + distance)) return i + __builtin_ctzll(found);
+    }
+    for (; i < s.count; ++i) {
+        const int a = static_cast<T>(s.baseline[i]), b = static_cast<T>(s.target[i]);
+        if ((a < b ? b - a : a - b) == distance) break;
+    }
+    return i;
+}
+
+template <class F>
+constexpr bool is_byte_integer = false;
+template <class T>
+constexpr bool is_byte_integer<Byte<T>> = true;
+
+template <class T>
+TS_TARGET TS_INLINE bool byte_block_of(Byte<T>, const Sides& sides, Row* row) {
+    constexpr int64_t kByteStretch = 512;  // elements after which a larger distance is looked for
+    const Sides s = sides;
+    ByteLanes lanes;
+    int64_t where = 0;
+    uint8_t most = 0;
+    for (int64_t start = 0; start < s.count; start += kByteStretch) {
+        const int64_t end = start + kByteStretch < s.count ? start + kByteStretch : s.count;
+        add_bytes<T>(s, start, end, &lanes);
+        const Bytes before = Bytes{} + most;
+        if (same_bytes(lanes.recent > before ? lanes.recent : before, before) != kAllBytes) {
+            most = lanes.largest(), where = start;
+        }
+    }
+    const double base = folded<int32_t>(lanes.base, Plus{}), target = folded<int32_t>(lanes.target, Plus{});
+    const double diff = folded<int32_t>(lanes.diff, Plus{});
+    row->sum_abs += static_cast<double>(folded<int64_t>(lanes.sum_abs, Plus{}));
+    row->sum_sq_diff += diff;
+    row->sum_sq_baseline += base;
+    row->sum_sq_target += target;
+    row->dot += (base + target - diff) / 2;  // integers all of them
+    row->finite += s.count;
+    row->equal += lanes.equal;
+    row->over += s.count - lanes.equal;
+    if (most > row->max_abs) {
+        row->max_abs = most;
+        row->argmax = s.column + place_of_byte<T>(s, where, most);
+    }
+    return true;
+}
+
+}  // namespace TS_VECTORS
+}  // namespace ts
