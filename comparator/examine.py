@@ -15,12 +15,14 @@ from tapscope.comparator.finding import Numbers, RowCounts, StepResult
 from tapscope.comparator.joined_rows import part_at
 from tapscope.comparator.kinds import Facts, Kind, kind_of
 from tapscope.comparator.layout import is_parameter
+from tapscope.comparator.lifts import even_errors, is_lifted, own_errors, stands_out
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Measured, Opened, Pairs, WidthError, measure_all
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.results import numbers_of, place_in, recorded_size, steps_of
 from tapscope.comparator.series import side_of
+from tapscope.comparator.sharpness import sharpness
 from tapscope.comparator.spread import NOTHING, Spread, sizes_of, spreads_of, with_channel
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, examine_values, unequal_hashes
@@ -95,6 +97,8 @@ class Examiner:
     """Whether unequal pairs are measured once more, see :mod:`.detail`."""
     backward: bool = False
     """Whether there are gradients, whose floors depend on how large values are."""
+    norms: frozenset[str] = frozenset()
+    """Paths of the modules that divide each row by its size."""
     _suggester: Suggester = field(init=False)
     _kinds: dict[Hashable, Kind] = field(default_factory=dict)
     """By the form of their pairs."""
@@ -239,6 +243,8 @@ class Examiner:
             and spread is not NOTHING
         ):
             spread = with_channel(spread, worst_channel(one.opened, found[section]))
+        if row.num_unequal and not exact and spread is not NOTHING:
+            read |= self._of_rows(one, found, section, spread)
         if is_parameter(site):
             read["drifts"] = drifts(one.opened, found[section], found.seen[section])
             read["sways"] = sways(one.opened, found[section], found.seen[section])
@@ -250,6 +256,17 @@ class Examiner:
         if self.detail and row.num_unequal:
             read["detail"] = self.measure_detail(site, one.opened.ready)
         return read | {"spread": spread}
+
+    def _of_rows(self, one: _Begun, found: Pairs, section: int, spread: Spread) -> Facts:
+        """What the floors of a few kinds of sites depend on beside their errors."""
+        read = Facts()
+        if is_lifted(one.facts["site"], self.norms):
+            read["own_errors"] = own_errors(found[section].rows)
+        if one.like.layouts[0].keyed:
+            read["sharpness"] = sharpness(one.opened, found[section])
+        if stands_out(spread.errors):
+            read["even_errors"] = even_errors(found[section].rows, spread.errors)
+        return read
 
     def measure_detail(self, site: str, ready: Prepared) -> "Detail":
         """A pair with values on both sides once more, see :mod:`.detail`; raises DataError."""

@@ -38,6 +38,12 @@ class Examined(Struct, frozen=True, kw_only=True):
     """The spread of all rows where some were set aside (:mod:`.set_aside`): that is what goes into what follows."""
     size: float = 0.0
     """Norm of the baseline's rows that were read; 0 where none was."""
+    own_errors: Quantiles = ()
+    """Errors of the rows that a norm is given, each relative to itself (:mod:`.lifts`); empty for anything else."""
+    sharpness: Quantiles = ()
+    """Condition of attention weights (:mod:`.sharpness`); empty for anything else."""
+    even_errors: Quantiles = ()
+    """Errors of the rows, each relative to the typical one at least, where some stand out; else empty."""
     drifts: tuple[Drift, ...] = ()
     """Of a parameter that an optimizer moved, step by step; see :mod:`.updates`."""
     sways: Mapping[int, Quantiles] = {}

@@ -25,7 +25,7 @@ from tapscope.comparator.series import identity
 _BY_MORE = "a bias or groups decide beside"
 _NOT_TOLD = "a near tie cannot be told"
 _CLOSE = "are closer together than their own error"
-_ROUTERS = frozenset({"router", "gate"})
+ROUTERS = frozenset({"router", "gate"})
 _APART = 0.1
 """Relative error of a row beyond which another choice may be the cause: of k alike scores one is 1 / sqrt(k)."""
 _NEAR = 8
@@ -44,6 +44,8 @@ class Flip(Struct, frozen=True):
     """Row pairs whose choices are not the same ones in the same order."""
     width: int = 0
     """Choices a row."""
+    block: str = ""
+    """Module around which the rows that moved are set aside; empty for the one around the module of the choice."""
     is_doubt: bool = False
     """Whether it excuses nothing and only says why nothing could."""
 
@@ -211,5 +213,5 @@ def _moved(chosen: Rows) -> frozenset[int]:
 def _may_be_masked(one: Examined) -> bool:
     """Whether it may be a router's scores of which all but those of the chosen experts are zero, as Llama 4 has them:
     where the choice is another one, a row has hardly anything in common with what it was."""
-    is_router = _path(one).rpartition(".")[2] in _ROUTERS
+    is_router = _path(one).rpartition(".")[2] in ROUTERS
     return is_router and one.spread is not None and one.rows.compared > 0 and one.spread.errors[-1] > _APART

@@ -87,6 +87,11 @@ class Floor(Struct, frozen=True, gc=False):
         *errors, own, _, element, peak = self.limits
         return Floor((*errors, own + gain, math.inf, peak if num_rows == 1 else element, peak))
 
+    def lifted(self, by: Sequence[float]) -> "Floor":
+        """Where rows may be off by that many times as much, at :data:`~.spread.QUANTILES`."""
+        *others, peak = self.limits[len(by) :]
+        return Floor((*(error * more for error, more in zip(self.errors, by, strict=True)), *others, peak * by[-1]))
+
     def scaled(self, gain: float) -> "Floor":
         """The same where a common gain of that size is explained besides."""
         *errors, own, channel, element, peak = self.limits
@@ -132,7 +137,8 @@ def local_floor(
 
     ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
     ``sums_rows``: it is a sum over the rows of the inputs, such as a parameter's gradient.
-    ``limit``: the most that a row may be off, ``tail_limit`` where that is more the most that any but the typical may.
+    ``limit``: the most that a row may be off, and half of what its largest element may be; ``tail_limit`` where that is
+    more the most that any row but the typical may.
     ``stretch``: how much larger the condition may be of single rows.
     """
     few, worst = _few(spread), inputs.errors[-1]
@@ -145,7 +151,7 @@ def local_floor(
     stretch = stretch * _narrow(spread)
     if stretch != 1.0:
         errors[1:] = [stretch * error for error in errors[1:]]
-    element = min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), limit)
+    element = min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), 2.0 * limit)
     peak = (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst)
     return Floor(
         (
@@ -158,19 +164,27 @@ def local_floor(
     )
 
 
-def path_floor(modelled: float, spread: Spread, base: float, eps: float, tail_limit: float = ROW_LIMIT) -> Floor:
-    """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``; ``tail_limit`` as
-    of :func:`local_floor`."""
+def path_floor(
+    modelled: float,
+    spread: Spread,
+    base: float,
+    eps: float,
+    *,
+    limit: float = ROW_LIMIT,
+    tail_limit: float = 0.0,
+) -> Floor:
+    """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``; ``limit`` and
+    ``tail_limit`` as of :func:`local_floor`."""
     grown, few, narrow = PATH * modelled, _few(spread), _narrow(spread)
-    errors = [tail * grown * narrow for tail in TAIL]
+    errors = [slack * tail * grown * narrow for slack, tail in zip(SLACK, TAIL, strict=True)]
     errors[0] = few * grown
     return Floor(
         (
-            *_rising(errors, ROW_LIMIT, max(tail_limit, ROW_LIMIT * narrow)),
+            *_rising(errors, limit, max(tail_limit, limit * narrow)),
             _gain_floor(spread, grown, base, eps),
             max(spread.channel_noise, eps, grown),
-            min(4.0 * few * grown, ROW_LIMIT),
-            EXTREME * TAIL[-1] * grown * narrow,
+            min(4.0 * few * grown, 2.0 * limit),
+            EXTREME * SLACK[-1] * TAIL[-1] * grown * narrow,
         )
     )
 

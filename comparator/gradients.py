@@ -130,6 +130,12 @@ def flushes(names: Sequence[str], spread: Spread | None) -> list[Spread]:
     return [structs.replace(NOTHING, peak=min(smallest / sizes.least, 1.0))]
 
 
+def drowned(spread: Spread) -> float:
+    """What the rounding of the largest row in float32 is to the typical one: the gradients of logits add up to zero,
+    and those of experts that no token chose are what is left of the others'."""
+    return unit(*("float32",) * 2, 1) * spread.sizes.reach if spread.sizes is not None else 0.0
+
+
 def underflow(names: Sequence[str], spread: Spread) -> float:
     """What rounding to multiples of the smallest number adds to a row, relative to it: nothing but in float16."""
     if spread.sizes is None or spread.sizes.rms <= 0.0:

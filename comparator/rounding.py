@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope import dtypes
 from tapscope.comparator.backward import Backward
@@ -21,9 +21,11 @@ from tapscope.comparator.floor import (
     summed_gain,
     unit,
 )
-from tapscope.comparator.gradients import shared_gain, spilled, underflow
+from tapscope.comparator.gradients import drowned, shared_gain, spilled, underflow
 from tapscope.comparator.graph import Graph
-from tapscope.comparator.spread import NOTHING, Largest, Spread, given, largest, largest_of
+from tapscope.comparator.lifts import NO_LIFT, lift
+from tapscope.comparator.sharpness import beyond
+from tapscope.comparator.spread import NOTHING, Largest, Quantiles, Spread, given, largest, largest_of
 from tapscope.comparator.trained import STATE, Judged, Trained
 from tapscope.comparator.widths import Params, reduction_of
 
@@ -47,6 +49,8 @@ class _Case(Struct, frozen=True, gc=False):
     modelled: float
     """What everything up to and including the module adds, each with condition 1."""
     eps: float
+    limit: float
+    """The most that its typical row may be off."""
     is_twin: bool
     """Whether both sides have one dtype: then the weights are the same numbers."""
     is_behind_flips: bool
@@ -74,7 +78,13 @@ class Rounding:
         self._trained = Trained(self._examined, graph)
         for node in self._trained.nodes:
             self._spreads[node] = self._trained.handed_on(node)
-        self._given = [None if spread is None else given(spread) for spread in self._spreads]
+        self._lifts = [
+            lift(s.errors, one.own_errors) if s else NO_LIFT for s, one in zip(self._spreads, examined, strict=True)
+        ]
+        """How much larger the errors of a node's rows are to the norm that is given it."""
+        self._handed = [s if s is None else s.lifted(by) for s, by in zip(self._spreads, self._lifts, strict=True)]
+        """The spreads as what follows is given them."""
+        self._given = [None if spread is None else given(spread) for spread in self._handed]
         """What the modules behind a numeric node are given with it."""
         self._modelled = [0.0] * len(examined)
         """Of nodes that have a case."""
@@ -86,7 +96,7 @@ class Rounding:
             if case is not None:
                 trained = graph.nodes[node].is_trained
                 self._modelled[node] = self._trained.modelled(node, case.base) if trained else case.modelled
-                self._behind_flips[node] |= case.is_behind_flips
+                self._behind_flips[node] |= case.is_behind_flips or self._lifts_noise(node)
         self._condition = self._conditions()
 
     def is_numeric(self, node: int) -> bool:
@@ -106,7 +116,12 @@ class Rounding:
         case = self._cases[node]
         assert case is not None
         is_back, is_sum = self._graph.is_backward[node], self._graph.nodes[node].is_summed
-        whole = path_floor(case.modelled, case.spread, case.base, case.eps, math.inf if is_back else ROW_LIMIT)
+        sharp = NO_LIFT if is_back else beyond(CONDITION, self._examined[node].sharpness)
+        lifts = self._lifts_of(node) if sharp is NO_LIFT else sharp
+        tail_limit = math.inf if is_back or lifts is not NO_LIFT else 0.0
+        whole = path_floor(
+            case.modelled, case.spread, case.base, case.eps, limit=case.limit, tail_limit=tail_limit
+        ).lifted(lifts)
         if not self._graph.inputs(node).nodes and not self._graph.nodes[node].is_state:
             return whole, whole
         condition = self._condition[node]
@@ -115,7 +130,17 @@ class Rounding:
         elif case.is_twin and all(s.is_zero for s in self._inputs(node)):
             condition = min(condition, CONDITION_TWIN)
         mixes = self._graph.inputs(node).how in ("around", "inside", "before")
-        local = local_floor(case.given, case.base, case.spread, condition, case.eps, mixes=mixes, sums_rows=is_sum)
+        local = local_floor(
+            case.given,
+            case.base,
+            case.spread,
+            condition,
+            case.eps,
+            mixes=mixes,
+            sums_rows=is_sum,
+            limit=case.limit,
+            tail_limit=0.0 if lifts is NO_LIFT else math.inf,
+        ).lifted(sharp)
         if is_sum:
             whole = whole.of_sum(summed_gain(case.given), case.spread.num_rows)
         if not (case.is_behind_flips or is_behind_culprit or is_back):
@@ -156,12 +181,22 @@ class Rounding:
             case.eps,
             mixes=mixes,
             sums_rows=this.is_summed,
-            limit=max(ROW_LIMIT, _MOVED * cancels * given, turned),
+            limit=max(case.limit, _MOVED * cancels * given, turned),
             # A large row's error is many times a small row that it is added to, and small rows are differences.
             tail_limit=math.inf if this.is_backward and self._graph.inputs(node).how != "same" else 0.0,
             stretch=self._backward.stretch(node, self._inputs(node)),
         )
         return found.scaled(shared_gain(case.spread) if this.is_backward and mixes else 0.0), cancels == 1.0
+
+    def _lifts_of(self, node: int) -> Quantiles:
+        """By how much more than they seem rows are off that went into a norm."""
+        found = [by for i in self._graph.inputs(node).nodes if (by := self._lifts[i]) is not NO_LIFT]
+        return tuple(map(max, zip(*found, strict=True))) if found else NO_LIFT
+
+    def _lifts_noise(self, node: int) -> bool:
+        """Whether a norm makes as large as any other a row of which rounding has left nothing."""
+        lifted = [self._handed[i] for i in self._graph.inputs(node).nodes if self._lifts[i] is not NO_LIFT]
+        return any(spread is not None and spread.errors[-1] > ROW_LIMIT for spread in lifted)
 
     def _keeps_rows(self, node: int) -> bool:
         """Whether each row is made of the same row of what went in."""
@@ -172,7 +207,7 @@ class Rounding:
         """The spreads of what went into a node."""
         if self._graph.nodes[node].is_trained:
             return (self._trained.updated(node),)
-        found = tuple(s for s in map(self._spreads.__getitem__, self._graph.inputs(node).nodes) if s is not None)
+        found = tuple(s for s in map(self._handed.__getitem__, self._graph.inputs(node).nodes) if s is not None)
         return *found, *self._besides[node]
 
     def _case(self, node: int) -> _Case | None:
@@ -183,7 +218,8 @@ class Rounding:
         reduction = self._reductions[node] or self._reduction_inside(node)
         # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
         summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self._params[node] else 1
-        once = math.hypot(unit(*names, reduction), underflow(names, one.spread))
+        lost = math.hypot(underflow(names, one.spread), drowned(one.spread))
+        once = math.hypot(unit(*names, reduction), lost)
         base = once * math.sqrt(inputs.ops * summed)
         modelled = math.hypot(self._model(inputs.nodes), base)
         errors = [errors for errors in map(self._given.__getitem__, inputs.nodes) if errors is not None]
@@ -194,8 +230,11 @@ class Rounding:
         if (loss := self._backward.loss(node)) is not None:
             modelled = math.hypot(modelled, loss.errors[-1])
         behind = any(map(self._behind_flips.__getitem__, inputs.nodes))
-        eps = max(map(dtypes.epsilon, names))
-        return _Case(one.spread, largest_of(errors), base, modelled, eps, names[0] == names[1], behind)
+        eps, spread = max(map(dtypes.epsilon, names)), one.spread
+        if one.even_errors and inputs.how == "around" and not self._graph.is_backward[node]:
+            spread = structs.replace(spread, errors=one.even_errors)
+        limit = max(ROW_LIMIT, CONDITION * lost)
+        return _Case(spread, largest_of(errors), base, modelled, eps, limit, names[0] == names[1], behind)
 
     def _model(self, origins: Sequence[int]) -> float:
         """What everything up to some values adds; parameters that were trained carry errors of their own."""

@@ -5,6 +5,7 @@ from itertools import count
 
 from msgspec import Struct, structs
 
+from tapscope.comparator.branches import without_branches
 from tapscope.comparator.calls import by_argument
 from tapscope.comparator.common import check_common
 from tapscope.comparator.damage import Damage
@@ -12,6 +13,8 @@ from tapscope.comparator.examine import Examiner
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.flips import Flip, explain_flips
 from tapscope.comparator.hints import hints_of
+from tapscope.comparator.implied import implied_flips
+from tapscope.comparator.lifts import norms_of
 from tapscope.comparator.match import Pair, match
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.overrides import override_dims
@@ -75,14 +78,16 @@ def see(
     pairs = select_pairs(match(*series, options.mapping, hints), options)
     check_common(baseline, target, pairs, rows)
     check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
+    sites = {**given[1].sites, **given[0].sites}
     examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance, options.detail)
     examiner.backward = any(pair.baseline is not None and pair.baseline.site.endswith(".grad") for pair in pairs)
+    examiner.norms = norms_of(sites)
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
-    sites = {**given[1].sites, **given[0].sites}
     notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
-    everything = _examine(examiner, pairs, progress)
+    everything = without_branches(_examine(examiner, pairs, progress))
     flips = explain_flips([one for one in everything if not one.apart], examiner.preparer)
+    flips = {**implied_flips(everything, examiner.preparer), **flips}
     return Seen(everything, examiner, rows, sites, counts, objects, flips, notes, options)
 
 

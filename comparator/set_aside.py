@@ -24,14 +24,14 @@ def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner:
     found: list[Examined] = []
     for one in examined:
         flip = flips.get(one.site)
-        block = _parent(_parent_site(one.site)) if flip is not None and flip.turned else ""
+        block = (flip.block or _parent(_parent_site(one.site))) if flip is not None and flip.turned else ""
         if flip is not None and block:
             moved[block] = _both(moved.get(block), flip)
         known = next((moved[b] for b in moved if _is_within(one.site, b)), None)
         beside = routers.get(_parent_site(one.site))  # weights may come out before what they are the weights of
         if known is None and beside is not None and _is_of_choices(one, beside):
             known = beside
-        is_choice = flip is not None and one.is_exact
+        is_choice = flip is not None and (one.is_exact or bool(flip.block))
         found.append(_without(one, known, examiner) if known is not None and not is_choice else one)
     return found
 

@@ -64,6 +64,12 @@ class Spread(Struct, frozen=True, gc=False):
         """Whether nothing differs."""
         return self.errors[-1] == 0.0
 
+    def lifted(self, by: Sequence[float]) -> "Spread":
+        """With rows that are off by that many times as much, at :data:`QUANTILES`."""
+        if max(by) == 1.0:
+            return self
+        return structs.replace(self, errors=tuple(e * more for e, more in zip(self.errors, by, strict=True)))
+
     def worst_everywhere(self) -> "Spread":
         """As if the typical row were as far off as the worst, and its elements too."""
         worst = (self.errors[-1],) * len(self.errors)

@@ -158,6 +158,8 @@ def modeling(name: str) -> Any:
 def _spread(name: str, weight: Tensor, family: Family, draw: torch.Generator) -> Tensor:
     if weight.ndim == 1 and name.endswith("bias"):
         return torch.randn(weight.shape, generator=draw) * (2.0 if "k_proj" in name else 0.3)
+    if "lambda_" in name:  # DiffLlama's: their product is an exponent
+        return torch.randn(weight.shape, generator=draw) * 0.2
     if weight.ndim == 1:
         return _norm(name, weight, family, draw)
     if "embed" in name or "wte" in name or "wpe" in name:
