@@ -4,6 +4,9 @@ What a gradient may be off between two runs is what rounding leaves of everythin
 gradients and inputs that it was made of, in its own run, is one sum's rounding (:mod:`.products`). So where that holds
 in one run and is broken in the other, it is wrong there, however small it is.
 
+Where it holds in both, a gradient adds nothing of its own to the errors of what it was made of, however much a few of
+its rows are off: their terms cancel.
+
 Rows may have been left out, steps added up, all gradients clipped or scaled: then it holds of no parameter, or of all
 with one factor. The factor is taken out, and of a run in which it does not hold of most nothing is said.
 """
@@ -35,6 +38,7 @@ _BUDGET = 1 << 26
 """Elements that are read in all."""
 _FEWEST = 3
 """Parameters without which a run shows no habit."""
+_LOCAL = frozenset({"typical", "tail", "row", "element", "peak"})
 _OUTPUTS = ("out.grad", "out[0].grad")
 
 _Side = Mapping[int, Product]
@@ -46,13 +50,17 @@ class _Checked(Struct, frozen=True):
 
     finding: Finding
     sides: tuple[_Side, _Side]
+    made_of: tuple[str, ...]
+    """Sites that it was made of."""
 
 
 def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:
-    """The findings, those differing that break an identity in one run and keep it in the other."""
+    """The findings, those differing that break an identity in one run and keep it in the other, and those close that
+    are in both runs what they were made of, where that is close."""
     found = list(findings)
-    if not any(map(_is_loose, findings)):
+    if not any(_is_loose(one) or _is_accused(one) for one in findings):
         return found
+    bad = {one.site for one in findings if one.verdict.is_bad}
     checked = list(_checked(findings, examined, preparer))
     gains = [_gains([one.sides[side] for one in checked]) for side in (0, 1)]
     errors = [tuple(_worst(one, side, gains[side]) for side in (0, 1)) for one in checked]
@@ -60,15 +68,32 @@ def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], p
         return found
     for one, pair in zip(checked, errors, strict=True):
         wrong = next((side for side in (0, 1) if pair[side][0] > BROKEN and pair[1 - side][0] <= HOLDS), None)
-        if wrong is not None:
+        if wrong is not None and _is_loose(one.finding):
             runs = preparer.baseline.name, preparer.target.name
             found[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
+        holds = all(each[0] <= HOLDS for each in pair) and _are_alike(gains)
+        if holds and _is_accused(one.finding) and bad.isdisjoint(one.made_of):
+            found[one.finding.order] = _acquitted(one.finding)
     return found
 
 
+def _is_known(finding: Finding) -> bool:
+    return finding.basis == "values" and finding.judged_by == "rounding" and _is_summed(finding.site)
+
+
 def _is_loose(finding: Finding) -> bool:
-    passed = finding.verdict is Verdict.CLOSE and finding.basis == "values" and finding.judged_by == "rounding"
-    return passed and finding.row_floor > _LOOSE and _is_summed(finding.site)
+    return finding.verdict is Verdict.CLOSE and finding.row_floor > _LOOSE and _is_known(finding)
+
+
+def _is_accused(finding: Finding) -> bool:
+    """Whether single rows or elements are said to differ: a common gain is no matter of what cancels."""
+    return finding.verdict is Verdict.DIFFERS and finding.test in _LOCAL and _is_known(finding)
+
+
+def _are_alike(gains: Sequence[Mapping[int, float]]) -> bool:
+    """Whether both runs' gradients are what they were made of times one and the same number."""
+    steps = {step for side in gains for step in side}
+    return all(math.isclose(gains[0].get(step, 1.0), gains[1].get(step, 1.0), rel_tol=_LOOSE) for step in steps)
 
 
 def _is_summed(site: str) -> bool:
@@ -84,7 +109,10 @@ def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer
         if port.startswith("in[") and not port.endswith(".grad") and not one.is_exact:
             inputs.setdefault(path, []).append(one)
     left = _BUDGET
-    for finding in sorted(filter(_is_loose, findings), key=lambda f: -f.row_floor):
+    is_open = _is_loose
+    if any(map(_is_accused, findings)):
+        is_open = _is_known  # whether it holds of a run is seen of those that are not in doubt
+    for finding in sorted(filter(is_open, findings), key=lambda f: (not _is_accused(f), -f.row_floor)):
         path = finding.site.rpartition(":")[0]
         own = sites.get(finding.site)
         outputs = next((sites[name] for port in _OUTPUTS if (name := f"{path}:{port}") in sites), None)
@@ -94,7 +122,8 @@ def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer
         is_weight = _is_weight(finding)
         if (is_weight and len(given) != 1) or not (is_weight or "bias" in finding.site.rpartition(":")[2]):
             continue
-        ready = [preparer.prepare(one.pair) for one in (own, outputs, *(given if is_weight else ()))]
+        parts = (own, outputs, *(given if is_weight else ()))
+        ready = [preparer.prepare(one.pair) for one in parts]
         cost = sum(math.prod(w.shape) for each in ready for w in (*each.left, *each.right))
         if cost > left or not all(map(_is_small, ready)):
             continue
@@ -104,7 +133,7 @@ def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer
         except DataError:
             continue
         if sides[0] and sides[1]:
-            yield _Checked(finding, sides)
+            yield _Checked(finding, sides, tuple(one.site for one in parts[1:]))
 
 
 def _is_small(ready: Prepared) -> bool:
@@ -167,3 +196,9 @@ def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) 
     how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "growth": error / HOLDS}
     how |= {"test": "identity", "judged_by": "identity", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how)
+
+
+def _acquitted(finding: Finding) -> Finding:
+    note = "beyond what rounding usually leaves, but in both runs what it was made of, which agrees: its terms cancel"
+    how: dict[str, Any] = {"growth": 0.0, "judged_by": "identity", "notes": (note, *finding.notes)}
+    return structs.replace(finding, verdict=Verdict.CLOSE, floor=finding.error, **how)

@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.spread import QUANTILES, Quantiles
+from tapscope.comparator.examined import Examined
+from tapscope.comparator.floor import ROW_LIMIT
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.spread import QUANTILES, Quantiles, Spread
 from tapscope.index import SiteInfo
 from tapscope.kernels.native import RowMeasures
 from tapscope.kernels.native.overview import median, quantiles
@@ -60,8 +63,32 @@ def even_errors(rows: RowMeasures, errors: Quantiles) -> Quantiles:
     return errors[0], *(max(errors[0], error) for error in found[1:])
 
 
-def lift(errors: Sequence[float], own: Sequence[float]) -> Quantiles:
-    """How much larger the errors of rows are beside themselves, at :data:`QUANTILES`; 1 of what is given to no norm."""
+class Lifts:
+    """By how much more than they seem rows are off to the norms of a comparison."""
+
+    def __init__(self, examined: Sequence[Examined], graph: Graph, spreads: Sequence[Spread | None]) -> None:
+        """``examined`` and ``spreads`` are those of the graph's nodes."""
+        self._graph = graph
+        self._lifts = [
+            NO_LIFT if spread is None else _lift(spread.errors, one.own_errors)
+            for spread, one in zip(spreads, examined, strict=True)
+        ]
+        self.handed = [s if s is None else s.lifted(by) for s, by in zip(spreads, self._lifts, strict=True)]
+        """The spreads as what follows is given them."""
+
+    def of(self, node: int) -> Quantiles:
+        """What is made of a node's inputs, at :data:`QUANTILES`."""
+        found = [by for i in self._graph.inputs(node).nodes if (by := self._lifts[i]) is not NO_LIFT]
+        return tuple(map(max, zip(*found, strict=True))) if found else NO_LIFT
+
+    def makes_noise(self, node: int) -> bool:
+        """Whether a norm makes as large as any other a row of which rounding has left nothing."""
+        lifted = [self.handed[i] for i in self._graph.inputs(node).nodes if self._lifts[i] is not NO_LIFT]
+        return any(spread is not None and spread.errors[-1] > ROW_LIMIT for spread in lifted)
+
+
+def _lift(errors: Sequence[float], own: Sequence[float]) -> Quantiles:
+    """How much larger the errors of rows are beside themselves; 1 of what is given to no norm."""
     if not own:
         return NO_LIFT
     found = tuple(max(1.0, alone / error) if error > 0.0 else 1.0 for error, alone in zip(errors, own, strict=True))

@@ -23,9 +23,9 @@ from tapscope.comparator.floor import (
 )
 from tapscope.comparator.gradients import drowned, shared_gain, spilled, underflow
 from tapscope.comparator.graph import Graph
-from tapscope.comparator.lifts import NO_LIFT, lift
+from tapscope.comparator.lifts import NO_LIFT, Lifts
 from tapscope.comparator.sharpness import beyond
-from tapscope.comparator.spread import NOTHING, Largest, Quantiles, Spread, given, largest, largest_of
+from tapscope.comparator.spread import NOTHING, Largest, Spread, given, largest, largest_of
 from tapscope.comparator.trained import STATE, Judged, Trained
 from tapscope.comparator.widths import Params, reduction_of
 
@@ -78,13 +78,8 @@ class Rounding:
         self._trained = Trained(self._examined, graph)
         for node in self._trained.nodes:
             self._spreads[node] = self._trained.handed_on(node)
-        self._lifts = [
-            lift(s.errors, one.own_errors) if s else NO_LIFT for s, one in zip(self._spreads, examined, strict=True)
-        ]
-        """How much larger the errors of a node's rows are to the norm that is given it."""
-        self._handed = [s if s is None else s.lifted(by) for s, by in zip(self._spreads, self._lifts, strict=True)]
-        """The spreads as what follows is given them."""
-        self._given = [None if spread is None else given(spread) for spread in self._handed]
+        self._lifts = Lifts(examined, graph, self._spreads)
+        self._given = [None if spread is None else given(spread) for spread in self._lifts.handed]
         """What the modules behind a numeric node are given with it."""
         self._modelled = [0.0] * len(examined)
         """Of nodes that have a case."""
@@ -96,7 +91,7 @@ class Rounding:
             if case is not None:
                 trained = graph.nodes[node].is_trained
                 self._modelled[node] = self._trained.modelled(node, case.base) if trained else case.modelled
-                self._behind_flips[node] |= case.is_behind_flips or self._lifts_noise(node)
+                self._behind_flips[node] |= case.is_behind_flips or self._lifts.makes_noise(node)
         self._condition = self._conditions()
 
     def is_numeric(self, node: int) -> bool:
@@ -117,7 +112,7 @@ class Rounding:
         assert case is not None
         is_back, is_sum = self._graph.is_backward[node], self._graph.nodes[node].is_summed
         sharp = NO_LIFT if is_back else beyond(CONDITION, self._examined[node].sharpness)
-        lifts = self._lifts_of(node) if sharp is NO_LIFT else sharp
+        lifts = self._lifts.of(node) if sharp is NO_LIFT else sharp
         tail_limit = math.inf if is_back or lifts is not NO_LIFT else 0.0
         whole = path_floor(
             case.modelled, case.spread, case.base, case.eps, limit=case.limit, tail_limit=tail_limit
@@ -188,16 +183,6 @@ class Rounding:
         )
         return found.scaled(shared_gain(case.spread) if this.is_backward and mixes else 0.0), cancels == 1.0
 
-    def _lifts_of(self, node: int) -> Quantiles:
-        """By how much more than they seem rows are off that went into a norm."""
-        found = [by for i in self._graph.inputs(node).nodes if (by := self._lifts[i]) is not NO_LIFT]
-        return tuple(map(max, zip(*found, strict=True))) if found else NO_LIFT
-
-    def _lifts_noise(self, node: int) -> bool:
-        """Whether a norm makes as large as any other a row of which rounding has left nothing."""
-        lifted = [self._handed[i] for i in self._graph.inputs(node).nodes if self._lifts[i] is not NO_LIFT]
-        return any(spread is not None and spread.errors[-1] > ROW_LIMIT for spread in lifted)
-
     def _keeps_rows(self, node: int) -> bool:
         """Whether each row is made of the same row of what went in."""
         this = self._graph.nodes[node]
@@ -207,7 +192,7 @@ class Rounding:
         """The spreads of what went into a node."""
         if self._graph.nodes[node].is_trained:
             return (self._trained.updated(node),)
-        found = tuple(s for s in map(self._handed.__getitem__, self._graph.inputs(node).nodes) if s is not None)
+        found = tuple(s for s in map(self._lifts.handed.__getitem__, self._graph.inputs(node).nodes) if s is not None)
         return *found, *self._besides[node]
 
     def _case(self, node: int) -> _Case | None:

@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from factories import RunFactory
 from torch import nn
 
 from tapscope import Dumper, open_run
 from tapscope.comparator import Report, compare
+from tapscope.observe import RowRun
 
+ROWS = 48
 WRONG = {"bias": "1:param[bias].grad", "weight": "0:param[weight].grad"}
 """What is wrong -> the site of it."""
 
@@ -75,3 +79,34 @@ def test_what_holds_of_all_gradients_of_a_run_is_no_fault_of_one(
 ) -> None:
     report = diff(base, backward(tmp_path / "t", torch.bfloat16, **how))
     assert [f.site for f in report.findings if f.test == "identity"] == []
+
+
+def cancelling(path: Path, error: float, *, harm: float = 1.0) -> Path:
+    """Four linear maps; the gradients of the last one's output are next to orthogonal to its inputs, and all are
+    off by ``error``."""
+    rng = np.random.default_rng(3)
+    with RunFactory(path) as run:
+        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        for name in "abcd":
+            x, dy = rng.standard_normal((2, ROWS, 24))
+            if name == "d":
+                fitted = x @ np.linalg.lstsq(x, dy, rcond=None)[0]
+                dy += (2e-4 - 1.0) * fitted
+            dy = (dy * (1.0 + error * rng.standard_normal(dy.shape))).astype(np.float32)
+            x = x.astype(np.float32)
+            weight = dy.T @ x
+            weight[5] *= harm if name == "d" else 1.0
+            run.site(f"{name}:out", params={"weight": (24, 24)})
+            run.put(f"{name}:in[input]", x)
+            run.put(f"{name}:out", x)
+            run.put(f"{name}:out.grad", dy)
+            run.put(f"{name}:param[weight].grad", weight)
+    return path
+
+
+@pytest.mark.parametrize(("harm", "named"), [(1.0, None), (1.5, "d")])
+def test_a_sum_whose_terms_cancel_adds_nothing_of_its_own(tmp_path: Path, harm: float, named: str | None) -> None:
+    report = diff(cancelling(tmp_path / "b", 0.0), cancelling(tmp_path / "t", 3e-7, harm=harm))
+    found = next(f for f in report.findings if f.site == "d:param[weight].grad")
+    assert (found.judged_by == "identity") is (named is None)
+    assert (report.first_divergence.module if report.first_divergence else None) == named

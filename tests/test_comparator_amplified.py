@@ -1,0 +1,150 @@
+"""What enlarges rounding, seen in what is recorded: norms of rows next to nothing, sharp softmaxes, casts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factories import RunFactory
+
+from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.observe import RowRun
+from tapscope.run import open_run
+
+ROWS, WIDTH, KEYS, EXPERTS = 32, 48, 12, 6
+_RNG = np.random.default_rng(5)
+Array = np.ndarray
+
+
+def normal(*shape: int) -> Array:
+    return _RNG.standard_normal(shape).astype(np.float32)
+
+
+def noisy(x: Array, error: float, seed: int) -> Array:
+    noise = np.random.default_rng(seed).standard_normal(x.shape)
+    return (x * (1.0 + error * noise)).astype(np.float32)
+
+
+def write(path: Path, sites: dict[str, Array], classes: dict[str, str] | None = None, **manifest: object) -> None:
+    with RunFactory(path, **manifest) as run:
+        run.step(grid=(1, ROWS), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        for site, cls in (classes or {}).items():
+            run.site(site, cls)
+        for site, values in sites.items():
+            run.put(site, values)
+
+
+def diff(tmp_path: Path) -> tuple[Report, dict[str, Finding]]:
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    return report, {f.site: f for f in report.findings}
+
+
+def normed(x: Array) -> Array:
+    return (x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-12)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("cls", "agrees"), [("Qwen3NextRMSNormGated", True), ("Linear", False)])
+def test_a_norm_makes_rows_that_are_all_rounding_as_large_as_any(tmp_path: Path, cls: str, agrees: bool) -> None:
+    x = normal(1, ROWS, WIDTH)
+    x[0, 7] *= 1e-3
+    y = (x + 3e-6 * normal(1, ROWS, WIDTH)).astype(np.float32)  # one error for all rows: a sum's
+    for name, values in (("b", x), ("t", y)):
+        sites = {"layers.0.norm:in[hidden_states]": values, "layers.0.norm:out": normed(values)}
+        write(tmp_path / name, sites, {"layers.0.norm:out": cls})
+    report, found = diff(tmp_path)
+    assert found["layers.0.norm:in[hidden_states]"].verdict is Verdict.CLOSE
+    assert (found["layers.0.norm:out"].verdict is Verdict.CLOSE) is agrees
+    assert report.exit_code == (0 if agrees else 1)
+
+
+def test_a_row_of_full_size_is_held_to_its_own_rounding_behind_a_norm(tmp_path: Path) -> None:
+    x = normal(1, ROWS, WIDTH)
+    y = noisy(x, 1e-6, 1)
+    out = normed(y)
+    out[0, 9] *= normal(WIDTH) * 0.01 + 1.0
+    for name, values, made in (("b", x, normed(x)), ("t", y, out)):
+        sites = {"layers.0.norm:in[hidden_states]": values, "layers.0.norm:out": made}
+        write(tmp_path / name, sites, {"layers.0.norm:out": "RMSNorm"})
+    report, _ = diff(tmp_path)
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "layers.0.norm"
+
+
+def softmax(scores: Array) -> Array:
+    grown = np.exp(scores - scores.max(-1, keepdims=True))
+    return (grown / grown.sum(-1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("scatter", "agrees"), [(24.0, True), (1.0, False)])
+def test_weights_are_off_by_as_much_as_their_scores_scatter(tmp_path: Path, scatter: float, agrees: bool) -> None:
+    """The same absolute error of scores is relative rounding where they are large, and none where they are not."""
+    scores = _RNG.standard_normal((1, 2, ROWS, ROWS)) * scatter
+    error = 24.0 * 2e-5 * np.random.default_rng(8).standard_normal(scores.shape)
+    q = normal(1, ROWS, WIDTH)
+    for name, values, weights in (("b", q, softmax(scores)), ("t", noisy(q, 2e-5, 3), softmax(scores + error))):
+        write(tmp_path / name, {"layers.0.attn:in[hidden_states]": values, "layers.0.attn:out[1]": weights})
+    report, found = diff(tmp_path)
+    assert found["layers.0.attn:out[1]"].layout == "inferred"
+    assert report.exit_code == (0 if agrees else 1)
+
+
+ROUTER = normal(EXPERTS, WIDTH) / np.sqrt(WIDTH, dtype=np.float32)
+EXPERT = normal(EXPERTS, WIDTH, WIDTH) / np.sqrt(WIDTH, dtype=np.float32)
+
+
+def routed(path: Path, x: Array, *, nudge: float = 0.0, wrong: bool = False) -> None:
+    """A block of experts whose router gives out no choice token by token: rows by expert, as JetMoE's."""
+    scores = x @ ROUTER.T
+    second, third = np.argsort(-scores[4])[1:3]
+    scores[4, third] = scores[4, second] - np.float32(1e-6) + np.float32(nudge)
+    chosen = np.argsort(-scores, axis=1)[:, :2]
+    if wrong:
+        chosen[11, 1] = np.argsort(-scores[11])[-1]
+    mixed = np.einsum("nd,nkod->no", x, EXPERT[chosen]).astype(np.float32)
+    order = np.argsort(chosen.reshape(-1), kind="stable")
+    sites = {
+        "layers.0.mlp:in[layer_input]": x,
+        "layers.0.mlp.router.layer:in[input]": x,
+        "layers.0.mlp.router.layer:out": scores,
+        "layers.0.mlp.router:out[0]": order,
+        "layers.0.mlp.router:out[4]": scores,
+        "layers.0.mlp:out": mixed,
+        "layers.0:out": x + mixed,
+    }
+    write(path, sites, model_config={"num_experts": EXPERTS, "num_experts_per_tok": 2})
+
+
+def test_a_choice_that_no_table_tells_is_read_off_the_scores(tmp_path: Path) -> None:
+    x = normal(ROWS, WIDTH)
+    routed(tmp_path / "b", x)
+    routed(tmp_path / "t", x, nudge=2e-6)
+    report, found = diff(tmp_path)
+    assert report.exit_code == 0
+    assert found["layers.0.mlp.router:out[0]"].verdict is Verdict.CLOSE
+    assert found["layers.0.mlp:out"].rows.compared == ROWS - 1
+
+
+def test_a_choice_that_its_scores_do_not_explain_is_a_bug_though_no_table_tells_it(tmp_path: Path) -> None:
+    x = normal(ROWS, WIDTH)
+    routed(tmp_path / "b", x)
+    routed(tmp_path / "t", x, nudge=2e-6, wrong=True)
+    report, found = diff(tmp_path)
+    assert found["layers.0.mlp:out"].verdict is Verdict.DIFFERS
+    assert report.first_divergence is not None
+    assert report.first_divergence.module.startswith("layers.0.mlp")
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_the_gradient_of_a_cast_copy_is_not_that_of_the_tensor(tmp_path: Path, casts: bool) -> None:
+    x, whole, branch = normal(ROWS, WIDTH), normal(ROWS, WIDTH), normal(ROWS, WIDTH)
+    for name, given, gradient in (("b", x, whole), ("t", x.astype(np.float16) if casts else x, branch)):
+        sites = {
+            "layers.0:in[hidden_states]": x,
+            "layers.0.norm:in[hidden_states]": given,
+            "layers.0.norm:in[hidden_states].grad": gradient,
+            "layers.0:in[hidden_states].grad": whole,
+        }
+        write(tmp_path / name, sites)
+    report, found = diff(tmp_path)
+    assert ("layers.0.norm:in[hidden_states].grad" in found) is not casts
+    assert report.exit_code == (0 if casts else 1)
