@@ -17,7 +17,9 @@ from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_
 Array = np.ndarray[Any, Any]
 
 MAX_ELEMENTS = 65536
-"""Elements of either side that are read."""
+"""Elements of either side that are read, unless that would be fewer rows than :data:`_FEW_ROWS`."""
+_FEW_ROWS = 32
+"""Rows that are read of wide tensors: those of a few thousand columns would have too few to average over."""
 _WIDEST = 1 << 20
 """Columns beyond which they are elements of a flat tensor rather than channels; their sums would fill the memory."""
 _MAX_ROWS = 256
@@ -46,10 +48,13 @@ def worst_channel(opened: Opened, measured: Measured) -> Channel:
 
 
 def sample(num: int, width: int, num_joins: int) -> Array:
-    """Some of ``num`` rows, evenly apart, so few that those of all joins are :data:`MAX_ELEMENTS` at most."""
+    """Some of ``num`` rows, evenly apart, so that those of all joins are :data:`MAX_ELEMENTS` elements or
+    :data:`_FEW_ROWS` rows at most, whichever is more, and of the widest tensors as many elements as one row may have.
+    """
     if not num:
         return np.empty(0, np.int64)
-    wanted = max(1, min(num, _MAX_ROWS // num_joins, MAX_ELEMENTS // max(width, 1) // num_joins))
+    most = max(MAX_ELEMENTS // max(width, 1), min(_FEW_ROWS, _WIDEST // max(width, 1)))
+    wanted = max(1, min(num, _MAX_ROWS // num_joins, most // num_joins))
     at = (np.arange(wanted) * ((num - 1) / max(wanted - 1, 1))).astype(np.int64)
     at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # whatever was rounded on the way
     return at

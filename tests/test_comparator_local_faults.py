@@ -161,3 +161,24 @@ def test_a_wrong_gradient_is_named_and_not_the_next_steps_forward(base: tuple[nn
     assert report.divergences[0].step == 0
     assert report.divergences[0].site.endswith(".grad")
     assert any(f.role == "downstream" and not f.site.endswith(".grad") for f in report.findings)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(16, 96), (48, 8192)], ids=["short", "wide"])
+@pytest.mark.parametrize("share", [1.0, 0.7], ids=["usual", "small"])
+def test_one_scaled_channel_is_found_in_few_rows(rows: int, width: int, share: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, width, bias=False))
+    net[0].weight.data[11] *= share
+    x = torch.randn(rows, 64)
+    paths = tmp_path / "b", tmp_path / "t"
+    for path, factor, dtype in zip(paths, (1.0, 1.04), (torch.float32, torch.bfloat16), strict=True):
+        other = copy.deepcopy(net).to(dtype)
+        other[0].weight.data[11] *= factor
+        with torch.no_grad(), Dumper(other, path, keep="full"):
+            other(x.to(dtype))
+    with open_run(paths[0]) as one, open_run(paths[1]) as two:
+        report = compare(one, two)
+    assert [(f.site, f.test) for f in report.findings if f.verdict.is_bad] == [
+        ("0:out", "channel"),
+        (":out", "channel"),
+    ]

@@ -17,7 +17,8 @@ constexpr int64_t kColumns = 256;  // at a time, so that all sums of both halves
 TS_CLONES void widen(int dtype, const uint8_t* bytes, int64_t n, double* out) { decode_number(dtype, bytes, n, out); }
 
 constexpr double kInfinity = __builtin_inf();
-constexpr double kSigma = 7, kQuartile = 20, kLasting = 12, kMinRows = 6;  // as in channels.py
+// As in channels.py.
+constexpr double kSigma = 7, kQuartile = 20, kLasting = 12, kLeast = 3, kDeviate = 4.9;
 constexpr float kTiny = 0x1p-126f;
 
 // Adds one row to the sums, which lie `stride` apart.
@@ -48,6 +49,13 @@ double median(std::vector<double>& values) {
     return between(values, (values.size() - 1) / 2, values.size() % 2 ? 0 : 0.5);
 }
 
+// How many times its scatter over `rows` rows of equal size a gain may be off: _width of channels.py.
+double width(double rows) {
+    const double free = std::max(rows, kLeast) - 1, deviate = kDeviate * (8 * free + 3) / (8 * free + 1);
+    const double student = std::sqrt(free * std::expm1(deviate * deviate / free)) / (1 - 1 / std::sqrt(free + 1));
+    return student > kSigma ? student : kSigma;
+}
+
 // Five sums of every channel, and what becomes of them; one room serves all medians.
 class Channels {
   public:
@@ -67,7 +75,8 @@ class Channels {
             if (size == 0) return true;
             effective[at] = energy > 0 ? energy * energy / fourth : 0;
             gain[at] = both(kProduct, i) / size;
-            const double square = both(kSquared, i) - 2 * gain[at] * both(kCubic, i) + gain[at] * gain[at] * fourth;
+            const double fit = energy > 0 ? both(kProduct, i) / energy : 0;
+            const double square = both(kSquared, i) - 2 * fit * both(kCubic, i) + fit * fit * fourth;
             scatter[at] = std::sqrt(square > 0 ? square : 0) / size;
             if (effective[at] != effective[at] || square != square) return false;
         }
@@ -75,9 +84,10 @@ class Channels {
         double most = -1;
         for (int64_t i = 0; i < width_; ++i) {
             const size_t at = static_cast<size_t>(i);
-            const double few = 1 + 4 / (effective[at] > 1 ? effective[at] : 1);
-            double noise = std::max(kSigma * few * scatter[at], common);
-            noise = effective[at] < kMinRows ? kInfinity : std::max(noise, double(kTiny));
+            const double least = std::max(std::max(kSigma * scatter[at], common), double(kTiny));
+            if (std::fabs(gain[at]) / least <= most) continue;
+            const bool is_known = effective[at] >= kLeast;
+            const double noise = is_known ? std::max(width(effective[at]) * scatter[at], least) : kInfinity;
             const double here = std::fabs(gain[at]) / noise;
             if (here > most) most = here, *out = {i, gain[at], noise};
         }

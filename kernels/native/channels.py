@@ -16,9 +16,14 @@ Array = np.ndarray[Any, Any]
 KINDS = ("energy", "fourth", "product", "squared", "cubic")
 """With b the baseline's values and d the differences: sums of b^2, b^4, b d, (b d)^2 and b^3 d."""
 MIN_ROWS = 6
-"""Below this there is nothing to average over; counted as rows of equal size, sum(b^2)^2 / sum(b^4)."""
+"""Below this there is nothing to average over."""
+_LEAST = 3.0
+"""The same of one channel, counted as rows of equal size, sum(b^2)^2 / sum(b^4): of normal values a third of them."""
+_DEVIATE = 4.9
+"""How many normal deviations a channel may be off, which one of 10^6 is: of few rows more, whose scatter may be small
+by chance."""
 _SIGMA = 7.0
-"""How many standard deviations of its own mean a channel may be off: among 10^5 channels the worst is 4.4."""
+"""How many standard deviations of its own mean it may be off however many rows there are."""
 _QUARTILE = 20.0
 """How many times the lower quartile of all channels one may be off: 6 standard deviations of a normal distribution.
 The quartile stays clean when up to three quarters of the channels are damaged (one head of four, of two)."""
@@ -109,16 +114,28 @@ def find_channel_reference(sums: Array) -> Channel:
     effective = np.divide(energy**2, fourth, out=np.zeros_like(energy), where=energy > 0)
     if not size.all():
         return QUIET
-    gain = product / size
+    gain, fit = product / size, np.divide(product, energy, out=np.zeros_like(energy), where=energy > 0)
     # Errors are relative, so a row weighs by its square both in the gain and in the variance of the gain (White 1980):
-    # the sum of b^2 (d - gain b)^2, multiplied out.
-    scatter = np.sqrt(np.maximum(squared - 2.0 * gain * cubic + gain * gain * fourth, 0.0)) / size
-    few = 1.0 + 4.0 / np.maximum(effective, 1.0)
+    # the sum of b^2 (d - fit b)^2, multiplied out.
+    scatter = np.sqrt(np.maximum(squared - 2.0 * fit * cubic + fit * fit * fourth, 0.0)) / size
     common = max(_QUARTILE * _quartile(np.abs(gain)), _LASTING * _lasting(sums))
-    noise = np.maximum(_SIGMA * few * scatter, common)
-    noise = np.where(effective < MIN_ROWS, np.inf, np.maximum(noise, np.finfo(np.float32).tiny))
+    noise = np.maximum([_width(rows) for rows in effective.tolist()] * scatter, common)
+    noise = np.where(effective < _LEAST, np.inf, np.maximum(noise, np.finfo(np.float32).tiny))
     worst = int(np.argmax(np.abs(gain) / noise))
     return _found(worst, float(gain[worst]), float(noise[worst]))
+
+
+def _width(rows: float) -> float:
+    """How many times its scatter over ``rows`` rows of equal size a gain may be off.
+
+    Of few it is Student's quantile (D. Wallace, *Bounds on normal approximations to Student's and the chi-square
+    distributions*, 1959, inverted), times what the scatter is too small by because the gain was fitted to the largest
+    row (HC3: J. MacKinnon and H. White, 1985), whose share is 1 / sqrt(rows) at most.
+    """
+    free = max(rows, _LEAST) - 1.0
+    deviate = _DEVIATE * (8.0 * free + 3.0) / (8.0 * free + 1.0)
+    student = math.sqrt(free * math.expm1(deviate**2 / free)) / (1.0 - 1.0 / math.sqrt(free + 1.0))
+    return max(_SIGMA, student)
 
 
 def _quartile(values: Array) -> float:
