@@ -9,7 +9,8 @@ from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.localise import Divergence
 from tapscope.comparator.series import Series, recorded
-from tapscope.errors import DataError, RunCorruptError
+from tapscope.dims import parse
+from tapscope.errors import DataError, DimsError, RunCorruptError
 from tapscope.kernels.native import summarize_array
 from tapscope.manifest import HASH_VERSION
 from tapscope.record import Key, Record
@@ -18,30 +19,63 @@ from tapscope.text import plural
 
 
 class Damage(Struct):
-    """What is damaged in one run. A firing goes as a whole: what its other ranks hold is no tensor without the rest."""
+    """What is damaged in one run.
+
+    Where no other rank holds a copy of it the firing goes as a whole: the rest is no tensor without it.
+    """
 
     run: Run
     reasons: dict[Key, str] = field(default_factory=dict)
-    """Firing, with rank 0 for all ranks -> what is wrong with the first damaged record of it."""
+    """Record -> what is wrong with it."""
     num_records: int = 0
-    """Records left out, those of other ranks included."""
+    """Records left out, sound ones of the same firing included."""
+    num_copied: int = 0
+    """Of those, damaged ones of which another rank holds a copy."""
     _compared: list[Record] = field(default_factory=list)
 
     def sound(self, records: Sequence[Record]) -> list[Record]:
-        """Without the firings that are damaged; raises RunCorruptError when none is left.
+        """Without what is damaged; raises RunCorruptError when nothing is left.
 
         Here only what need not be read is looked at: whether the bytes are there.
         """
         for record in records:
             if record.entry is not None and (reason := self.run.lacks(record)):
-                self.reasons.setdefault(_firing(record), reason)
-        kept = [record for record in records if _firing(record) not in self.reasons] if self.reasons else list(records)
+                self.reasons.setdefault(record.key, reason)
+        kept = self._without(records) if self.reasons else list(records)
         self.num_records, self._compared = len(records) - len(kept), kept
-        if not self.reasons:
-            return kept
-        if not kept:
+        if not kept and self.reasons:
             raise RunCorruptError(f"{self.run.path}: not one value of what is to be compared is whole: {self._first()}")
         return kept
+
+    def _without(self, records: Sequence[Record]) -> list[Record]:
+        odd = {_firing(key) for key in self.reasons}
+        firings: dict[Key, list[Record]] = {}
+        for record in records:
+            if (firing := _firing(record.key)) in odd:
+                firings.setdefault(firing, []).append(record)
+        lost = {firing: [r for r in every if r.key in self.reasons] for firing, every in firings.items()}
+        gone = {firing for firing, some in lost.items() if not all(self._has_copy(r, firings[firing]) for r in some)}
+        self.num_copied = sum(len(some) for firing, some in lost.items() if firing not in gone)
+        return [r for r in records if r.key not in self.reasons and _firing(r.key) not in gone]
+
+    def _has_copy(self, lost: Record, firing: Iterable[Record]) -> bool:
+        return any(other.key not in self.reasons and self._is_copy(lost, other) for other in firing)
+
+    def _is_copy(self, lost: Record, other: Record) -> bool:
+        """Whether another rank's record stands for one: the dims call it a replica, or the recorded hashes are equal;
+        and no axis over which the tensor is spread tells the two apart."""
+        if (lost.dtype, lost.shape, lost.dims) != (other.dtype, other.shape, other.dims):
+            return False
+        try:
+            dims = parse(lost.dims) if lost.dims else None
+        except DimsError:
+            return False
+        here, there = self.run.coords(lost.key.rank), self.run.coords(other.key.rank)
+        apart = {axis for axis in {**here, **there} if here.get(axis) != there.get(axis)}
+        if dims is not None and (dims.rows or apart & {*(shard.axis for _, shard in dims.shards()), dims.dp}):
+            return False
+        declared = dims is not None and bool(apart) and apart <= set(dims.replicated)
+        return declared or (lost.hash is not None and lost.hash == other.hash)
 
     def look(self, suspects: Iterable[Series]) -> bool:
         """Read the values of ``suspects`` and check them; whether some are not what was recorded.
@@ -68,7 +102,7 @@ class Damage(Struct):
         try:
             found = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
         except DataError as error:
-            self.reasons.setdefault(_firing(record), str(error))
+            self.reasons.setdefault(record.key, str(error))
             return
         if found != record.hash:
             key = record.key
@@ -76,7 +110,7 @@ class Damage(Struct):
                 f"{record.entry.file} of rank {key.rank}: the bytes of {key.site} at step {key.step} are not those "
                 "that were recorded"
             )
-            self.reasons.setdefault(_firing(record), reason)
+            self.reasons.setdefault(record.key, reason)
 
     def sentences(self) -> list[str]:
         """What is damaged, in one sentence; none when nothing is."""
@@ -84,6 +118,7 @@ class Damage(Struct):
             lost = self.run.damaged
             return [f"{self.run.name} is damaged, {plural(len(lost), 'file')} left out: {lost[0]}"] if lost else []
         left_out = f"{plural(self.num_records, 'record')} left out"
+        left_out += f", {self.num_copied:,} of them replicas that other ranks hold" if self.num_copied else ""
         return [f"{self.run.name} is damaged, {left_out} (tapscope verify {self.run.path} lists them): {self._first()}"]
 
     def _first(self) -> str:
@@ -105,5 +140,5 @@ def with_damage(coverage: Coverage, damage: tuple[Damage, Damage]) -> Coverage:
     return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
 
 
-def _firing(record: Record) -> Key:
-    return record.key._replace(rank=0)
+def _firing(key: Key) -> Key:
+    return key._replace(rank=0)

@@ -72,12 +72,12 @@ def test_flipped_bytes_of_a_segment_are_damage_and_no_culprit(damaged: tuple[Pat
     assert report.first_divergence is None
     assert report.num_bad == 0
     (said,) = report.coverage.damaged
-    assert "t is damaged, 2 records left out" in said
+    assert "t is damaged, 1 record left out, 1 of them replicas that other ranks hold" in said
     assert "the bytes of model.layers.1.mlp.down_proj:out at step 1 are not those that were recorded" in said
     assert report.exit_code == 3
     rest = next(f for f in report.findings if f.site == "model.layers.1.mlp.down_proj:out")
     assert rest.verdict is Verdict.CLOSE
-    assert rest.rows.compared == 14 - 5  # all but those of the damaged step
+    assert rest.rows.compared == 14  # what the other rank holds is the same
     assert cli.main(["diff", *map(str, damaged)]) == 3
 
 
@@ -107,8 +107,32 @@ def test_of_a_truncated_segment_the_rest_is_compared(damaged: tuple[Path, Path],
     assert diff(damaged, allow_partial=True).exit_code == 0
 
 
-def test_a_missing_segment_leaves_what_the_others_hold(damaged: tuple[Path, Path]) -> None:
-    segment(damaged[1], rank=1).unlink()
+def test_a_flipped_shard_leaves_out_its_firing_on_all_ranks(damaged: tuple[Path, Path]) -> None:
+    site = "model.layers.1.self_attn.q_proj:out"
+    file, offset, nbytes = entry_of(damaged[1], site, step=1)
+    overwrite(file, offset, np.full(nbytes // 4, 1e3, np.float32).tobytes())
+    report = diff(damaged)
+    assert (report.exit_code, report.num_bad) == (3, 0)
+    assert "t is damaged, 2 records left out (" in report.coverage.damaged[0]
+    rest = next(f for f in report.findings if f.site == site)
+    assert rest.rows.compared == 14 - 5  # all but those of the damaged step
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_missing_segment_leaves_what_the_others_hold(damaged: tuple[Path, Path], lost: int) -> None:
+    segment(damaged[1], rank=lost).unlink()
+    report = diff(damaged)
+    assert (report.exit_code, report.num_bad) == (3, 0)
+    rows = {f.site: f.rows.compared for f in report.findings}
+    whole = {"model.embed_tokens:out", "model.layers.1.mlp.down_proj:out", "model.norm:out"}
+    assert {site for site in whole if rows[site] == 14} == whole
+    assert rows["model.layers.1.self_attn.q_proj:out"] == rows["lm_head:out"] == 0
+    assert "replicas that other ranks hold" in report.coverage.damaged[0]
+
+
+def test_of_a_run_without_a_segment_nothing_can_be_said(damaged: tuple[Path, Path]) -> None:
+    for rank in (0, 1):
+        segment(damaged[1], rank).unlink()
     with pytest.raises(RunCorruptError, match=r"t: not one value of what is to be compared is whole: .*missing"):
         diff(damaged)
     assert cli.main(["diff", *map(str, damaged)]) == 3
