@@ -18,7 +18,7 @@ from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.models import check_models
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.outcome import Report, header_of
-from tapscope.comparator.overrides import assume_meshes, of_baseline
+from tapscope.comparator.overrides import SIDES, assume_meshes, of_baseline, of_side
 from tapscope.comparator.rules import Rule, compile_rules
 from tapscope.comparator.seen import Progress, Seen, see
 from tapscope.comparator.set_aside import sound_flips
@@ -176,7 +176,8 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
             if Path(run.path).resolve() == Path(other.path).resolve():
                 raise ConfigError(f"--floor {options.floor} is {what} itself; give a second run of the baseline")
         # The twin has the baseline's own names and numbers.
-        dims = of_baseline((*options.dims, *options.mapping.dims), numbered(baseline))
+        every = (*options.dims, *options.mapping.dims)
+        dims = of_baseline(every, numbered(baseline, of_side(every, SIDES[0])))
         if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:
             run.assume_mesh(baseline.mesh)
         own = structs.replace(options, mapping=MapFile(), dims=dims, shift_steps=0)

@@ -93,6 +93,11 @@ def override_dims(
     return left, right
 
 
+def of_side(entries: Iterable[DimsEntry], side: str) -> list[tuple[Glob, str]]:
+    """The sites and dims of the entries about one side, see :data:`SIDES`."""
+    return [(Glob(entry.site), entry.dims) for entry in entries if entry.side in (side, "both")]
+
+
 def of_baseline(entries: Iterable[DimsEntry], numbered: Numbered) -> tuple[DimsEntry, ...]:
     """The entries that give sites of the baseline their dims; another run of the baseline has them too."""
     mine = [entry for entry in entries if entry.side != "target"]

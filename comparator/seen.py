@@ -17,7 +17,7 @@ from tapscope.comparator.implied import implied_flips
 from tapscope.comparator.lifts import norms_of
 from tapscope.comparator.match import Pair, match
 from tapscope.comparator.options import CompareOptions
-from tapscope.comparator.overrides import override_dims
+from tapscope.comparator.overrides import SIDES, of_side, override_dims
 from tapscope.comparator.pool import examine_all
 from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rowmap import RowMap
@@ -67,8 +67,9 @@ def see(
     progress: Progress | None = None,
 ) -> Seen:
     """Match and measure; raises as :func:`~.compare.compare_closely`."""
-    given = by_argument((numbered(baseline), numbered(target)))
-    given = override_dims((baseline, target), given, (*options.dims, *options.mapping.dims))
+    dims = (*options.dims, *options.mapping.dims)
+    given = by_argument((numbered(baseline, of_side(dims, SIDES[0])), numbered(target, of_side(dims, SIDES[1]))))
+    given = override_dims((baseline, target), given, dims)
     chosen = select((baseline, target), given, options)
     runs = (baseline, target)
     kept = [filled(run, damage[i].sound([r for r in chosen[i] if not is_object(r)])) for i, run in enumerate(runs)]

@@ -1,19 +1,24 @@
 """Stages: layers and experts that a framework numbers anew on every rank, under the numbers that the model gives them.
 
 Megatron-core keeps a stage's layers in a list of its own: ``decoder.layers.0`` of the second of two stages is layer 2
-of 4. Expert parallelism does the same to ``local_experts``. A run that numbers them over all stages is left as it is.
+of 4. Expert parallelism does the same to ``local_experts``. A run that numbers them over all stages is left as it is,
+and so is a site whose dims declare it to be the same on all stages.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from msgspec import Struct, structs
 
 from tapscope.comparator.passages import passages
+from tapscope.dims import parse
+from tapscope.errors import DimsError
 from tapscope.index import SiteInfo
 from tapscope.record import Record
 from tapscope.run import Run
+from tapscope.site import Glob
 
 
 class Kind(Struct, frozen=True):
@@ -48,12 +53,13 @@ class Numbered(Struct, frozen=True):
     """What was assumed, or could not be known."""
 
 
-def numbered(run: Run) -> Numbered:
-    """The records of a run; the run's own where no rank numbers anew."""
+def numbered(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Numbered:
+    """The records of a run; the run's own where no rank numbers anew. ``given`` are dims that count before recorded
+    ones."""
     found = Numbered(run.records, run.sites)
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
-            found = _renumbered(run, kind, found)
+            found = _renumbered(run, kind, found, _replicated(found.records, kind.axis, given))
     if run.mesh.get("pp", 1) > 1:
         stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
         found = structs.replace(found, records=passages(found.records, stage, _holders(found.records)))
@@ -67,11 +73,29 @@ def _holders(records: Iterable[Record]) -> set[str]:
     return {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 2)}
 
 
-def _renumbered(run: Run, kind: Kind, given: Numbered) -> Numbered:
+def _replicated(records: Iterable[Record], axis: str, given: Sequence[tuple[Glob, str]]) -> set[str]:
+    """Sites that dims declare to be the same on all ranks of an axis."""
+    said: dict[str, str | None] = {}
+    for record in records:
+        site = record.key.site
+        if record.dtype is not None and site not in said:
+            said[site] = next((dims for glob, dims in given if glob.matches(site)), record.dims)
+    return {site for site, dims in said.items() if dims and axis in _replicas(dims)}
+
+
+@lru_cache(maxsize=256)
+def _replicas(dims: str) -> tuple[str, ...]:
+    try:
+        return parse(dims).replicated
+    except DimsError:  # said where the records are put together
+        return ()
+
+
+def _renumbered(run: Run, kind: Kind, given: Numbered, replicated: set[str]) -> Numbered:
     stage = {rank: run.coords(rank).get(kind.axis, 0) for rank in run.ranks}
     seen: dict[int, set[int]] = {}
     for site, rank in {(r.key.site, r.key.rank) for r in given.records}:
-        if match := kind.pattern.match(site):
+        if site not in replicated and (match := kind.pattern.match(site)):
             seen.setdefault(stage[rank], set()).add(int(match[2]))
     if len(seen) < 2 or len(set.union(*seen.values())) == sum(map(len, seen.values())):
         return given  # no number comes twice: they are the model's already
@@ -87,7 +111,8 @@ def _renumbered(run: Run, kind: Kind, given: Numbered) -> Numbered:
     sites = dict(given.sites)
     records = []
     for record in given.records:
-        name = _shifted(record.key.site, kind, starts[stage[record.key.rank]])
+        start = 0 if record.key.site in replicated else starts[stage[record.key.rank]]
+        name = _shifted(record.key.site, kind, start)
         if name != record.key.site:
             if record.key.site in given.sites:
                 sites.setdefault(name, given.sites[record.key.site])

@@ -8,6 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.comparator.overrides import parse_dims
 from tapscope.run import open_run
 
 VALUES = [np.random.default_rng(i).standard_normal((3, 4)).astype(np.float32) for i in range(8)]
@@ -90,6 +91,26 @@ def test_numbers_that_are_the_models_already_stay(tmp_path: Path) -> None:
     report = diff(plain(tmp_path / "b"), tmp_path / "t")
     assert verdicts(report) == SAME
     assert not any("numbered" in sentence for sentence in report.coverage.warnings)
+
+
+@pytest.mark.parametrize("how", ["recorded", "given"])
+def test_what_is_the_same_on_all_stages_keeps_its_number(tmp_path: Path, how: str) -> None:
+    dims = "t h # pp:replicated"
+    for name, apart in (("t", VALUES[5]), ("wrong", VALUES[6])):
+        with RunFactory(tmp_path / name, mesh={"pp": 2}, model_config={"num_hidden_layers": 4}) as run:
+            run.step()
+            for i in range(4):
+                run.put(f"decoder.layers.{i % 2}:out[0]", {i // 2: VALUES[i]})
+            run.put("decoder.layers.1:tap[scale]", {0: VALUES[5], 1: apart}, dims=dims if how == "recorded" else None)
+    with RunFactory(tmp_path / "b") as run:
+        run.step()
+        for i in range(4):
+            run.put(f"model.layers.{i}:out", VALUES[i])
+        run.put("decoder.layers.1:tap[scale]", VALUES[5])
+    given = () if how == "recorded" else (parse_dims(f"target:decoder.layers.*:tap*={dims}"),)
+    site = "decoder.layers.1:tap[scale]"
+    assert verdicts(diff(tmp_path / "b", tmp_path / "t", dims=given)) == SAME | {site: "same"}
+    assert verdicts(diff(tmp_path / "b", tmp_path / "wrong", dims=given)) == SAME | {site: "differs"}
 
 
 def test_experts_are_numbered_on_over_the_ranks_of_ep(tmp_path: Path) -> None:
