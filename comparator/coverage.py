@@ -1,5 +1,6 @@
 """Coverage: how much of both runs the verdict is about, and what makes the data partial."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -58,7 +59,7 @@ def cover(
 ) -> Coverage:
     """Account for a comparison; ``num_objects`` records held objects that have no value to compare, and ``notes`` say
     what else was assumed."""
-    counts = {v: sum(f.verdict is v for f in findings) for v in Verdict}
+    counts = Counter(f.verdict for f in findings)
     ledgers = runs[0].ledger(), runs[1].ledger()
     told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
     partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
@@ -72,7 +73,7 @@ def cover(
     if num_objects:
         warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
     return Coverage(
-        sum(counts[v] for v in Verdict if not v.is_orphan),
+        sum(n for v, n in counts.items() if not v.is_orphan),
         counts[Verdict.ONLY_BASELINE],
         counts[Verdict.ONLY_TARGET],
         counts[Verdict.SHAPE],
@@ -142,8 +143,10 @@ def _prompts(forks: Sequence[Fork]) -> list[str]:
 
 def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
     """Orphans are usual between frameworks; a layer, most of a run, or a tapped module that has none is not."""
-    said = []
+    said: list[str] = []
     matched = [f for f in findings if not f.verdict.is_orphan]
+    if len(matched) == len(findings):
+        return said
     layers = {_layer(f.site) for f in matched}
     sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
     for verdict, side in sides:

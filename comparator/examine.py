@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,24 +86,19 @@ class _Row(NamedTuple):
     num_unequal: int
 
 
-@dataclass(slots=True)
 class Examiner:
     """Compares pairs of one comparison."""
 
-    preparer: Preparer
-    tolerance: tuple[float, float] | None = None
-    detail: bool = False
-    """Whether unequal pairs are measured once more, see :mod:`.detail`."""
-    backward: bool = False
-    """Whether there are gradients, whose floors depend on how large values are."""
-    norms: frozenset[str] = frozenset()
-    """Paths of the modules that divide each row by its size."""
-    _suggester: Suggester = field(init=False)
-    _kinds: dict[Hashable, Kind] = field(default_factory=dict)
-    """By the form of their pairs."""
-
-    def __post_init__(self) -> None:
-        self._suggester = Suggester(self.preparer)
+    def __init__(self, preparer: Preparer, tolerance: tuple[float, float] | None = None, detail: bool = False) -> None:
+        """``detail``: whether unequal pairs are measured once more, see :mod:`.detail`."""
+        self.preparer, self.tolerance, self.detail = preparer, tolerance, detail
+        self.backward = False
+        """Whether there are gradients, whose floors depend on how large values are."""
+        self.norms: frozenset[str] = frozenset()
+        """Paths of the modules that divide each row by its size."""
+        self._suggester = Suggester(preparer)
+        self._kinds: dict[Hashable, Kind] = {}
+        """By the form of their pairs."""
 
     def examine(self, pair: Pair) -> Examined:
         """Compare one pair; what cannot be compared says why, only a broken program raises."""

@@ -1,7 +1,6 @@
 """Fusions: the passes in which one fused tensor meets the parts that the other run records."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from tapscope.comparator.fused import Anatomy, FusedSite, annotated, fused_names, fused_site, is_split, lies, width_of
 from tapscope.comparator.hints import Hints
@@ -13,15 +12,11 @@ Met = tuple[Series, Series, str, str]
 """(baseline, target, the pass, name of the finding)."""
 
 
-@dataclass(slots=True)
 class Fusions:
     """Takes fused tensors apart, for one comparison."""
 
-    hints: tuple[Hints, Hints]
-    anatomy: Anatomy = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.anatomy = Anatomy(self.hints)
+    def __init__(self, hints: tuple[Hints, Hints]) -> None:
+        self.hints, self.anatomy = hints, Anatomy(hints)
 
     def apart(self, one: Series, two: Series) -> list[Met]:
         """Part by part, where two fused series of one name hold their parts in different orders; else nothing."""

@@ -40,15 +40,17 @@ class Graph:
         self._around_path: dict[str, str] = {}
         self._gradients = {(n.path, n.port.removesuffix(".grad")): i for i, n in enumerate(nodes) if n.is_summed}
         """Of parameters, by their module and port."""
-        self._values = {(node.path, node.port): i for i, node in enumerate(nodes) if node.numeric}
-        self._classes = {node.path: node.cls for node in nodes}
+        any_back = any(self.is_backward)  # what follows is asked for of gradients alone
+        self._values = {(node.path, node.port): i for i, node in enumerate(nodes) if any_back and node.numeric}
+        self._classes = {node.path: node.cls for node in nodes if any_back}
         for i, node in enumerate(nodes):
             if self._is_input[i] or self._is_state[i]:
                 self._given.setdefault(node.path, []).append(i)
             elif node.numeric:
                 self._made.setdefault((self._enclosing(node.path), self.is_backward[i]), []).append(i)
             for above in ancestors(parent(node.path)) if node.path else ():
-                self._inside.setdefault(above, []).append(i)
+                if above in self._called:
+                    self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes, self.is_backward)
         """Layers that lie before each node."""
         self._consumers: dict[int, list[str]] = {}

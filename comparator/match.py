@@ -2,7 +2,6 @@
 remembers the pass that made it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -10,7 +9,7 @@ from tapscope.comparator.fusions import Fusions
 from tapscope.comparator.hints import Hints
 from tapscope.comparator.inputs import only_inputs
 from tapscope.comparator.mapfile import MapFile
-from tapscope.comparator.misnomers import is_other_mask, misnomer
+from tapscope.comparator.misnomers import are_masks_other, is_mask, misnomer
 from tapscope.comparator.names import FAMILIES, common, is_partial, reduced, unique
 from tapscope.comparator.renames import renamed
 from tapscope.comparator.series import Key, Series, key_of, origins
@@ -36,20 +35,16 @@ class Pair(Struct, frozen=True):
         return {self.site} - {""} | {site for one in (self.baseline, self.target) if one for _, site in origins(one)}
 
 
-@dataclass(slots=True)
 class Matching:
     """The series of one model and pass on both sides, by name, while they are matched."""
 
-    left: dict[str, Series]
-    right: dict[str, Series]
-    fusions: Fusions
-    hints: tuple[Hints, Hints]
-    pairs: list[Pair] = field(default_factory=list)
-    everything: tuple[Mapping[str, Series], Mapping[str, Series]] = field(init=False)
-    _offered: list[tuple[dict[str, Series], str, dict[str, Series]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.everything = dict(self.left), dict(self.right)
+    def __init__(
+        self, left: dict[str, Series], right: dict[str, Series], fusions: Fusions, hints: tuple[Hints, Hints]
+    ) -> None:
+        self.left, self.right, self.fusions, self.hints = left, right, fusions, hints
+        self.pairs: list[Pair] = []
+        self.everything = dict(left), dict(right)
+        self._offered: list[tuple[dict[str, Series], str, dict[str, Series]]] = []
 
     def take(self, a: str, b: str, how: str) -> None:
         """Pair what is left under two names; part by part, where both are fused and lie differently."""
@@ -76,8 +71,10 @@ class Matching:
 
     def set_masks_aside(self) -> None:
         """Make orphans of attention masks that mean opposite things."""
+        if not are_masks_other(self.hints):
+            return
         for side, mine in enumerate((self.left, self.right)):
-            for name in [name for name in mine if is_other_mask(name, self.hints)]:
+            for name in list(filter(is_mask, mine)):
                 note = "not compared: Megatron's masks mark what is hidden, other frameworks' what is seen"
                 self._alone(side, mine.pop(name), note)
 
@@ -170,6 +167,8 @@ def _match_group(group: Matching, user: UserMap) -> list[Pair]:
     group.set_masks_aside()
     for name in [name for name in group.right if name in group.left]:
         group.take(name, name, "exact")
+    if not (group.left or group.right):
+        return group.pairs
     group.set_aside()
     group.families()
     group.pairs += [Pair(*given) for given in group.fusions.built_in(group.left, group.right)]
@@ -210,21 +209,31 @@ def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
 def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
     """By the place of the target, or of what it was made of; a lone baseline comes after what came before it."""
     places = {key_of(s): (i, 0) for i, s in enumerate(target)}
+    lone = {} if all(pair.target for pair in pairs) else _lone(pairs, baseline, places)
+
+    def place(pair: Pair) -> tuple[int, int]:
+        one = pair.target or pair.baseline
+        assert one is not None
+        known = places if pair.target else lone
+        return max(known[key] for key in origins(one)) if one.sources else known[key_of(one)]
+
+    return sorted(pairs, key=place)
+
+
+_Places = dict[Key, tuple[int, int]]
+
+
+def _lone(pairs: Sequence[Pair], baseline: Sequence[Series], places: _Places) -> _Places:
+    """The places of the baseline's series: those of their partners, or behind that of the one before."""
     partner = {
         key: max(places[k] for k in origins(p.target))
         for p in pairs
         if p.baseline and p.target
         for key in origins(p.baseline)
     }
-    lone: dict[Key, tuple[int, int]] = {}
+    lone: _Places = {}
     last = (-1, 0)
     for i, one in enumerate(baseline):
         last = partner.get(key_of(one), (last[0], i + 1))
         lone[key_of(one)] = last
-
-    def place(pair: Pair) -> tuple[int, int]:
-        one = pair.target or pair.baseline
-        assert one is not None
-        return max((places if pair.target else lone)[key] for key in origins(one))
-
-    return sorted(pairs, key=place)
+    return lone

@@ -9,10 +9,15 @@ _NORM = re.compile(r"(?:^|\.)(?:input_layernorm|pre_mlp_layernorm):out")
 IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
 
 
-def is_other_mask(name: str, hints: tuple[Hints, Hints]) -> bool:
-    """Whether it is an attention mask of two frameworks of which one, Megatron, marks what is hidden."""
+def are_masks_other(hints: tuple[Hints, Hints]) -> bool:
+    """Whether one of two frameworks alone, Megatron, marks in its attention masks what is hidden."""
     frameworks = {one.framework for one in hints}
-    return len(frameworks) > 1 and "megatron" in frameworks and _MASK.search(name) is not None
+    return len(frameworks) > 1 and "megatron" in frameworks
+
+
+def is_mask(name: str) -> bool:
+    """Whether it is an attention mask that a module was given."""
+    return _MASK.search(name) is not None
 
 
 def misnomer(name: str, cls: str) -> str:

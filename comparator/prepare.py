@@ -1,7 +1,6 @@
 """Prepare: put both sides of a pair together and decide which rows meet, without reading a value."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -72,26 +71,18 @@ class Prepared(Struct, frozen=True):
         return one.dtype == two.dtype and (bag := one.bag) is not None and bag == two.bag
 
 
-@dataclass(slots=True)
 class Preparer:
     """Prepares the pairs of one comparison; what pairs have in common is worked out once."""
 
-    baseline: Run
-    target: Run
-    row_map: RowMap
-    shift_steps: int = 0
-    """How much higher the target's step numbers are."""
-    _aligner: Aligner = field(init=False)
-    places: tuple[Places, Places] = field(init=False)
-    _choices: tuple[Choices, Choices] = field(init=False)
-    _left_out: dict[tuple[Key, Key], frozenset[int]] = field(default_factory=dict)
-    _known: dict[Hashable, Prepared] = field(default_factory=dict)
-    """What pairs of one form have in common, see :mod:`.forms`."""
-
-    def __post_init__(self) -> None:
-        self._aligner = Aligner(self.row_map, self.shift_steps)
-        self.places = places_of(self.baseline), places_of(self.target)
-        self._choices = Choices(self.baseline, self.row_map.baseline), Choices(self.target, self.row_map.target)
+    def __init__(self, baseline: Run, target: Run, row_map: RowMap, shift_steps: int = 0) -> None:
+        """``shift_steps``: how much higher the target's step numbers are."""
+        self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
+        self._aligner = Aligner(row_map, shift_steps)
+        self.places: tuple[Places, Places] = places_of(baseline), places_of(target)
+        self._choices = Choices(baseline, row_map.baseline), Choices(target, row_map.target)
+        self._left_out: dict[tuple[Key, Key], frozenset[int]] = {}
+        self._known: dict[Hashable, Prepared] = {}
+        """What pairs of one form have in common, see :mod:`.forms`."""
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
         """From now on the pair is prepared without these row pairs."""

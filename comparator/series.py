@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from msgspec import Struct, structs
@@ -114,19 +115,18 @@ def _shared(sources: Sequence[Series]) -> set[tuple[int, tuple[int, int]]]:
 
 def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
     """Group records into series, in execution order."""
-    piles: dict[tuple[str, str, str], dict[tuple[int, int, int], list[Record]]] = {}
+    piles: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         key = record.key
-        pile = piles.setdefault((key.model, key.pass_, key.site), {})
-        pile.setdefault((key.step, key.micro, key.occurrence), []).append(record)
+        piles.setdefault((key.site, key.model, key.pass_), []).append(record)
     stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
     found = []
     shared: dict[tuple[object, ...], Any] = {}  # equal groups and turns are one object: there are as many as records
-    for (model, pass_, site), pile in piles.items():
+    for (site, model, pass_), pile in piles.items():
         firings = tuple(
             [
-                Firing(step, shared.setdefault((micro, turn), (micro, turn)), _by_rank(pile[step, micro, turn]))
-                for step, micro, turn in sorted(pile)
+                Firing(step, shared.setdefault((micro, turn), (micro, turn)), ranks)
+                for (step, micro, turn), ranks in _by_turn(pile)
             ]
         )
         first, group = firings[0].records[0], shared.setdefault((model, pass_), (model, pass_))
@@ -134,8 +134,18 @@ def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
     return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
 
 
-def _by_rank(records: list[Record]) -> tuple[Record, ...]:
-    return tuple(sorted(records, key=lambda r: r.key.rank)) if len(records) > 1 else tuple(records)
+def _by_turn(records: list[Record]) -> Iterator[tuple[tuple[int, int, int], tuple[Record, ...]]]:
+    """(step, micro-batch, occurrence) and the records of all ranks, in order."""
+    if len(records) == 1:
+        yield _turn(records[0]), tuple(records)
+        return
+    for turn, ranks in groupby(sorted(records, key=lambda r: (*_turn(r), r.key.rank)), _turn):
+        yield turn, tuple(ranks)
+
+
+def _turn(record: Record) -> tuple[int, int, int]:
+    key = record.key
+    return key.step, key.micro, key.occurrence
 
 
 def identity(series: Series | None) -> tuple[str, ...] | None:

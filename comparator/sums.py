@@ -12,7 +12,7 @@ from tapscope.comparator.recipe import Sum
 from tapscope.comparator.series import Series, fire_together, made_of
 
 HIDDEN = "in[hidden_states]"
-_RESIDUAL = "in[residual]"
+_RESIDUAL = ":in[residual]"
 _POSITIONAL = re.compile(r"in\[args\.\d+\]")
 
 Offer = tuple[str, tuple[str, ...], Series]
@@ -47,18 +47,18 @@ def _are_alike(one: Series, two: Series) -> bool:
 
 def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
     """(sum, hidden, residual) where ``name`` is the second output of a layer."""
-    path, _, port = name.rpartition(":")
-    hidden = f"{path}:out[0]"
-    if port != "out[1]" or not _is_layer(path) or hidden not in series:
+    if not name.endswith(":out[1]"):
         return None
-    return f"{path}:out", hidden, name
+    path = name.rpartition(":")[0]
+    hidden = f"{path}:out[0]"
+    return (f"{path}:out", hidden, name) if _is_layer(path) and hidden in series else None
 
 
 def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
     """(sum, hidden, residual) where ``name`` is a residual that goes into a layer or norm beside one other input."""
-    path, _, port = name.rpartition(":")
-    if port != _RESIDUAL:
+    if not name.endswith(_RESIDUAL):
         return None
+    path = name.rpartition(":")[0]
     beside = [f"{path}:in[{what}]" for what in ("hidden_states", "x", "input") if f"{path}:in[{what}]" in series]
     return (f"{path}:{HIDDEN}", beside[0], name) if len(beside) == 1 else None
 
@@ -67,6 +67,8 @@ def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:
     """Layers, norms and attentions -> the names of their positional floats."""
     found: dict[str, list[str]] = {}
     for name, one in series.items():
+        if ":in[args." not in name:
+            continue
         path, _, port = name.rpartition(":")
         if _POSITIONAL.fullmatch(port) and one.is_float and (_is_layer(path) or path.endswith(("norm", "attn"))):
             found.setdefault(path, []).append(name)

@@ -1,7 +1,6 @@
 """Usermap: the pass of the user's own ``split`` and ``join`` entries, which comes before every other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -16,16 +15,12 @@ from tapscope.comparator.series import Series, made_of
 from tapscope.errors import ConfigError
 
 
-@dataclass(slots=True)
 class UserMap:
     """The entries of one comparison, over all groups of series."""
 
-    fusions: Fusions
-    entries: Sequence[Fuse]
-    _entries: list[MapEntry] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._entries = [MapEntry(entry) for entry in self.entries]
+    def __init__(self, fusions: Fusions, entries: Sequence[Fuse]) -> None:
+        self.fusions, self.entries = fusions, entries
+        self._entries = [MapEntry(entry) for entry in entries]
 
     def pairs(self, left: dict[str, Series], right: dict[str, Series]) -> list[Met]:
         """Fused tensors of one side meet their parts on the other; both are taken out."""

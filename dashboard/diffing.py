@@ -152,7 +152,7 @@ class DiffSource:
 
     def account(self) -> list[Text]:
         """What was covered, assumed and missing, and the answer."""
-        return list(account(self.report))
+        return [Text(line.plain, style=line.style) for line in account(self.report)]
 
     def command(self, finding: Finding | None) -> str:
         """The command line that shows the same."""

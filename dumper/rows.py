@@ -1,11 +1,11 @@
 """Which token rows a forward of a Hugging Face style model computes, read off its own arguments."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from tapscope.observe import StepInfo
 from tapscope.tokenrows import padded_step

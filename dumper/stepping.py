@@ -3,7 +3,8 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from tapscope.dumper.recording import Recording
 from tapscope.dumper.schedule import StepBlock

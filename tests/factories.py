@@ -1,11 +1,11 @@
 """Runs made without a model: the real writer, values of the test's choosing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from tapscope import ledger, record
 from tapscope.directory import create_run

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from factories import RunFactory
 from rich.console import Console
+from rich.text import Text
 
 from tapscope.comparator import compare
 from tapscope.comparator.report.table import render
@@ -55,8 +56,7 @@ def test_the_picture_of_the_readme_is_what_diff_prints(tmp_path: Path, request: 
     console = Console(record=True, width=118, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print("$ tapscope diff reference target", style="bold")
     for line in render(report, width=118):
-        line.plain = line.plain.replace(f"{tmp_path}/", "")
-        console.print(line)
+        console.print(Text(line.plain.replace(f"{tmp_path}/", ""), style=line.style))
     drawn = console.export_svg(title="tapscope diff", unique_id="tapscope-diff")
     if request.config.getoption("update_snapshots"):
         PICTURE.write_text(drawn)

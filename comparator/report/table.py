@@ -3,10 +3,9 @@ answer."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
-from rich.text import Text
 
 from tapscope import text
 from tapscope.comparator.finding import Finding, Place, Verdict
@@ -33,38 +32,46 @@ TOP = 12
 """Rows of the table, when nobody asks for more."""
 
 
-def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iterator[Text]:
+class Line(NamedTuple):
+    """One line of the report; rich's own would have to be imported where nobody sees a colour."""
+
+    plain: str
+    style: str = ""
+    """As rich has it."""
+
+
+def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iterator[Line]:
     """The lines of the report for a screen of ``width`` columns; ``top`` rows of findings, None for every one."""
     yield from _headers(report)
-    yield Text()
+    yield Line("")
     rows, hidden = fold(report, top)
     yield from _table(rows, width)
-    yield from map(Text, _unlike(report.findings, top))
+    yield from map(Line, _unlike(report.findings, top))
     for line in hidden:
-        yield Text(f"   … {line}")
-    yield Text()
-    yield from map(Text, details(report.findings, top))
+        yield Line(f"   … {line}")
+    yield Line("")
+    yield from map(Line, details(report.findings, top))
     yield from _ending(report)
 
 
-def account(report: "Report") -> Iterator[Text]:
+def account(report: "Report") -> Iterator[Line]:
     """The report without its findings: both runs, what was covered, assumed and missing, and the answer."""
     yield from _headers(report)
-    yield Text()
+    yield Line("")
     yield from _ending(report)
 
 
-def _ending(report: "Report") -> Iterator[Text]:
+def _ending(report: "Report") -> Iterator[Line]:
     yield from _coverage(report)
-    yield Text(f"verdicts  {counts(report)}")
-    yield from map(Text, answer(report))
+    yield Line(f"verdicts  {counts(report)}")
+    yield from map(Line, answer(report))
 
 
-def _headers(report: "Report") -> Iterator[Text]:
+def _headers(report: "Report") -> Iterator[Line]:
     cells = [_header(which, side) for which, side in (("baseline", report.baseline), ("target", report.target))]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(cells[0]))]
     for row in cells:
-        yield Text("  ".join(cell + " " * (w - cell_len(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
+        yield Line("  ".join(cell + " " * (w - cell_len(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
 def _header(which: str, header: "Header") -> list[str]:
@@ -86,7 +93,7 @@ def _unlike(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
         yield f"# {sites[0]}{more}: {reason}"
 
 
-def _table(rows: Sequence[Row], width: int) -> Iterator[Text]:
+def _table(rows: Sequence[Row], width: int) -> Iterator[Line]:
     # Numbers are never shortened: on a narrow screen columns go, then the site gives way, in its middle.
     kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
     widths = [cell_len(_HEADS[i]) for i in kept]
@@ -96,13 +103,13 @@ def _table(rows: Sequence[Row], width: int) -> Iterator[Text]:
     rest = sum(widths[1:]) + 2 * len(widths)
     widths[0] = max(min(widths[0], width - rest), min(widths[0], _MIN_SITE))
     numeric = [i in _NUMBERS for i in kept]
-    yield Text(_line("  ", [_HEADS[i] for i in kept], widths, numeric), style="bold")
-    yield Text("─" * min(width, sum(widths) + 2 * len(widths)))
+    yield Line(_line("  ", [_HEADS[i] for i in kept], widths, numeric), style="bold")
+    yield Line("─" * min(width, sum(widths) + 2 * len(widths)))
     for row in rows:
         lead = f"{row.verdict.glyph} "
         note = text.middle(row.note, max(width - 2, _MIN_SITE))
         line = _line(lead, [row.cells[i] for i in kept], widths, numeric) if row.cells else lead + note
-        yield Text(line, style=STYLES[row.verdict])
+        yield Line(line, style=STYLES[row.verdict])
 
 
 def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool]) -> str:
@@ -125,7 +132,7 @@ def _site(site: str, width: int) -> str:
     return shown + STRETCH + text.site(last, room - cell_len(shown))
 
 
-def _coverage(report: "Report") -> Iterator[Text]:
+def _coverage(report: "Report") -> Iterator[Line]:
     coverage = report.coverage
     sites = f"{text.plural(coverage.sites_matched, 'site')} matched"
     alone = f"{coverage.sites_only_baseline:,} only in baseline, {coverage.sites_only_target:,} only in target"
@@ -137,18 +144,18 @@ def _coverage(report: "Report") -> Iterator[Text]:
         rows += f", {again:,} computed again by one run" if again else ""
         superseded = sum(coverage.rows_superseded)
         rows += f", {superseded:,} of rejected drafts" if superseded else ""
-    yield Text(f"coverage  {sites} ({alone}){rows}")
-    yield Text(f"matched   {_matched(report)}")
-    yield Text(f"judged    {_judged(report)}")
+    yield Line(f"coverage  {sites} ({alone}){rows}")
+    yield Line(f"matched   {_matched(report)}")
+    yield Line(f"judged    {_judged(report)}")
     for fork in coverage.forks[:4]:
         tokens = f"token {fork.baseline_token} against {fork.target_token}"
-        yield Text(f"fork      request {fork.request} at position {fork.position}: {tokens}; later rows not compared")
+        yield Line(f"fork      request {fork.request} at position {fork.position}: {tokens}; later rows not compared")
     if len(coverage.forks) > 4:
-        yield Text(f"fork      {len(coverage.forks) - 4} more requests; --json lists them")
+        yield Line(f"fork      {len(coverage.forks) - 4} more requests; --json lists them")
     for sentence in coverage.warnings:
-        yield Text(f"note      {sentence}")
+        yield Line(f"note      {sentence}")
     for sentence in coverage.partial:
-        yield Text(f"missing   {sentence}", style="bold")
+        yield Line(f"missing   {sentence}", style="bold")
 
 
 def _matched(report: "Report") -> str:

@@ -12,12 +12,12 @@ three optional attributes, read by whoever taps it:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True, slots=True)
-class RowRun:
+
+class RowRun(Struct, frozen=True):
     """A stretch of neighbouring token rows that belong to one request."""
 
     request: str
@@ -32,8 +32,7 @@ class RowRun:
     """Index of the first row in the flattened token grid."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
+class StepInfo(Struct, frozen=True, kw_only=True):
     """What one step computes; equal on all ranks of a tensor-parallel group."""
 
     step: int
@@ -101,8 +100,7 @@ class Reopening(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
+class RankInfo(Struct, frozen=True, kw_only=True):
     """Who this process is within the job."""
 
     rank: int = 0

@@ -12,16 +12,16 @@ Grammar::
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
+
+from msgspec import Struct
 
 from tapscope.errors import SiteError
 
 _PORT = re.compile(r"(?P<kind>in|out|tap|param|buffer)(\[(?P<name>[^\[\]]+)\])?(?P<grad>\.grad)?")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Site:
+class Site(Struct, frozen=True, order=True):
     """A parsed site; ``str(site)`` gives back the text it came from."""
 
     path: str

@@ -62,9 +62,11 @@ def _print(report: Report, top: int | None) -> None:
         for line in render(report, width=output.plain_width(), top=top):
             output.write_line(line.plain)
         return
+    from rich.text import Text
+
     console = output.console()
     for line in render(report, width=console.width, top=top):
-        console.print(line, overflow="ignore", no_wrap=True, crop=False)
+        console.print(Text(line.plain, style=line.style), overflow="ignore", no_wrap=True, crop=False)
 
 
 def _positive(text: str) -> int:
