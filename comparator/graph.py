@@ -120,10 +120,11 @@ class Graph:
 
     def _enclosing(self, path: str) -> str:
         """The nearest module around another that is called; a list of modules never is, and can do nothing."""
-        known = self._around_path.get(path)
+        holder = parent(path)
+        known = self._around_path.get(holder)
         if known is None:
-            above = ancestors(parent(path)) if path else ("",)
-            known = self._around_path[path] = next((one for one in above if one in self._called), "")
+            above = ancestors(holder) if path else ("",)
+            known = self._around_path[holder] = next((one for one in above if one in self._called), "")
         return known
 
     def _same(self, index: int, node: Node, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:

@@ -1,8 +1,7 @@
 """Measure: how far the joined rows of sites are apart, row by row, in one pass over the bytes of both sides."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -13,10 +12,9 @@ from tapscope import dtypes
 from tapscope.comparator.align import Join
 from tapscope.comparator.alike import Alike, alike_of
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.blocks import Block, blocks
 from tapscope.comparator.joined_rows import JoinedRows, Part, part_at
 from tapscope.comparator.layout import Layout, is_mask
-from tapscope.comparator.match import Pair
+from tapscope.comparator.opened import Opened as Opened
 from tapscope.comparator.prepare import Prepared
 from tapscope.errors import DataError
 from tapscope.kernels.native import Compared, Measure, RowMeasures, overviews
@@ -71,52 +69,6 @@ class Measured(Struct, frozen=True):
     def part_at(self, row: int) -> Part:
         """The part that a row belongs to."""
         return part_at(self.parts, row)
-
-
-class _Side:
-    """The column blocks of one side's firings, laid out once each."""
-
-    def __init__(self, wholes: Sequence[Whole], axes: tuple[int, ...]) -> None:
-        self._wholes, self._axes = wholes, axes
-        self._blocks: dict[int, list[Block]] = {}
-
-    def __getitem__(self, index: int) -> list[Block]:
-        if index not in self._blocks:
-            whole = self._wholes[index]
-            assert whole.piece is not None
-            self._blocks[index] = blocks(whole.piece, whole.run, self._axes)
-        return self._blocks[index]
-
-
-class Opened:
-    """A pair that is to be measured, with the column blocks of both sides, by firing; these are laid out when they are
-    asked for."""
-
-    def __init__(
-        self, ready: "Prepared | Callable[[], Prepared]", pair: Pair | None = None, alike: Alike | None = None
-    ):
-        """``alike``: what is known of a ``pair`` of some form; then it need not be ready."""
-        self._ready, self.pair, self.alike = ready, pair, alike
-
-    @property
-    def may_be_permuted(self) -> bool:
-        """False where bags, which are equal if elements are, are known not to be."""
-        return self.alike is None or self.pair is None or self.alike.has_equal_bags(self.pair)
-
-    @cached_property
-    def ready(self) -> Prepared:
-        """The pair, put together."""
-        return self._ready if isinstance(self._ready, Prepared) else self._ready()
-
-    @cached_property
-    def left(self) -> _Side:
-        """The baseline's blocks."""
-        return _Side(self.ready.left, self.ready.layouts[0].axes)
-
-    @cached_property
-    def right(self) -> _Side:
-        """The target's."""
-        return _Side(self.ready.right, self.ready.layouts[1].axes)
 
 
 class _Begun(NamedTuple):

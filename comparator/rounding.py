@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec import Struct, structs
 
@@ -267,4 +268,9 @@ class Rounding:
 def _dtypes(one: Examined) -> tuple[str, str]:
     """Those of both sides; empty where there is no tensor."""
     baseline, target = one.baseline, one.target
-    return (baseline.dtype if baseline else None) or "", (target.dtype if target else None) or ""
+    return _both((baseline.dtype if baseline else None) or "", (target.dtype if target else None) or "")
+
+
+@lru_cache
+def _both(baseline: str, target: str) -> tuple[str, str]:
+    return baseline, target  # one object for all sites

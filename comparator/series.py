@@ -1,6 +1,6 @@
 """Series: the records of a run by site: all firings of one site, on all ranks and steps, in execution order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -31,8 +31,10 @@ class Series(Struct, frozen=True, gc=False):
     site: str
     group: tuple[str, str]
     """(model, pass)."""
-    order: tuple[int, int]
-    """(pipeline stage, seq) of the first firing: execution order."""
+    stage: int
+    """Pipeline stage of the first firing."""
+    seq: int
+    """Of its first record."""
     firings: tuple[Firing, ...]
     recipe: Recipe | None = None
     """How its values are made of those of :attr:`sources`; None for a site as it was recorded."""
@@ -42,6 +44,11 @@ class Series(Struct, frozen=True, gc=False):
     def first(self) -> Record:
         """The first record; its dtype and shape stand for the site where one is shown."""
         return self.firings[0].records[0]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in execution order."""
+        return self.stage, self.seq
 
     @property
     def num_records(self) -> int:
@@ -87,7 +94,7 @@ def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
     if not shared:
         raise ValueError(f"{' and '.join(s.site for s in sources)} never fired together")
     last = max(kept, key=lambda s: s.order)
-    return Series(site, last.group, last.order, kept[0].firings, recipe, tuple(kept))
+    return Series(site, last.group, last.stage, last.seq, kept[0].firings, recipe, tuple(kept))
 
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
@@ -130,7 +137,7 @@ def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
             ]
         )
         first, group = firings[0].records[0], shared.setdefault((model, pass_), (model, pass_))
-        found.append(Series(site, group, (stages.get(first.key.rank, 0), first.seq), firings))
+        found.append(Series(site, group, stages.get(first.key.rank, 0), first.seq, firings))
     return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
 
 
@@ -148,7 +155,9 @@ def _turn(record: Record) -> tuple[int, int, int]:
     return key.step, key.micro, key.occurrence
 
 
-def identity(series: Series | None) -> tuple[str, ...] | None:
-    """The hashes of everything the series holds; None where one is not known."""
-    found = tuple([r.hash for f in series.firings for r in f.records]) if series else ()
-    return None if None in found or not found else found  # type: ignore[return-value]
+def identity(series: Series | None) -> Hashable:
+    """What is equal where the series hold equal values, by their hashes; None where one is not known."""
+    found = [r.hash for f in series.firings for r in f.records] if series else []
+    if len(found) == 1:
+        return found[0]
+    return None if None in found or not found else tuple(found)

@@ -1,0 +1,56 @@
+"""Opened: a pair that is to be measured, its firings laid out as column blocks when these are asked for."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from tapscope.comparator.alike import Alike
+from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import Block, blocks
+from tapscope.comparator.match import Pair
+from tapscope.comparator.prepare import Prepared
+
+
+class _Side:
+    """The column blocks of one side's firings, laid out once each."""
+
+    def __init__(self, wholes: Sequence[Whole], axes: tuple[int, ...]) -> None:
+        self._wholes, self._axes = wholes, axes
+        self._blocks: dict[int, list[Block]] = {}
+
+    def __getitem__(self, index: int) -> list[Block]:
+        if index not in self._blocks:
+            whole = self._wholes[index]
+            assert whole.piece is not None
+            self._blocks[index] = blocks(whole.piece, whole.run, self._axes)
+        return self._blocks[index]
+
+
+class Opened:
+    """A pair that is to be measured, with the column blocks of both sides, by firing; these are laid out when they are
+    asked for."""
+
+    def __init__(
+        self, ready: "Prepared | Callable[[], Prepared]", pair: Pair | None = None, alike: Alike | None = None
+    ):
+        """``alike``: what is known of a ``pair`` of some form; then it need not be ready."""
+        self._ready, self.pair, self.alike = ready, pair, alike
+
+    @property
+    def may_be_permuted(self) -> bool:
+        """False where bags, which are equal if elements are, are known not to be."""
+        return self.alike is None or self.pair is None or self.alike.has_equal_bags(self.pair)
+
+    @cached_property
+    def ready(self) -> Prepared:
+        """The pair, put together."""
+        return self._ready if isinstance(self._ready, Prepared) else self._ready()
+
+    @cached_property
+    def left(self) -> _Side:
+        """The baseline's blocks."""
+        return _Side(self.ready.left, self.ready.layouts[0].axes)
+
+    @cached_property
+    def right(self) -> _Side:
+        """The target's."""
+        return _Side(self.ready.right, self.ready.layouts[1].axes)
