@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct, structs
@@ -22,8 +22,6 @@ from tapscope.errors import DataError
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
-
-Array = np.ndarray[Any, Any]
 
 
 class Look(Struct, frozen=True):

@@ -89,6 +89,8 @@ class Floor(Struct, frozen=True, gc=False):
 
     def lifted(self, by: Sequence[float]) -> "Floor":
         """Where rows may be off by that many times as much, at :data:`~.spread.QUANTILES`."""
+        if max(by) == 1.0:
+            return self
         *others, peak = self.limits[len(by) :]
         return Floor((*(error * more for error, more in zip(self.errors, by, strict=True)), *others, peak * by[-1]))
 

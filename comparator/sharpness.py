@@ -59,5 +59,7 @@ def _scatter(block: Block, at: Array) -> Array | None:
 
 def beyond(condition: float, sharp: Quantiles) -> Quantiles:
     """By how much more than by a condition the errors of such weights may grow."""
+    if not sharp:
+        return NO_LIFT
     found = tuple(max(1.0, one / condition) for one in sharp)
-    return found if max(found, default=1.0) > 1.0 else NO_LIFT
+    return found if max(found) > 1.0 else NO_LIFT
