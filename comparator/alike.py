@@ -1,12 +1,12 @@
 """Alike: pairs of one form whose tensors are single records as they lie.
 
-Their rows meet at the same places, so that the rows of all such pairs whose bytes are in the same two files are one
-strip, which is compared in one go.
+Their rows meet at the same places, so that the rows of all such pairs are one strip for every two files that hold them,
+and compared in one go.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -81,23 +81,26 @@ class Alike(Struct, frozen=True, eq=False):
         met = ((left[part.join.baseline], right[part.join.target]) for part in self.parts)
         return any(one is not None and two is not None and int(one, 16) == int(two, 16) for one, two in met)
 
-    def files(self, pair: Pair) -> tuple[str, ...]:
-        """The files of both sides' first firings."""
-        sides = (pair.baseline, pair.target)
-        return tuple([side.first.entry.file for side in sides if side is not None and side.first.entry is not None])
-
-    def strip(self, pairs: Sequence[Pair]) -> Strip | None:
-        """The rows of pairs that :meth:`fits`, one pair after the other; None where their bytes lie in several files or
-        not where they should, which is said of each alone."""
-        found = []
-        for side, all_series in zip(
-            self.sides, zip(*((p.baseline, p.target) for p in pairs), strict=True), strict=True
-        ):
-            if (rows := _rows(side, [series for series in all_series if series is not None])) is None:
-                return None
-            found.append(rows)
-        (one, left), (two, right) = found
-        return Strip(one, two, left, right)
+    def strips(self, pairs: Sequence[Pair]) -> tuple[list[Strip], Array | None] | None:
+        """The rows of pairs that :meth:`fits`: a strip for each file that those of either side are in, and which row
+        each is if all pairs' are counted one after the other, None where they are in that order. None where bytes do
+        not lie where they should, which is said of each pair alone."""
+        series = zip(*((p.baseline, p.target) for p in pairs), strict=True)
+        found = [_rows(side, [one for one in mine if one]) for side, mine in zip(self.sides, series, strict=True)]
+        left, right = found
+        if left is None or right is None:
+            return None
+        num = len(right.files)
+        if len(left.files) == num == 1:
+            return [Strip(left.files[0], right.files[0], left.first, right.first)], None
+        both = left.file * num + right.file
+        places = [np.flatnonzero(both == key) for key in np.unique(both)]
+        keys = [divmod(int(both[at[0]]), num) for at in places]
+        strips = [
+            Strip(left.files[one], right.files[two], left.first[at], right.first[at])
+            for (one, two), at in zip(keys, places, strict=True)
+        ]
+        return strips, np.concatenate(places)
 
 
 def alike_of(ready: Prepared) -> Alike | None:
@@ -135,21 +138,39 @@ def _side(wholes: Sequence[Whole], layout: Layout, picked: Sequence[tuple[int, R
     return _Side(wholes[0].run, records[0].key.rank, dtype, nbytes, width, counts, firing, np.concatenate(rows) * width)
 
 
-def _rows(side: _Side, series: Sequence[Series]) -> tuple[Array, Array] | None:
-    """(every row of the file's bytes that begins at an element, overlapping; those that are meant)."""
+class _Rows(NamedTuple):
+    """The rows of some pairs' tensors."""
+
+    files: list[Array]
+    """Every row of a file's bytes that begins at an element; they overlap."""
+    file: Array
+    """[rows]: which of these each row is in."""
+    first: Array
+    """[rows]: which it is."""
+
+
+def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
     records = [firing.records[0] for one in series for firing in one.firings]
     entries = [record.entry for record in records if record.entry is not None]
-    if [entry.nbytes for entry in entries] != side.nbytes * len(series) or len({entry.file for entry in entries}) > 1:
-        return None
     offsets, size = np.array([entry.offset for entry in entries]), side.dtype.itemsize
-    if offsets.min() < 0 or (offsets % size).any():
+    if [entry.nbytes for entry in entries] != side.nbytes * len(series) or offsets.min() < 0 or (offsets % size).any():
         return None
+    last: dict[str, tuple[int, int]] = {}  # of each file the record that ends last
+    for i, entry in enumerate(entries):
+        end = entry.offset + entry.nbytes
+        if end > last.get(entry.file, (0, 0))[0]:
+            last[entry.file] = end, i
     try:
-        data = side.run.file(records[0], max(entry.offset + entry.nbytes for entry in entries))
+        data = [side.run.file(records[i], end) for end, i in last.values()]
     except DataError:
         return None
-    if data is None:
+    found = [one for one in data if one is not None]
+    if len(found) < len(data):
         return None
-    every = np.ndarray((data.nbytes // size - side.width + 1, side.width), side.dtype, data, 0, (size, size))
+    files = [
+        np.ndarray(((d.nbytes // size) - side.width + 1, side.width), side.dtype, d, 0, (size, size)) for d in found
+    ]
+    place = {name: i for i, name in enumerate(last)}
+    file = np.array([place[entry.file] for entry in entries]) if len(files) > 1 else np.zeros(len(entries), np.int64)
     first = (offsets // size).reshape(len(series), -1)[:, side.firing] + side.element
-    return every, first.reshape(-1)
+    return _Rows(files, file.reshape(len(series), -1)[:, side.firing].reshape(-1), first.reshape(-1))

@@ -39,6 +39,8 @@ class JoinedRows:
         self._strips: list[Strip] = []
         self._waiting = 0
         """Rows of these."""
+        self._moved: list[tuple[int, Array]] = []
+        """(first of some of these rows, which of them comes first, second, …)."""
         self._done: list[Compared] = []
         self.ranks: list[int | None] = []
         """The rank that alone holds the target's columns, strip by strip."""
@@ -63,12 +65,15 @@ class JoinedRows:
         self.num_rows += num
         return num
 
-    def add_strip(self, strip: Strip, rank: int) -> None:
-        """Add the rows of a strip, each of which it holds whole; ``rank`` is the target's."""
-        self._strips.append(strip._replace(row=self._waiting))
-        self.ranks.append(rank)
-        self._waiting += strip.num_rows
-        self.num_rows += strip.num_rows
+    def add_strips(self, strips: Sequence[Strip], order: Array | None, rank: int) -> None:
+        """Add rows that strips hold whole; ``order`` says which of them all each is, ``rank`` is the target's."""
+        if order is not None:
+            self._moved.append((self._waiting, np.argsort(order)))
+        for strip in strips:
+            self._strips.append(strip._replace(row=self._waiting))
+            self.ranks.append(rank)
+            self._waiting += strip.num_rows
+            self.num_rows += strip.num_rows
 
     def _copied(self, both: list[tuple[int, Columns, Columns]], join: Join, num: int, *, masks: bool) -> Compared:
         """A join that is copied to be compared, so many elements at a time."""
@@ -90,8 +95,12 @@ class JoinedRows:
         if self._strips:
             found = compare_strips(self._strips, self._waiting, atol=self._atol, rtol=self._rtol)
             found.strip[:] += len(self.ranks) - len(self._strips)
+            for start, order in self._moved:
+                here = slice(start, start + len(order))
+                for values in (found.rows.floats, found.rows.integers, found.at_worst, found.strip):
+                    values[..., here] = values[..., here][..., order]
             self._done.append(found)
-        self._strips, self._waiting = [], 0
+        self._strips, self._waiting, self._moved = [], 0, []
 
     def compared(self) -> Compared:
         """What was added, in that order."""

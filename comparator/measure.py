@@ -153,9 +153,9 @@ def measure_all(pairs: Sequence[Opened], tolerance: tuple[float, float] = (0.0, 
     sections: list[tuple[int, _Begun | WidthError | DataError]] = []
     bounds = [0]
     for alike, group in _gathered(pairs):
-        strip = None if alike is None else alike.strip([pair for i in group if (pair := pairs[i].pair)])
-        if alike is not None and strip is not None:
-            joined.add_strip(strip, alike.rank)
+        found = None if alike is None else alike.strips([pair for i in group if (pair := pairs[i].pair)])
+        if alike is not None and found is not None:
+            joined.add_strips(*found, alike.rank)
             bounds += range(bounds[-1] + alike.num_rows, joined.num_rows + 1, alike.num_rows)
             sections += zip(group, repeat(_Begun(alike.parts, 0, alike.width)))
             continue
@@ -169,9 +169,7 @@ def _gathered(pairs: Sequence[Opened]) -> Iterator[tuple[Alike | None, list[int]
     """(what they have in common, places of the pairs), those together that may be one strip."""
     groups: dict[object, list[int]] = {}
     for i, one in enumerate(pairs):
-        groups.setdefault(
-            i if one.alike is None else (id(one.alike), one.pair and one.alike.files(one.pair)), []
-        ).append(i)
+        groups.setdefault((i, 0) if one.alike is None else (0, id(one.alike)), []).append(i)
     for group in groups.values():
         yield pairs[group[0]].alike, group
 

@@ -81,15 +81,17 @@ def changed(values: np.ndarray[Any, Any], what: str, rng: np.random.Generator) -
     st.sampled_from(DTYPES),
     st.sampled_from([(5, 4), (9, 6), (2, 1)]),
     st.integers(1, 3),
+    st.sampled_from([600, 1 << 27]),
 )
 @settings(max_examples=25, deadline=None)
 @np.errstate(all="ignore")
 def test_pairs_measured_together_are_found_as_each_alone(
-    sites: list[tuple[str, int]], kinds: tuple[str, str], shape: tuple[int, int], steps: int
+    sites: list[tuple[str, int]], kinds: tuple[str, str], shape: tuple[int, int], steps: int, segment_bytes: int
 ) -> None:
     rng, rows = np.random.default_rng(len(sites)), shape[0]
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         with RunFactory(Path(folder, "b")) as base, RunFactory(Path(folder, "t")) as target:
+            base.writers[0]._segment_bytes = segment_bytes  # in several files, or one
             for step in range(steps):
                 for run in (base, target):
                     told = [RowRun("0", step * rows, rows, 0, 0)]
