@@ -1,7 +1,7 @@
 """Candidates: the dims that could be meant for a site, from its axes and from where its ranks stand."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 from math import prod
 
 from msgspec import structs
@@ -14,6 +14,9 @@ from tapscope.errors import DimsError
 
 _HEADS_PER_KEY = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 """Query heads for each key head, as models have them."""
+_MOST_TURNED = 3
+"""Axes up to which other orders of them are tried."""
+_PARAMETER = "o i"
 _NOT_FEATURES = (("1",), ("t",), ("b",), ("s",))
 
 
@@ -36,6 +39,30 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
                     num = len({place.get(over[0]) for place in places})
                     yield from _query_key_value(start, base, series.first.shape, Shard(over[0]), num)
         yield from _cropped(base, other)
+
+
+def turned_candidates(
+    series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
+) -> Iterator[tuple[Dims, str | None]]:
+    """(dims with the axes in another order than the other side has them, the other side's where it states none)."""
+    ndim = len(series.first.shape)
+    theirs = _parsed(other, ndim)
+    if not 1 < ndim <= _MOST_TURNED or len(other.first.shape) != ndim or _parsed(series, ndim) is not None:
+        return
+    names = _PARAMETER if ":param[" in series.site and ndim == 2 else _USUAL[ndim][0]
+    base = Dims(tuple(map(_unsharded, theirs.dims))) if theirs is not None else parse(names)
+    for order in permutations(range(ndim)):
+        if order != tuple(range(ndim)):
+            mine = Dims(tuple(base.dims[i] for i in order))
+            for made in candidates(_stated(series, mine), other, places, axes) if len(places) > 1 else (mine,):
+                yield made, str(base) if theirs is None else None
+
+
+def _stated(series: Series, dims: Dims) -> Series:
+    """The series as if its first record had these dims."""
+    first = series.firings[0]
+    records = tuple(record._replace(dims=str(dims)) for record in first.records)
+    return structs.replace(series, firings=(structs.replace(first, records=records),))
 
 
 def fused_candidates(

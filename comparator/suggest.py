@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import islice
 
 from msgspec import Struct, field, structs
@@ -9,13 +10,13 @@ from msgspec import Struct, field, structs
 from tapscope.axes import STAGES, Dims
 from tapscope.comparator.align import Join, Plan
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.candidates import candidates, fused_candidates
+from tapscope.comparator.candidates import candidates, fused_candidates, turned_candidates
 from tapscope.comparator.fused import annotated
 from tapscope.comparator.hints import Hints
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Opened, WidthError, measure
 from tapscope.comparator.pieces import leaves
-from tapscope.comparator.places import active
+from tapscope.comparator.places import Coords, active
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.recipe import Part
 from tapscope.comparator.replicas import check_replicas
@@ -104,15 +105,32 @@ class Suggester(Struct):
         unread = [t.dims for t in found if math.isnan(t.error)]
         if unread:
             return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{every}=...'"
+        if said := self._try_turned(pair, side, series, other, places, axes):
+            return said
         over = " and ".join(axes)
         return f"no sharding, sum or replication over {over} gives the {_other(name)}'s values" if axes else ""
 
-    def _measured(self, pair: Pair, side: int, dims: Dims) -> _Tried | None:
-        """None where the dims cannot lay the pair's sides over each other."""
+    def _try_turned(
+        self, pair: Pair, side: int, series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
+    ) -> str:
+        """With the axes in another order; as names tell which is which, both sides need them."""
+        if series.recipe is not None or other.recipe is not None:
+            return ""
+        names = ("baseline", "target")[side], ("baseline", "target")[1 - side]
+        for dims, theirs in islice(turned_candidates(series, other, places, axes), _MOST):
+            tried = self._measured(pair, side, dims, theirs)
+            if tried is not None and tried.error <= AGREES:
+                flag = f"--dims '{names[0]}:{_LAYER.sub('*', series.site)}={tried.dims}'"
+                flag += f" --dims '{names[1]}:{_LAYER.sub('*', other.site)}={theirs}'" if theirs else ""
+                return f"its axes lie in another order, '{tried.dims}' would fit ({_said(tried.error)}): {flag}"
+        return ""
+
+    def _measured(self, pair: Pair, side: int, dims: Dims, theirs: str | None = None) -> _Tried | None:
+        """None where the dims, with ``theirs`` of the other side, cannot lay the pair's sides over each other."""
         text = str(dims)
         hints = Hints(mesh=self.preparer.places[side].sizes)
         changed = [
-            _first_with(one, text if i == side else None, hints) for i, one in enumerate((pair.baseline, pair.target))
+            _first_with(one, text if i == side else theirs, hints) for i, one in enumerate((pair.baseline, pair.target))
         ]
         try:
             ready = self.preparer.prepare(structs.replace(pair, baseline=changed[0], target=changed[1]))

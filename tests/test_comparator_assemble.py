@@ -1,5 +1,6 @@
 """Shards are put back together by dims and mesh, and what no dims explain is said."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.comparator import Finding, Verdict, compare
+from tapscope.comparator import CompareOptions, Finding, Verdict, compare
+from tapscope.comparator.overrides import parse_dims
 from tapscope.comparator.report.answer import answer
 from tapscope.dims import parse
 from tapscope.observe import RowRun
@@ -294,3 +296,35 @@ def test_advice_knows_which_axes_tell_the_ranks_apart(tmp_path: Path) -> None:
     parts = deal(whole, parse("t[attn_dp] h[attn_tp]"), mesh)
     found = finding(tmp_path, whole, parts, None, mesh)
     assert "'t[attn_dp] h[attn_tp]' would fit (equal values)" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("site", "axis", "num_ranks", "truth"),
+    [
+        ("layers.0.mlp.up_proj:param[weight]", 1, 2, "i o[tp]"),
+        ("layers.0.mlp.up_proj:param[weight]", 0, 2, "i[tp] o"),
+        ("layers.0.mlp.up_proj:param[weight]", 0, 1, "i o"),
+        ("layers.0.mlp.up_proj:out", 0, 2, "h[tp] t"),
+    ],
+)
+def test_shards_that_fit_once_they_are_transposed_are_told_both_annotations(
+    tmp_path: Path, site: str, axis: int, num_ranks: int, truth: str
+) -> None:
+    whole = values(ROWS + 1, 12)
+    with RunFactory(tmp_path / "b") as run:
+        run.step()
+        run.put("norm:out", whole)
+        run.put(site, whole)
+    with RunFactory(tmp_path / "t", mesh={"tp": num_ranks}) as run:
+        run.step()
+        run.put("norm:out", whole)
+        run.put(site, dict(enumerate(np.array_split(whole.T, num_ranks, axis))))
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = compare(one, two).findings[1]
+        assert found.verdict is Verdict.SHAPE
+        (note,) = found.notes
+        assert f"its axes lie in another order, '{truth}' would fit (equal values)" in note
+        flags = shlex.split(note[note.index("--dims") :])
+        dims = tuple(map(parse_dims, flags[1::2]))
+        found = compare(one, two, CompareOptions(dims=dims)).findings[1]
+    assert found.verdict is Verdict.SAME
