@@ -14,7 +14,7 @@ MAX_THREADS = 4
 """More would only wait for each other: what is not measuring holds the GIL."""
 LARGE = 1 << 19
 """Bytes of a firing from which on its pair is given to a thread; for a smaller one that costs more than it gains."""
-MAX_BATCH = 256
+MAX_BATCH = 1024
 """Pairs that are measured together."""
 
 
