@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from tapscope.comparator.examined import Examined
+from tapscope.comparator.floor import CONDITION
 from tapscope.comparator.gradients import (
     cancellation,
     difference,
@@ -16,7 +17,9 @@ from tapscope.comparator.gradients import (
     stretch,
 )
 from tapscope.comparator.graph import Graph
-from tapscope.comparator.spread import Spread
+from tapscope.comparator.lifts import NO_LIFT
+from tapscope.comparator.sharpness import beyond
+from tapscope.comparator.spread import Quantiles, Spread
 
 
 class Backward:
@@ -27,6 +30,7 @@ class Backward:
         self._examined, self._graph, self._spreads = examined, graph, spreads
         self._losses = losses(graph)
         self._effects = effects(graph, [one.size for one in examined])
+        self._sharp = _sharpest(examined, graph) if any(graph.is_backward) else {}
 
     def loss(self, node: int) -> Spread | None:
         """What a loss hands on to the first of the gradients; None to any other node."""
@@ -46,7 +50,10 @@ class Backward:
         found = [] if loss is None else [loss]
         if self._graph.nodes[node].is_summed:
             found += map(of_head, filter(None, map(self._loss_at, self._graph.inputs(node).nodes)))
-        return [*found, *of_values(self._graph, self._spreads, node), *flushes(names, own)]
+        values = of_values(self._graph, self._spreads, node)
+        if (sharp := self._sharp.get(self._graph.enclosing(node))) is not None:
+            values = [spread.lifted(sharp) for spread in values]
+        return [*found, *values, *flushes(names, own)]
 
     def stretch(self, node: int, inputs: Sequence[Spread]) -> float:
         """How much worse the condition of single rows may be: of any size where a sum goes over other tokens."""
@@ -63,3 +70,15 @@ class Backward:
         """See :func:`.gradients.cancellation`."""
         origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].is_backward)
         return cancellation(self._examined[node].size, [self._examined[i].size for i in origins])
+
+
+def _sharpest(examined: Sequence[Examined], graph: Graph) -> dict[str, Quantiles]:
+    """Modules that make attention weights -> by how much more than usual an error of what they are given is one of the
+    weights: so are the gradients off that come back through these."""
+    found: dict[str, Quantiles] = {}
+    for node, one in enumerate(examined):
+        more = beyond(CONDITION, one.sharpness)
+        if more is not NO_LIFT and not graph.is_backward[node]:
+            for path in (graph.nodes[node].path, graph.enclosing(node)):
+                found[path] = tuple(map(max, more, found.get(path, more)))
+    return found

@@ -8,6 +8,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.absent import absent_gradients
 from tapscope.comparator.closeup import Closeup, closeup
+from tapscope.comparator.coarse import with_coarse
 from tapscope.comparator.coverage import cover
 from tapscope.comparator.damage import Damage, look, with_damage
 from tapscope.comparator.finding import Finding
@@ -123,6 +124,7 @@ def _judge(
         judge = Judge(seen.examined, seen.sites, standards)
         found = judge.findings()
     found = with_identities(found, seen.examined, seen.examiner.preparer)
+    found = with_coarse(found, seen.examined, seen.examiner.preparer)
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     placed = [_placed(each, seen) for each in divergences]
     if not placed:

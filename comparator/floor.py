@@ -50,6 +50,9 @@ single channels to several times the rest."""
 PEAK_UNKNOWN = EXTREME
 """The same where nobody knows what was computed: a product with another activation lifts single elements by as much as
 that one's largest stands out, in a row of a million normal ones."""
+STORED = 2.0**-4
+"""Epsilon from which on a format is one to keep values in: they are computed in 16 bits or more and rounded to it once,
+by half a step on each side and no further; no module makes more of that."""
 NARROW = 5
 """Rows of fewer elements than this are as unlike each other as a few normal numbers: see :func:`_narrow`."""
 CHANNEL = 4.0
@@ -154,7 +157,10 @@ def local_floor(
     if stretch != 1.0:
         errors[1:] = [stretch * error for error in errors[1:]]
     element = min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), 2.0 * limit)
-    peak = (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition * math.hypot(inputs.peak, EXTREME * base, worst)
+    lifts = (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition
+    peak = lifts * math.hypot(inputs.peak, EXTREME * base, worst)
+    if eps >= STORED:
+        peak = min(peak, lifts * math.hypot(inputs.peak, EXTREME * unit(*("bfloat16",) * 2, 1), worst) + eps)
     return Floor(
         (
             *_rising(errors, limit, max(tail_limit, limit * _narrow(spread))),

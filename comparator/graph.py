@@ -108,6 +108,10 @@ class Graph:
             return (node.path.removesuffix(PARTIAL),)
         return (self._enclosing(node.path),)
 
+    def enclosing(self, index: int) -> str:
+        """The nearest called module around that of the node."""
+        return self._enclosing(self.nodes[index].path)
+
     def value_of(self, index: int) -> int | None:
         """The value that a gradient is beside; None for a value, or where it was not compared."""
         node = self.nodes[index]

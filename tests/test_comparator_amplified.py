@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from factories import RunFactory
@@ -148,3 +149,49 @@ def test_the_gradient_of_a_cast_copy_is_not_that_of_the_tensor(tmp_path: Path, c
     report, found = diff(tmp_path)
     assert ("layers.0.norm:in[hidden_states].grad" in found) is not casts
     assert report.exit_code == (0 if casts else 1)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("float8_e4m3fn", 1), ("float8_e4m3fn", ROWS), ("float8_e5m2", 1)])
+def test_rows_on_the_grid_of_an_8_bit_format_were_cast_through_it(tmp_path: Path, name: str, rows: int) -> None:
+    """The error alone is within the floor, which a noisy input makes wide."""
+    x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH)
+    noise = 1.0 + 0.012 * np.random.default_rng(2).standard_normal((2, *x.shape))
+    cast = (y * noise[1]).astype(ml_dtypes.bfloat16)
+    cast[:rows] = y[:rows].astype(getattr(ml_dtypes, name)).astype(ml_dtypes.bfloat16)
+    for at, given, made in (("b", x, y), ("t", (x * noise[0]).astype(ml_dtypes.bfloat16), cast)):
+        sites = {"layers.0.attn:in[hidden_states]": given, "layers.0.attn.o_proj:in[input]": made}
+        write(tmp_path / at, sites)
+    report, found = diff(tmp_path)
+    assert report.first_divergence is not None
+    finding = found["layers.0.attn.o_proj:in[input]"]
+    assert (finding.verdict, finding.test) == (Verdict.DIFFERS, "grid")
+    assert ("a row holds" if rows == 1 else f"{rows} rows hold") in finding.notes[0]
+
+
+def test_numbers_that_are_small_or_coarse_on_both_sides_were_not_cast(tmp_path: Path) -> None:
+    """float16 has few bits left of what is next to nothing, and some values are whole numbers by nature."""
+    x = normal(ROWS, WIDTH)
+    tiny, counts = x * 3e-7, np.round(x * 3).astype(np.float32)
+    for at, cast in (("b", np.float32), ("t", np.float16)):
+        sites = {"layers.0.mlp:out": (x * tiny).astype(cast), "layers.0.counts:out": (counts * 0.5).astype(cast)}
+        write(tmp_path / at, {"layers.0.mlp:in[x]": tiny.astype(cast), **sites})
+    _, found = diff(tmp_path)
+    assert all(finding.test != "grid" for finding in found.values())
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_one_element_of_an_8_bit_tensor_is_not_lost_in_its_rounding(tmp_path: Path, steps: int) -> None:
+    """Rounding moves any element by a step; eight of them are twice as much or half."""
+    x = normal(ROWS, WIDTH)
+    kept = {name: noisy(x, error, 4) for name, error in (("b", 0.0), ("t", 5e-7))}
+    for name, values in kept.items():
+        out = values.astype(ml_dtypes.float8_e4m3fn)
+        if name == "t":
+            row, column = np.unravel_index(np.argsort(np.abs(values), axis=None)[-ROWS], values.shape)
+            bits = out.view(np.uint8)
+            bits[row, column] -= steps
+        write(tmp_path / name, {"layers.0.cache:in[x]": values, "layers.0.cache:out": out})
+    report, found = diff(tmp_path)
+    assert found["layers.0.cache:in[x]"].verdict is Verdict.CLOSE
+    assert found["layers.0.cache:out"].verdict is (Verdict.DIFFERS if steps > 1 else Verdict.CLOSE)
+    assert report.exit_code == (1 if steps > 1 else 0)
