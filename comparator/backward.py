@@ -50,10 +50,12 @@ class Backward:
         found = [] if loss is None else [loss]
         if self._graph.nodes[node].is_summed:
             found += map(of_head, filter(None, map(self._loss_at, self._graph.inputs(node).nodes)))
-        values = of_values(self._graph, self._spreads, node)
-        if (sharp := self._sharp.get(self._graph.enclosing(node))) is not None:
-            values = [spread.lifted(sharp) for spread in values]
-        return [*found, *values, *flushes(names, own)]
+        return [*found, *of_values(self._graph, self._spreads, node), *flushes(names, own)]
+
+    def sharpened(self, node: int, beside: Sequence[Spread]) -> Sequence[Spread]:
+        """What goes in :meth:`beside`, of a gradient that comes back through sharp attention weights."""
+        sharp = self._sharp.get(self._graph.enclosing(node)) if beside else None
+        return beside if sharp is None else [spread.lifted(sharp) for spread in beside]
 
     def stretch(self, node: int, inputs: Sequence[Spread]) -> float:
         """How much worse the condition of single rows may be: of any size where a sum goes over other tokens."""

@@ -14,6 +14,7 @@ from tapscope.comparator.damage import Damage, look, with_damage
 from tapscope.comparator.finding import Finding
 from tapscope.comparator.identities import with_identities
 from tapscope.comparator.judge import Judge, Standards
+from tapscope.comparator.lifts import unmet
 from tapscope.comparator.localise import Divergence, localise
 from tapscope.comparator.mapfile import MapFile
 from tapscope.comparator.models import check_models
@@ -114,7 +115,10 @@ def _judge(
     """What was judged in the end, and what came of it."""
     runs = seen.examiner.preparer.baseline, seen.examiner.preparer.target
     absent = absent_gradients(seen.examined, runs)
-    standards = Standards(tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips, absent=absent)
+    around = unmet(seen.everything, seen.examiner.norms)
+    standards = Standards(
+        tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips, unmet=around, absent=absent
+    )
     raw, seen = seen, seen.without_moved_rows()
     judge = Judge(seen.examined, seen.sites, standards)
     found = judge.findings()

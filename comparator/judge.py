@@ -31,6 +31,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """A floor that was measured."""
     flips: Mapping[str, Flip] = field(default_factory=dict)
     """Integers that rounding may explain, by site."""
+    unmet: frozenset[str] = frozenset()
+    """Modules with a norm inside that was not compared, see :func:`.lifts.unmet`."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Gradients that one run lacks and should have (:mod:`.absent`), by site, with what to say of it."""
 
@@ -55,7 +57,7 @@ class Judge:
         params = [params_of(one, sites) for one in ours]
         self.graph = Graph([_node(one, bool(own), sites) for one, own in zip(ours, params, strict=True)])
         self.inputs: list[Inputs] = self.graph.all_inputs
-        self._rounding = Rounding(ours, self.graph, params)
+        self._rounding = Rounding(ours, self.graph, params, self._standards.unmet)
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
 

@@ -20,7 +20,7 @@ from tapscope.comparator.graph import Graph
 from tapscope.comparator.spread import QUANTILES, Quantiles, Spread
 from tapscope.index import SiteInfo
 from tapscope.kernels.native import RowMeasures
-from tapscope.kernels.native.overview import median, quantiles
+from tapscope.kernels.native.overview import SMALL_ROW, median, quantiles
 
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _MOST = 10.0
@@ -48,6 +48,17 @@ def own_errors(rows: RowMeasures) -> Quantiles:
     return quantiles(np.minimum(np.divide(parts, wholes, out=most.copy(), where=wholes > 0.0), _MOST), QUANTILES)
 
 
+def unmet(everything: Sequence[Examined], norms: Collection[str]) -> frozenset[str]:
+    """Modules with a norm inside that both runs recorded, and whose rows do not meet: heads of all tokens in a batch
+    that is not the other's."""
+    found = set()
+    for one in everything:
+        path, _, port = one.site.rpartition(":")
+        if one.apart and one.baseline and one.target and path in norms and port.startswith("out"):
+            found.add(path.rpartition(".")[0])
+    return frozenset(found)
+
+
 def stands_out(errors: Quantiles) -> bool:
     """Whether the worst rows are far off beside the typical one."""
     return errors[-1] > _STANDS_OUT * errors[0]
@@ -61,6 +72,10 @@ def even_errors(rows: RowMeasures, errors: Quantiles) -> Quantiles:
         return ()
     found = quantiles(parts / np.maximum(wholes, typical), QUANTILES)
     return errors[0], *(max(errors[0], error) for error in found[1:])
+
+
+UNMET = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
+"""The same of a norm that was not compared: it lifts whatever is less than what errors are measured beside at least."""
 
 
 class Lifts:

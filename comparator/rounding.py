@@ -24,9 +24,9 @@ from tapscope.comparator.floor import (
 )
 from tapscope.comparator.gradients import drowned, shared_gain, spilled, underflow
 from tapscope.comparator.graph import Graph
-from tapscope.comparator.lifts import NO_LIFT, Lifts
+from tapscope.comparator.lifts import NO_LIFT, UNMET, Lifts
 from tapscope.comparator.sharpness import beyond
-from tapscope.comparator.spread import NOTHING, Largest, Spread, given, largest, largest_of
+from tapscope.comparator.spread import NOTHING, Largest, Quantiles, Spread, given, largest, largest_of
 from tapscope.comparator.trained import STATE, Judged, Trained
 from tapscope.comparator.widths import Params, reduction_of
 
@@ -62,8 +62,16 @@ class _Case(Struct, frozen=True, gc=False):
 class Rounding:
     """The model of one comparison: floors depend on inputs and on the same site in other layers."""
 
-    def __init__(self, examined: Sequence[Examined], graph: Graph, params: Sequence[Params]) -> None:
-        """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules."""
+    def __init__(
+        self,
+        examined: Sequence[Examined],
+        graph: Graph,
+        params: Sequence[Params],
+        unmet: frozenset[str] = frozenset(),
+    ) -> None:
+        """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules; ``unmet`` is of
+        :func:`.lifts.unmet`."""
+        self._unmet = unmet
         self._examined, self._graph, self._params = examined, graph, params
         self._names = [self._coarsest(node) for node in range(len(examined))]
         """The dtypes each was computed in."""
@@ -112,8 +120,8 @@ class Rounding:
         case = self._cases[node]
         assert case is not None
         is_back, is_sum = self._graph.is_backward[node], self._graph.nodes[node].is_summed
-        sharp = NO_LIFT if is_back else beyond(CONDITION, self._examined[node].sharpness)
-        lifts = self._lifts.of(node) if sharp is NO_LIFT else sharp
+        unseen = NO_LIFT if is_back else self._unseen(node)
+        lifts = self._lifts.of(node) if unseen is NO_LIFT else unseen
         tail_limit = math.inf if is_back or lifts is not NO_LIFT else 0.0
         whole = path_floor(
             case.modelled, case.spread, case.base, case.eps, limit=case.limit, tail_limit=tail_limit
@@ -136,12 +144,13 @@ class Rounding:
             sums_rows=is_sum,
             limit=case.limit,
             tail_limit=0.0 if lifts is NO_LIFT else math.inf,
-        ).lifted(sharp)
+        ).lifted(unseen)
         if is_sum:
             whole = whole.of_sum(summed_gain(case.given), case.spread.num_rows)
         if not (case.is_behind_flips or is_behind_culprit or is_back):
             return local, local.smaller(whole)
         wide, is_bounded = self._wide(node, case, condition, mixes=mixes)
+        wide = wide.lifted(unseen)
         if case.is_behind_flips or not is_bounded:
             return wide, wide
         if is_back and mixes:
@@ -168,6 +177,7 @@ class Rounding:
         is_vector = this.is_summed and len(shape) == 1
         cancels = self._backward.cancellation(node) if is_vector else 1.0
         given = max((s.errors[-1] for s in inputs), default=0.0)
+        is_open = (this.is_backward and self._graph.inputs(node).how != "same") or self._lifts.of(node) is not NO_LIFT
         turned = min(_MOVED, condition * given) if case.is_behind_flips else 0.0
         found = local_floor(
             largest(inputs),
@@ -179,10 +189,16 @@ class Rounding:
             sums_rows=this.is_summed,
             limit=max(case.limit, _MOVED * cancels * given, turned),
             # A large row's error is many times a small row that it is added to, and small rows are differences.
-            tail_limit=math.inf if this.is_backward and self._graph.inputs(node).how != "same" else 0.0,
+            tail_limit=math.inf if is_open else 0.0,
             stretch=self._backward.stretch(node, self._inputs(node)),
         )
         return found.scaled(shared_gain(case.spread) if this.is_backward and mixes else 0.0), cancels == 1.0
+
+    def _unseen(self, node: int) -> Quantiles:
+        """By how much more than usual a function that nobody saw may enlarge errors: a softmax, or with a norm in it
+        that was recorded and not compared."""
+        is_around = self._graph.inputs(node).how == "around" and self._graph.enclosing(node) in self._unmet
+        return UNMET if is_around else beyond(CONDITION, self._examined[node].sharpness)
 
     def _keeps_rows(self, node: int) -> bool:
         """Whether each row is made of the same row of what went in."""
@@ -194,7 +210,7 @@ class Rounding:
         if self._graph.nodes[node].is_trained:
             return (self._trained.updated(node),)
         found = tuple(s for s in map(self._lifts.handed.__getitem__, self._graph.inputs(node).nodes) if s is not None)
-        return *found, *self._besides[node]
+        return *found, *self._backward.sharpened(node, self._besides[node])
 
     def _case(self, node: int) -> _Case | None:
         one = self._examined[node]
