@@ -50,8 +50,11 @@ class Flip(Struct, frozen=True):
     """Whether it excuses nothing and only says why nothing could."""
 
 
-def explain_flips(examined: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
-    """Site -> explanation, for the sites whose unequal integers all have one."""
+def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
+    """Site -> explanation, for the sites whose unequal integers all have one; of ``everything`` those that do not meet
+    may still hold a bias."""
+    examined = [one for one in everything if not one.apart]
+    vectors = [one for one in everything if one.baseline is not None and len(one.baseline.shape) == 1]
     found: dict[str, Flip] = {}
     seen: dict[object, str] = {}
     for i, one in enumerate(examined):
@@ -61,13 +64,13 @@ def explain_flips(examined: Sequence[Examined], preparer: Preparer) -> Mapping[s
             continue
         same = identity(one.pair.baseline), identity(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
-        flip = found.get(first) or _flip(examined, i, preparer)
+        flip = found.get(first) or _flip(examined, i, preparer, vectors)
         if flip is not None:
             found[one.site] = flip
     return found
 
 
-def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip | None:
+def _flip(examined: Sequence[Examined], index: int, preparer: Preparer, vectors: Sequence[Examined]) -> Flip | None:
     one = examined[index]
     rows = rows_of(preparer, one) if one.is_exact else masked(preparer, one)
     if rows is None:
@@ -92,7 +95,7 @@ def _flip(examined: Sequence[Examined], index: int, preparer: Preparer) -> Flip 
             return _turned(f"{count} unequal, each {said} {scores.site} {_CLOSE}", scores, rows)
         if not (beside.baseline != beside.target).any(1).all() or not _are_chosen_by_more(preparer, one, scores):
             continue
-        if rule := _same_rule(preparer, rows, beside, (one, scores, _bias_of(examined, scores))):
+        if rule := _same_rule(preparer, rows, beside, (one, scores, _bias_of(vectors, one, scores))):
             return _turned(f"{count} unequal, each is {rule}, which are off by no more than rounding", scores, rows)
         doubt = doubt or Flip(f"{_BY_MORE} {scores.site}, which was not recorded: {_NOT_TOLD}", is_doubt=True)
     return doubt
@@ -105,13 +108,16 @@ def _turned(sentence: str, scores: Examined, rows: Rows) -> Flip:
     return Flip(sentence, scores.site, _moved(rows), frozenset(rows.pairs.tolist()), rows.baseline.shape[1])
 
 
-def _bias_of(examined: Sequence[Examined], scores: Examined) -> Examined | None:
-    """The vector beside the scores that their module holds: a number for each."""
-    path, width = _path(scores), scores.baseline.shape[-1:] if scores.baseline is not None else ()
-    for one in examined:
-        is_vector = one.baseline is not None and one.target is not None and one.baseline.shape == width
-        if is_vector and _path(one) == path and one.site.rpartition(":")[2].startswith("buffer["):
-            return one
+def _bias_of(vectors: Sequence[Examined], one: Examined, scores: Examined) -> Examined | None:
+    """The vector beside the scores, a number for each: their module holds it, or it is given to that module or to the
+    one that chooses."""
+    width = scores.baseline.shape[-1:] if scores.baseline is not None else ()
+    for each in vectors:
+        path, _, port = each.site.rpartition(":")
+        if each.baseline is None or each.target is None or each.is_exact or each.baseline.shape != width:
+            continue
+        if path in (_path(scores), _path(one)) and port.startswith(("buffer[", "in[")) and not port.endswith(".grad"):
+            return each
     return None
 
 

@@ -87,7 +87,7 @@ def see(
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
     everything = without_branches(_examine(examiner, pairs, progress))
-    flips = explain_flips([one for one in everything if not one.apart], examiner.preparer)
+    flips = explain_flips(everything, examiner.preparer)
     flips = {**implied_flips(everything, examiner.preparer), **flips}
     return Seen(everything, examiner, rows, sites, counts, objects, flips, notes, options)
 

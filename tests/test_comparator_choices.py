@@ -31,7 +31,12 @@ def chosen(logits: np.ndarray, bias: np.ndarray, groups: int = GROUPS, best: int
     return np.array(found)
 
 
-def write(path: Path, dtype: str, *, recorded: bool = True, bias: np.ndarray = BIAS, groups: int = GROUPS) -> None:
+HELD = "buffer[bias]"
+"""Where a bias is recorded: the router's own, as in DeepSeek-V3, or given to it, as in MiniMax-M2."""
+GIVEN = "in[e_score_correction_bias]"
+
+
+def write(path: Path, dtype: str, *, recorded: str = HELD, bias: np.ndarray = BIAS, groups: int = GROUPS) -> None:
     """One router over all rows; `bias` and `groups` are what it computes with, BIAS what its checkpoint holds."""
     hidden = HIDDEN.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else HIDDEN
     logits = hidden.astype(np.float32) @ ROUTER.T
@@ -43,7 +48,7 @@ def write(path: Path, dtype: str, *, recorded: bool = True, bias: np.ndarray = B
         run.put("layers.0.mlp.gate:out[0]", logits, dims="t e")
         run.put("layers.0.mlp.gate:out[2]", chosen(logits, bias, groups), dims="t k")
         if recorded:
-            run.put("layers.0.mlp.gate:buffer[bias]", BIAS)
+            run.put(f"layers.0.mlp.gate:{recorded}", BIAS)
 
 
 def diff(tmp_path: Path) -> tuple[Report, Finding]:
@@ -52,9 +57,10 @@ def diff(tmp_path: Path) -> tuple[Report, Finding]:
     return report, next(f for f in report.findings if f.site.endswith("gate:out[2]"))
 
 
-def test_choices_that_rounding_turned_follow_from_their_own_scores(tmp_path: Path) -> None:
-    write(tmp_path / "b", "float32")
-    write(tmp_path / "t", "bfloat16")
+@pytest.mark.parametrize("recorded", [HELD, GIVEN])
+def test_choices_that_rounding_turned_follow_from_their_own_scores(tmp_path: Path, recorded: str) -> None:
+    write(tmp_path / "b", "float32", recorded=recorded)
+    write(tmp_path / "t", "bfloat16", recorded=recorded)
     report, found = diff(tmp_path)
     assert found.verdict is Verdict.CLOSE
     assert found.numbers is not None
@@ -63,9 +69,9 @@ def test_choices_that_rounding_turned_follow_from_their_own_scores(tmp_path: Pat
     assert report.exit_code == 0
 
 
-@pytest.mark.parametrize("fault", [{"bias": 0 * BIAS}, {"groups": 1}, {"recorded": False}], ids=str)
+@pytest.mark.parametrize("fault", [{"bias": 0 * BIAS}, {"groups": 1}, {"recorded": ""}], ids=str)
 def test_another_rule_or_an_unknown_one_excuses_nothing(tmp_path: Path, fault: dict[str, object]) -> None:
-    write(tmp_path / "b", "float32", recorded="recorded" not in fault)
+    write(tmp_path / "b", "float32", recorded="" if "recorded" in fault else HELD)
     write(tmp_path / "t", "bfloat16", **fault)  # type: ignore[arg-type]
     report, found = diff(tmp_path)
     assert found.verdict is Verdict.DIFFERS

@@ -60,7 +60,7 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
                 _backward(model(**given).logits, call.ids, call.valid)
             else:
                 with torch.no_grad():
-                    cache = model(**given, past_key_values=cache).past_key_values
+                    cache = getattr(model(**given, past_key_values=cache), "past_key_values", None)
         model.zero_grad(set_to_none=True)
 
 
