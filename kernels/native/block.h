@@ -33,15 +33,14 @@ TS_TARGET TS_INLINE void add_pairs(const Sides& s, int64_t start, int64_t end, c
     for (int64_t i = start; i < end; i += kPair<A, B>) add_pair<A, B>(s.baseline + i * kA, s.target + i * kB, t, lanes);
 }
 
-// Elements that fill no pair of vectors, filled up with zeros, which add nothing.
+// Elements that fill no pair of vectors; the zeros after them add nothing.
 template <class A, class B, class L>
 TS_TARGET TS_INLINE void add_rest(const Sides& s, int64_t start, const Tolerance& t, L* lanes) {
     constexpr size_t kA = sizeof(typename A::Bits), kB = sizeof(typename B::Bits), kRoom = kPair<A, B>;
-    alignas(64) uint8_t a[kRoom * kA] = {}, b[kRoom * kB] = {};
     const size_t count = static_cast<size_t>(s.count - start), first = static_cast<size_t>(start);
-    std::memcpy(a, s.baseline + first * kA, count * kA);
-    std::memcpy(b, s.target + first * kB, count * kB);
-    add_pair<A, B>(a, b, t, lanes);
+    const Padded<kRoom * kA> a(s.baseline + first * kA, count * kA);
+    const Padded<kRoom * kB> b(s.target + first * kB, count * kB);
+    add_pair<A, B>(a.bytes, b.bytes, t, lanes);
 }
 
 template <class A, class B, class L>
@@ -107,32 +106,34 @@ TS_INLINE int64_t count_over(const Sides& s, const Tolerance& t) {
 }
 
 template <class A, class B, class Real>
-TS_TARGET TS_INLINE uint64_t lanes_at(const Sides& s, int64_t i, Real distance) {
-    constexpr int64_t kA = sizeof(typename A::Bits), kB = sizeof(typename B::Bits);
-    return lanes_equal(magnitude(widened<A>(s.baseline + i * kA) - widened<B>(s.target + i * kB)), distance);
+TS_TARGET TS_INLINE uint64_t lanes_at(const uint8_t* a, const uint8_t* b, Real distance) {
+    return lanes_equal(magnitude(widened<A>(a) - widened<B>(b)), distance);
 }
 
 // The first element of a stretch at the given distance, where some element there has it. No branch depends on where: a
 // wrong guess would keep the processor from loading what comes next.
 template <class A, class B, class Real>
 TS_TARGET TS_INLINE int64_t place_of(const Sides& s, int64_t start, Real distance) {
-    constexpr int64_t kEach = kLanes<Real>;
+    constexpr int64_t kEach = kLanes<Real>, kA = sizeof(typename A::Bits), kB = sizeof(typename B::Bits);
+    const uint8_t *a = s.baseline + start * kA, *b = s.target + start * kB;
+    const int64_t count = s.count - start;
     uint64_t found[2] = {};
-    if (start + kStretch <= s.count) {
+    if (count >= kStretch) {
         for (int64_t i = 0; i < 64; i += kEach) {
-            found[0] |= lanes_at<A, B>(s, start + i, distance) << i;
-            found[1] |= lanes_at<A, B>(s, start + 64 + i, distance) << i;
+            found[0] |= lanes_at<A, B>(a + i * kA, b + i * kB, distance) << i;
+            found[1] |= lanes_at<A, B>(a + (64 + i) * kA, b + (64 + i) * kB, distance) << i;
         }
     } else {
         int64_t i = 0;
-        for (; start + i + kEach <= s.count; i += kEach) {
-            found[i / 64] |= lanes_at<A, B>(s, start + i, distance) << (i % 64);
+        for (; i + kEach <= count; i += kEach) {
+            found[i / 64] |= lanes_at<A, B>(a + i * kA, b + i * kB, distance) << (i % 64);
         }
-        for (; start + i < s.count; ++i) {
-            const Real a = A::value(load<typename A::Bits>(s.baseline, start + i));
-            const Real b = B::value(load<typename B::Bits>(s.target, start + i));
-            const Real apart = a > b ? a - b : b - a;
-            found[i / 64] |= uint64_t(apart == distance) << (i % 64);
+        if (i < count) {
+            const size_t rest = static_cast<size_t>(count - i);
+            const Padded<kEach * kA> x(a + i * kA, rest * kA);
+            const Padded<kEach * kB> y(b + i * kB, rest * kB);
+            const uint64_t within = (uint64_t(1) << rest) - 1;
+            found[i / 64] |= (lanes_at<A, B>(x.bytes, y.bytes, distance) & within) << (i % 64);
         }
     }
     return start + (found[0] ? 0 : 64) + __builtin_ctzll(found[0] ? found[0] : found[1]);

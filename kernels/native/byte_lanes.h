@@ -120,10 +120,9 @@ TS_TARGET TS_INLINE void add_bytes(const Sides& s, int64_t start, int64_t end, B
         lanes->add<T>(read_bytes<T>(s.baseline + i), read_bytes<T>(s.target + i));
     }
     if (i == end) return;
-    alignas(64) uint8_t a[TS_VECTOR] = {}, b[TS_VECTOR] = {};
     const size_t rest = static_cast<size_t>(end - i);
-    std::memcpy(a, s.baseline + i, rest), std::memcpy(b, s.target + i, rest);
-    lanes->add<T>(read_bytes<T>(a), read_bytes<T>(b));
+    const Padded<TS_VECTOR> a(s.baseline + i, rest), b(s.target + i, rest);
+    lanes->add<T>(read_bytes<T>(a.bytes), read_bytes<T>(b.bytes));
     lanes->equal -= TS_VECTOR - static_cast<int64_t>(rest);
 }
 

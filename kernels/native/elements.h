@@ -106,5 +106,23 @@ TS_TARGET TS_INLINE Two<BFloat16> read_words(const uint8_t* bytes) {
     return {reinterpret_cast<Floats>(words << 16), reinterpret_cast<Floats>(words & 0xFFFF0000u)};
 }
 
+// A copy of a few bytes, filled up with zeros.
+template <size_t kSize>
+struct Padded {
+    alignas(64) uint8_t bytes[kSize < 64 ? 64 : kSize];
+
+    TS_TARGET TS_INLINE Padded(const uint8_t* from, size_t count) {
+#if TS_VECTOR == 64
+        for (size_t i = 0; i < sizeof(bytes); i += 64) {
+            const unsigned here = static_cast<unsigned>(count < i ? 0 : count - i < 64 ? count - i : 64);
+            _mm512_store_si512(bytes + i, _mm512_maskz_loadu_epi8(_bzhi_u64(~uint64_t(0), here), from + i));
+        }
+#else
+        std::memset(bytes, 0, sizeof(bytes));
+        std::memcpy(bytes, from, count);
+#endif
+    }
+};
+
 }  // namespace TS_VECTORS
 }  // namespace ts
