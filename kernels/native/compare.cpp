@@ -80,6 +80,12 @@ FastBlock fast_block_of(bool any_tolerance) {
     return any_tolerance ? for_this_processor<A, B, true>() : for_this_processor<A, B, false>();
 }
 
+// Formats that are widened first where there is a tolerance, so that there is less to compile.
+template <class F>
+FastBlock block_without_tolerance(bool any_tolerance) {
+    return any_tolerance ? nullptr : for_this_processor<F, F, false>();
+}
+
 // What reads both sides as they lie, or null.
 FastBlock fast_block_of(int a, int b, bool any_tolerance) {
     if (a == kFloat32 && b == kFloat16) return fast_block_of<Float32, Float16>(any_tolerance);
@@ -92,14 +98,14 @@ FastBlock fast_block_of(int a, int b, bool any_tolerance) {
         case kFloat32: return fast_block_of<Float32>(any_tolerance);
         case kFloat16: return fast_block_of<Float16>(any_tolerance);
         case kBFloat16: return fast_block_of<BFloat16>(any_tolerance);
-        case kFloat8E4M3: return fast_block_of<E4M3>(any_tolerance);
-        case kFloat8E5M2: return fast_block_of<E5M2>(any_tolerance);
-        case kInt64: return fast_block_of<SmallInt64>(any_tolerance);
-        case kInt32: return fast_block_of<Int32>(any_tolerance);
-        case kInt16: return fast_block_of<Int16>(any_tolerance);
-        case kInt8: return any_tolerance ? nullptr : for_this_processor<Byte<int8_t>, Byte<int8_t>, false>();
-        case kUint8: return any_tolerance ? nullptr : for_this_processor<Byte<uint8_t>, Byte<uint8_t>, false>();
-        case kBool: return any_tolerance ? nullptr : for_this_processor<Byte<bool>, Byte<bool>, false>();
+        case kFloat8E4M3: return block_without_tolerance<E4M3>(any_tolerance);
+        case kFloat8E5M2: return block_without_tolerance<E5M2>(any_tolerance);
+        case kInt64: return block_without_tolerance<SmallInt64>(any_tolerance);
+        case kInt32: return block_without_tolerance<Int32>(any_tolerance);
+        case kInt16: return block_without_tolerance<Int16>(any_tolerance);
+        case kInt8: return block_without_tolerance<Byte<int8_t>>(any_tolerance);
+        case kUint8: return block_without_tolerance<Byte<uint8_t>>(any_tolerance);
+        case kBool: return block_without_tolerance<Byte<bool>>(any_tolerance);
         default: return nullptr;
     }
 }
