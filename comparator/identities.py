@@ -22,7 +22,7 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.prepare import Prepared, Preparer
-from tapscope.comparator.products import MAX_ELEMENTS, Product, product
+from tapscope.comparator.products import MAX_ELEMENTS, Product, norm_product, product
 from tapscope.errors import DataError
 
 HOLDS = 2.0
@@ -39,6 +39,9 @@ _BUDGET = 1 << 26
 _FEWEST = 3
 """Parameters without which a run shows no habit."""
 _LOCAL = frozenset({"typical", "tail", "row", "element", "peak"})
+_VALUES = ("out", "out[0]")
+_LINEAR = 3
+"""Tensors that a linear map's identity takes at most."""
 _OUTPUTS = ("out.grad", "out[0].grad")
 
 _Side = Mapping[int, Product]
@@ -113,27 +116,48 @@ def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer
     if any(map(_is_accused, findings)):
         is_open = _is_known  # whether it holds of a run is seen of those that are not in doubt
     for finding in sorted(filter(is_open, findings), key=lambda f: (not _is_accused(f), -f.row_floor)):
-        path = finding.site.rpartition(":")[0]
-        own = sites.get(finding.site)
-        outputs = next((sites[name] for port in _OUTPUTS if (name := f"{path}:{port}") in sites), None)
-        given = inputs.get(path, [])
-        if own is None or outputs is None:
+        parts = _parts(finding, sites, inputs)
+        if not parts:
             continue
-        is_weight = _is_weight(finding)
-        if (is_weight and len(given) != 1) or not (is_weight or "bias" in finding.site.rpartition(":")[2]):
-            continue
-        parts = (own, outputs, *(given if is_weight else ()))
         ready = [preparer.prepare(one.pair) for one in parts]
         cost = sum(math.prod(w.shape) for each in ready for w in (*each.left, *each.right))
         if cost > left or not all(map(_is_small, ready)):
             continue
         left -= cost
         try:
-            sides = _products([each.left for each in ready]), _products([each.right for each in ready])
+            of_norm = len(ready) > _LINEAR
+            sides = (
+                _products([each.left for each in ready], of_norm=of_norm),
+                _products([each.right for each in ready], of_norm=of_norm),
+            )
         except DataError:
             continue
         if sides[0] and sides[1]:
             yield _Checked(finding, sides, tuple(one.site for one in parts[1:]))
+
+
+def _parts(
+    finding: Finding, sites: Mapping[str, Examined], inputs: Mapping[str, Sequence[Examined]]
+) -> tuple[Examined, ...]:
+    """A parameter's gradient and what it is made of: the output's gradient, of a matrix also the input, of a norm's
+    weight also the output, the weight and where there is one the bias. Empty where that was not compared."""
+    path, _, port = finding.site.rpartition(":")
+    own, outputs = sites.get(finding.site), _first(sites, path, _OUTPUTS)
+    if own is None or outputs is None:
+        return ()
+    if _is_weight(finding):
+        given = inputs.get(path, ())
+        return (own, outputs, *given) if len(given) == 1 else ()
+    if "bias" in port:
+        return own, outputs
+    values, weight, bias = (_first(sites, path, ports) for ports in (_VALUES, ("param[weight]",), ("param[bias]",)))
+    if values is None or weight is None or not port.startswith("param[weight]"):
+        return ()
+    return (own, outputs, values, weight, *((bias,) if bias is not None else ()))
+
+
+def _first(sites: Mapping[str, Examined], path: str, ports: Sequence[str]) -> Examined | None:
+    return next((sites[name] for port in ports if (name := f"{path}:{port}") in sites), None)
 
 
 def _is_small(ready: Prepared) -> bool:
@@ -141,18 +165,18 @@ def _is_small(ready: Prepared) -> bool:
     return all(w.has_values and not w.replicas and math.prod(w.shape) <= MAX_ELEMENTS for w in wholes)
 
 
-def _products(sites: Sequence[Sequence[Whole]]) -> dict[int, Product]:
+def _products(sites: Sequence[Sequence[Whole]], *, of_norm: bool) -> dict[int, Product]:
     """By step; empty where some step does not fit."""
-    gradients, outputs, *inputs = [_by_step(wholes) for wholes in sites]
+    gradients, outputs, *more = [_by_step(wholes) for wholes in sites]
     found = {}
-    for step, (own, *more) in gradients.items():
-        beside = outputs.get(step, [])
-        given = inputs[0].get(step, []) if inputs else []
-        if more or not beside or (inputs and len(given) != len(beside)):
+    for step, (own, *others) in gradients.items():
+        beside, rest = outputs.get(step, []), [one.get(step, []) for one in more]
+        if others or not beside or not all(rest):
             return {}
-        if (one := product(own, beside, given)) is None:
+        made = norm_product(own, beside, *rest) if of_norm else product(own, beside, *rest)
+        if made is None:
             return {}
-        found[step] = one
+        found[step] = made
     return found
 
 
@@ -191,7 +215,7 @@ def _is_usual(errors: Sequence[float]) -> bool:
 
 def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
     error, step = worst
-    what = "its module's out.grad times its input" if _is_weight(finding) else "the sum of its module's out.grad"
+    what = "its module's out.grad times its input" if _is_weight(finding) else "the sum that its out.grad gives"
     note = f"in {names[0]} it is not {what}, by {error:,.0f} roundings at step {step}; in {names[1]} it is"
     how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "growth": error / HOLDS}
     how |= {"test": "identity", "judged_by": "identity", "notes": (note, *finding.notes)}

@@ -1,8 +1,9 @@
 """Products: the gradient of a linear map's parameter beside what the run's own other gradients make of it.
 
-Of y = x Wᵀ + b the gradient of b is the sum over rows of that of y, and the gradient of W is (∂y)ᵀ x. A product is not
-made to see that: both sides are multiplied by one vector of random signs, which shows a wrong row as large as it is
-(R. Freivalds, *Probabilistic machines can use less running time*, 1977) and reads every tensor once.
+Of y = x Wᵀ + b the gradient of b is the sum over rows of that of y, and the gradient of W is (∂y)ᵀ x; a norm's weight
+has one like it (:func:`norm_product`). A product is not made to see that: both sides are multiplied by one vector of
+random signs, which shows a wrong row as large as it is (R. Freivalds, *Probabilistic machines can use less running
+time*, 1977) and reads every tensor once.
 """
 
 import math
@@ -49,7 +50,7 @@ class Product(Struct, frozen=True):
         return float(errors.max(initial=0.0))
 
 
-def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole]) -> Product | None:
+def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole] = ()) -> Product | None:
     """Of a parameter's ``gradient``, of those of the module's ``outputs`` and for a weight its ``inputs``, call by
     call; None where they do not fit each other."""
     rows = [_rows(whole) for whole in outputs]
@@ -71,6 +72,43 @@ def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole]) 
     names = {whole.dtype or "" for whole in (gradient, *outputs, *inputs)}
     size = np.sqrt(squares) + norms + max(map(dtypes.smallest, names)) / max(map(dtypes.epsilon, names))
     return Product(recorded, made, size, max(map(dtypes.epsilon, names)))
+
+
+def norm_product(
+    gradient: Whole,
+    outputs: Sequence[Whole],
+    values: Sequence[Whole],
+    weights: Sequence[Whole],
+    *biases: Sequence[Whole],
+) -> Product | None:
+    """The same of a norm's weight: of y = w x + b its gradient is the sum over rows of that of y times x, so that times
+    w it is the sum of that of y times y - b. The ``values`` are those y."""
+    width = gradient.shape[-1]
+    vectors = [_vector(some[0]) for some in (weights, *biases) if some[0].shape == (width,)]
+    rows = [_rows(whole) for whole in outputs]
+    fits = all(whole.shape[-1] == width for whole in (*outputs, *values)) and gradient.shape == (width,)
+    if not fits or len(vectors) != 1 + len(biases) or rows != [_rows(whole) for whole in values]:
+        return None
+    if any(_widths(one) != _widths(two) for one, two in zip(outputs, values, strict=True)):
+        return None
+    made, squares = np.zeros(width), np.zeros(width)
+    bias = vectors[1] if biases else np.zeros(width)
+    for whole, value in zip(outputs, values, strict=True):
+        for (_, part, columns), (_, of, _) in zip(_chunks(whole), _chunks(value), strict=True):
+            terms = part * (of - bias[columns])
+            made[columns] += terms.sum(0)
+            squares[columns] += np.square(terms).sum(0)
+    recorded = _vector(gradient) * vectors[0]
+    names = {whole.dtype or "" for whole in (gradient, *outputs, *values)}
+    return Product(recorded, made, np.sqrt(squares) + np.abs(recorded), max(map(dtypes.epsilon, names)))
+
+
+def _widths(whole: Whole) -> list[int]:
+    return [block.width for block in _blocks(whole)]
+
+
+def _vector(whole: Whole) -> Array:
+    return np.asarray(_times(whole, np.ones(1), turned=False)[0])
 
 
 def _shapes(width: int, depth: int, is_weight: bool) -> tuple[tuple[int, ...], ...]:

@@ -110,3 +110,22 @@ def test_a_sum_whose_terms_cancel_adds_nothing_of_its_own(tmp_path: Path, harm: 
     found = next(f for f in report.findings if f.site == "d:param[weight].grad")
     assert (found.judged_by == "identity") is (named is None)
     assert (report.first_divergence.module if report.first_divergence else None) == named
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norms_weight_is_beside_what_was_normalised(kind: type[nn.Module], tmp_path: Path) -> None:
+    def run(path: Path, dtype: torch.dtype, factor: float) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 32), kind(32), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 40))
+        nn.init.normal_(model[1].weight, 1.0, 0.3)
+        model.to(dtype)[1].weight.register_hook(lambda grad: grad * factor)
+        x = torch.randn(ROWS, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+        with Dumper(model, path, keep="full", grads=True, params=True) as dumper, dumper.step():
+            y = model(x)
+            (y - y.detach().mean(0)).float().square().sum().backward()
+        return path
+
+    base = run(tmp_path / "b", torch.float32, 1.0)
+    assert diff(base, run(tmp_path / "same", torch.bfloat16, 1.0)).num_bad == 0
+    report = diff(base, run(tmp_path / "t", torch.bfloat16, 0.78))
+    assert [(f.site, f.test) for f in report.findings if f.verdict.is_bad] == [("1:param[weight].grad", "identity")]
