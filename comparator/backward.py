@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from tapscope.comparator.conditions import CONDITION
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.floor import CONDITION
 from tapscope.comparator.gradients import (
     cancellation,
     difference,

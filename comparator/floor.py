@@ -29,14 +29,6 @@ TAIL = (1.0, 2.0, 3.0, 5.0)
 """How much wider rounding is at each of :data:`~.spread.QUANTILES` than for the typical row: rows differ in size."""
 SLACK = (1.0, 1.2, 1.4, 1.6)
 """How much wider a condition may be for the rows at each quantile than for the typical one."""
-CONDITION = 4.0
-"""k where no likes are known."""
-CONDITION_TWIN = 2.5
-"""k at most where inputs are equal bit for bit and so are the dtypes: there is nothing to amplify but summands."""
-CONDITION_RANGE = (2.5, 6.0)
-"""k is kept within this whatever the likes say."""
-LIKES = 2.5
-"""k is this times the median of what the likes show."""
 PATH = 4.0
 """Bound of the error along the path, in ``m``: twice a typical condition of 2, for the modules differ."""
 ROW_LIMIT = 0.5
@@ -233,25 +225,6 @@ def summed_gain(inputs: Largest) -> float:
     """What of the gain of a sum over rows the gains of the rows explain: it is their mean, weighted by what each row
     adds, and where one row adds nearly all, it is that row's."""
     return 3.0 * inputs.gain_sd
-
-
-def observed_condition(spread: Spread, inputs: Largest, base: float) -> float:
-    """By how much the typical error of a module exceeds what went in."""
-    return spread.errors[0] / math.hypot(inputs.errors[0], base)
-
-
-def learned_conditions(likes: Sequence[float]) -> list[float]:
-    """k of each module of some that are conditioned alike in other layers, from the median of what the others show."""
-    if len(likes) < 3:
-        return [CONDITION] * len(likes)
-    low, high = CONDITION_RANGE
-    order = sorted(range(len(likes)), key=likes.__getitem__)
-    middle = (len(likes) - 1) // 2
-    upper = likes[order[middle + 1]], likes[order[middle]]  # without one below the middle, and without one above
-    found = [CONDITION] * len(likes)
-    for rank, index in enumerate(order):
-        found[index] = min(max(LIKES * upper[rank > middle], low), high)
-    return found
 
 
 assert len(TAIL) == len(SLACK) == len(QUANTILES)

@@ -1,27 +1,16 @@
 """Rounding: the floor of every site of a comparison, modelled from dtypes, reduction lengths and execution order."""
 
 import math
-import re
 from collections.abc import Sequence
-from functools import lru_cache
 
 from msgspec import Struct, structs
 
 from tapscope import dtypes
 from tapscope.comparator.backward import Backward
+from tapscope.comparator.computed import computed_in
+from tapscope.comparator.conditions import CONDITION, CONDITION_TWIN, kind_of, learned_conditions, observed_condition
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.floor import (
-    CONDITION,
-    CONDITION_TWIN,
-    ROW_LIMIT,
-    Floor,
-    learned_conditions,
-    local_floor,
-    observed_condition,
-    path_floor,
-    summed_gain,
-    unit,
-)
+from tapscope.comparator.floor import ROW_LIMIT, Floor, local_floor, path_floor, summed_gain, unit
 from tapscope.comparator.gradients import drowned, shared_gain, spilled, underflow
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.lifts import NO_LIFT, UNMET, Lifts
@@ -30,10 +19,8 @@ from tapscope.comparator.spread import NOTHING, Largest, Quantiles, Spread, give
 from tapscope.comparator.trained import STATE, Judged, Trained
 from tapscope.comparator.widths import Params, reduction_of
 
-_LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 _GUESS = 4096
 """Reduction length where no parameter shape of either run is known."""
-_FLOAT32 = dtypes.epsilon("float32")
 _MOVED = 2.0
 """How much further off a row may be that took another way: as far as a vector of its size that points elsewhere. A row
 that was made of such rows may be so by as much as its condition makes of their error."""
@@ -73,7 +60,7 @@ class Rounding:
         :func:`.lifts.unmet`."""
         self._unmet = unmet
         self._examined, self._graph, self._params = examined, graph, params
-        self._names = [self._coarsest(node) for node in range(len(examined))]
+        self._names = [computed_in(examined, graph, node) for node in range(len(examined))]
         """The dtypes each was computed in."""
         self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]
         self._widest = max(filter(None, self._reductions), default=_GUESS)
@@ -249,19 +236,6 @@ class Rounding:
         )
         return math.hypot(*(max(side, default=0.0) for side in sides))
 
-    def _coarsest(self, node: int) -> tuple[str, str]:
-        """The dtypes a value was computed in: its own, or 16-bit ones that went in (a head may give out float32)."""
-        own, inputs = _dtypes(self._examined[node]), self._graph.inputs(node)
-        multiplies = inputs.how == "inside" and self._graph.nodes[node].has_params  # by weights of its own
-        if inputs.how != "captured" and not multiplies:
-            return own
-        given = [_dtypes(self._examined[i]) for i in inputs.nodes if self._graph.nodes[i].numeric]
-        baseline, target = (
-            max([name, *(other for other in others if dtypes.epsilon(other) > _FLOAT32)], key=dtypes.epsilon)
-            for name, *others in zip(own, *given, strict=True)
-        )
-        return baseline, target
-
     def _reduction_inside(self, node: int) -> int:
         """Length of the sums of what has no parameters: none in a pointwise function, else as long as any here."""
         return 1 if self._graph.nodes[node].is_pointwise or self._graph.nodes[node].is_state else self._widest
@@ -271,7 +245,7 @@ class Rounding:
         kinds: dict[str, list[tuple[int, float]]] = {}
         for node, case in enumerate(self._cases):
             if case is not None and case.base and self._graph.inputs(node).nodes and not case.spread.is_zero:
-                kind = _LAYER.sub("*", self._examined[node].site, count=1)
+                kind = kind_of(self._examined[node].site)
                 kinds.setdefault(kind, []).append((node, observed_condition(case.spread, case.given, case.base)))
         found = [CONDITION] * len(self._cases)
         for likes in kinds.values():
@@ -279,14 +253,3 @@ class Rounding:
             for (node, _), condition in zip(likes, learned, strict=True):
                 found[node] = condition
         return found
-
-
-def _dtypes(one: Examined) -> tuple[str, str]:
-    """Those of both sides; empty where there is no tensor."""
-    baseline, target = one.baseline, one.target
-    return _both((baseline.dtype if baseline else None) or "", (target.dtype if target else None) or "")
-
-
-@lru_cache
-def _both(baseline: str, target: str) -> tuple[str, str]:
-    return baseline, target  # one object for all sites

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
+from tapscope.comparator.conditions import CONDITION, CONDITION_RANGE, LIKES, learned_conditions
 from tapscope.comparator.floor import (
-    CONDITION,
-    CONDITION_RANGE,
-    LIKES,
-    learned_conditions,
     local_floor,
     path_floor,
     unit,
