@@ -26,9 +26,10 @@ test: $(VENV)/.installed  ## Run the tests, JOBS files at a time, the short file
 soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off (10 minutes)
 	$(BIN)/python tests/soak.py
 
-lint: $(VENV)/.installed  ## ruff: rules and format
+lint: $(VENV)/.installed  ## ruff: rules and format; clang-format: the C++
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror kernels/native/*.cpp kernels/native/*.h
 
 types: $(VENV)/.installed  ## mypy --strict
 	$(BIN)/mypy

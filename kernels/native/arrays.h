@@ -22,7 +22,9 @@ class Memory {
     explicit operator bool() const { return held_; }
     Py_ssize_t nbytes() const { return view_.len; }
     template <class T>
-    T* as() const { return static_cast<T*>(view_.buf); }
+    T* as() const {
+        return static_cast<T*>(view_.buf);
+    }
 
   private:
     Py_buffer view_;
@@ -42,12 +44,15 @@ struct ArrayStruct {
     static constexpr int kNative = 0x0200;  // in the byte order of the machine
 };
 
-// Reads up to `axes` axes; false, with an exception set, where it is no such array of native elements next to each other.
-inline bool read_array(PyObject* array, int axes, int64_t itemsize, const uint8_t** data, int64_t* shape, int64_t* stride) {
+// Reads up to `axes` axes; false, with an exception set, where it is no such array of native elements next to each
+// other.
+inline bool read_array(PyObject* array, int axes, int64_t itemsize, const uint8_t** data, int64_t* shape,
+                       int64_t* stride) {
     PyObject* capsule = PyObject_GetAttrString(array, "__array_struct__");
     if (capsule == nullptr) return false;
     const auto* found = static_cast<const ArrayStruct*>(PyCapsule_GetPointer(capsule, nullptr));
-    bool fits = found != nullptr && found->nd == axes && found->itemsize == itemsize && (found->flags & ArrayStruct::kNative);
+    bool fits =
+        found != nullptr && found->nd == axes && found->itemsize == itemsize && (found->flags & ArrayStruct::kNative);
     if (fits) {
         const int last = axes - 1;
         for (int i = 0; i < axes; ++i) shape[i] = found->shape[i];
@@ -57,8 +62,9 @@ inline bool read_array(PyObject* array, int axes, int64_t itemsize, const uint8_
     }
     Py_DECREF(capsule);
     if (!fits && !PyErr_Occurred()) {
-        PyErr_Format(PyExc_ValueError, "an array of %d axes, native, with %lld bytes an element next to each other, is needed",
-                     axes, static_cast<long long>(itemsize));
+        PyErr_Format(PyExc_ValueError,
+                     "an array of %d axes, native, with %lld bytes an element next to each other, is needed", axes,
+                     static_cast<long long>(itemsize));
     }
     return fits;
 }
@@ -85,7 +91,8 @@ inline bool read_rows(PyObject* matrix, int dtype, PyObject* index, Rows* rows, 
 }
 
 // Both sides, see strips.py.
-inline bool read_matrices(PyObject* baseline, PyObject* target, const int* dtypes, PyObject* const* index, Matrices* out) {
+inline bool read_matrices(PyObject* baseline, PyObject* target, const int* dtypes, PyObject* const* index,
+                          Matrices* out) {
     int64_t rows = 0, width = 0;
     if (!read_rows(baseline, dtypes[0], index[0], &out->baseline, &out->rows, &out->width) ||
         !read_rows(target, dtypes[1], index[1], &out->target, &rows, &width)) {

@@ -10,8 +10,9 @@ inline uint64_t bag_of_byte(int code) { return mix64((static_cast<uint64_t>(code
 template <class Bits>
 struct Spread {  // one multiplication and one shift; 16-bit numbers must not be multiplied as signed int
     using Wide = std::common_type_t<Bits, uint32_t>;
-    static constexpr Wide kFactor =
-        static_cast<Wide>(sizeof(Bits) == 2 ? 0x9E3B : sizeof(Bits) == 4 ? 0x9E3779B1 : kStep);
+    static constexpr Wide kFactor = static_cast<Wide>(sizeof(Bits) == 2   ? 0x9E3B
+                                                      : sizeof(Bits) == 4 ? 0x9E3779B1
+                                                                          : kStep);
     static constexpr int kShift = sizeof(Bits) == 2 ? 5 : 7;
 
     static TS_INLINE Bits of(Bits bits) {

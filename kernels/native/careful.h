@@ -8,7 +8,7 @@ namespace {
 
 __extension__ typedef __int128 Wide;
 
-struct Item {  // one pair of float64 values, by its bits
+struct Item {     // one pair of float64 values, by its bits
     double a, b;  // 0 unless both are finite
     uint64_t distance;
     bool finite_a, finite_b, same_class;

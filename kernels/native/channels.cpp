@@ -1,5 +1,5 @@
-// Sums of every channel over some rows of two matrices, in double, and the channel that has a scale of its own; the plain
-// reference is in channels.py.
+// Sums of every channel over some rows of two matrices, in double, and the channel that has a scale of its own; the
+// plain reference is in channels.py.
 
 #include <algorithm>
 #include <cmath>
@@ -23,8 +23,8 @@ constexpr float kTiny = 0x1p-126f;
 
 // Adds one row to the sums, which lie `stride` apart.
 TS_CLONES void add_row(const double* baseline, const double* target, int64_t n, double* sums, int64_t stride) {
-    double *__restrict energy = sums, *__restrict fourth = sums + stride, *__restrict product = sums + 2 * stride;
-    double *__restrict squared = sums + 3 * stride, *__restrict cubic = sums + 4 * stride;
+    double* __restrict energy = sums, * __restrict fourth = sums + stride, * __restrict product = sums + 2 * stride;
+    double* __restrict squared = sums + 3 * stride, * __restrict cubic = sums + 4 * stride;
     for (int64_t i = 0; i < n; ++i) {
         const double square = baseline[i] * baseline[i], change = baseline[i] * (target[i] - baseline[i]);
         energy[i] += square;
@@ -61,7 +61,8 @@ class Channels {
   public:
     Channels(const double* sums, int64_t width) : sums_(sums), width_(width), room_(static_cast<size_t>(width)) {}
 
-    // find_channel_reference of channels.py; a noise of infinity where there is none, false where a number is not finite.
+    // find_channel_reference of channels.py; a noise of infinity where there is none, false where a number is not
+    // finite.
     bool find(ChannelFound* out) {
         double all = 0;
         for (int64_t i = 0; i < 2 * kKinds * width_; ++i) all += sums_[i] * 0;  // 0, or NaN
@@ -148,8 +149,6 @@ void add_channel_sums(const Strip& strip, double* sums, int64_t total) {
     }
 }
 
-bool find_channel(const double* sums, int64_t width, ChannelFound* out) {
-    return Channels(sums, width).find(out);
-}
+bool find_channel(const double* sums, int64_t width, ChannelFound* out) { return Channels(sums, width).find(out); }
 
 }  // namespace ts

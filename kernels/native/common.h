@@ -46,9 +46,24 @@ namespace ts {
 
 // Codes of the elements, in the order of CODES in library.py.
 enum Dtype : int {
-    kFloat64, kFloat32, kFloat16, kBFloat16,
-    kFloat8E4M3, kFloat8E5M2, kFloat8E4M3Fnuz, kFloat8E5M2Fnuz, kFloat8E8M0,
-    kInt64, kInt32, kInt16, kInt8, kUint64, kUint32, kUint16, kUint8, kBool,
+    kFloat64,
+    kFloat32,
+    kFloat16,
+    kBFloat16,
+    kFloat8E4M3,
+    kFloat8E5M2,
+    kFloat8E4M3Fnuz,
+    kFloat8E5M2Fnuz,
+    kFloat8E8M0,
+    kInt64,
+    kInt32,
+    kInt16,
+    kInt8,
+    kUint64,
+    kUint32,
+    kUint16,
+    kUint8,
+    kBool,
 };
 
 constexpr int64_t kBlock = 2048;  // elements whose sums are taken in float; then double takes over

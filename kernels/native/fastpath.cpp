@@ -22,7 +22,7 @@ struct FastPath {
     PyObject_HEAD
     Pen* pen;
     PyObject* patterns;  // tuple: how the last values lay, see dumper/pattern.py
-    long long serial;   // of the last step in which something fired here in the first micro-batch
+    long long serial;    // of the last step in which something fired here in the first micro-batch
     vectorcallfunc call;
 };
 

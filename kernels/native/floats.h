@@ -85,8 +85,8 @@ struct Sums {
 
 // What a block of `n` elements adds to the summary, from its fast sums.
 template <class F>
-TS_INLINE void conclude(const Extremes<F>& extremes, const Sums<typename F::Value>& sums, const uint8_t* bytes, int64_t n,
-                        Summary* out) {
+TS_INLINE void conclude(const Extremes<F>& extremes, const Sums<typename F::Value>& sums, const uint8_t* bytes,
+                        int64_t n, Summary* out) {
     using Value = typename F::Value;
     out->finite += n;
     if (extremes.any_tiny()) count_tiny<F>(bytes, n, out);

@@ -13,10 +13,14 @@ class Group {
     static constexpr int64_t kRows = 16;
 
     void put(int64_t i, const Row& row, int64_t width, double at_worst) {
-        const double reals[] = {row.argmax < 0 ? 0 : row.max_abs, row.sum_abs, row.sum_sq_diff,
-                                row.sum_sq_baseline, row.sum_sq_target, row.dot};
-        const int64_t wholes[] = {row.argmax, row.equal, row.over, row.finite,
-                                  row.nonfinite_baseline, row.nonfinite_target, row.mismatch, width};
+        const double reals[] = {row.argmax < 0 ? 0 : row.max_abs,
+                                row.sum_abs,
+                                row.sum_sq_diff,
+                                row.sum_sq_baseline,
+                                row.sum_sq_target,
+                                row.dot};
+        const int64_t wholes[] = {row.argmax,           row.equal,    row.over, row.finite, row.nonfinite_baseline,
+                                  row.nonfinite_target, row.mismatch, width};
         for (int field = 0; field < kReals; ++field) reals_[field][i] = reals[field];
         for (int field = 0; field < kWholes; ++field) wholes_[field][i] = wholes[field];
         at_worst_[i] = at_worst;

@@ -1,7 +1,7 @@
-// y = x w' + b, for a decoding step: few rows of x, and every weight is needed once. Libraries pack w first, each time, to
-// be fast for many rows, and that takes longer than the product of few. Here w is read as it lies, once, at the pace of
-// the memory, and the sums of 4 of its rows by up to 6 of x stay in registers. What stands in a row of y depends on that
-// row of x alone, to the last bit.
+// y = x w' + b, for a decoding step: few rows of x, and every weight is needed once. Libraries pack w first, each time,
+// to be fast for many rows, and that takes longer than the product of few. Here w is read as it lies, once, at the pace
+// of the memory, and the sums of 4 of its rows by up to 6 of x stay in registers. What stands in a row of y depends on
+// that row of x alone, to the last bit.
 
 #include "linear.h"
 
@@ -17,13 +17,14 @@ namespace ts {
 namespace {
 
 constexpr int kOuts = 4;
-constexpr int64_t kRowBlock = 96;  // of x, which a core's own cache holds while all of w goes by
+constexpr int64_t kRowBlock = 96;    // of x, which a core's own cache holds while all of w goes by
 constexpr int64_t kWorth = 1 << 17;  // products that a thread must have to do before it is asked
 
 TS_AVX2 inline __m128 load_four(const float* p) { return _mm_loadu_ps(p); }
 TS_AVX2 inline void store_four(float* p, __m128 values) { _mm_storeu_ps(p, values); }
 TS_AVX2 inline __m128 load_four(const uint16_t* p) {
-    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 16));
+    return _mm_castsi128_ps(
+        _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 16));
 }
 
 // Each lane of the result is the sum of one vector's: 4 vectors of 4 lanes, the lanes of `sums` folded into them.
@@ -51,7 +52,9 @@ TS_TILE TS_INLINE __m128 total(const Sum* sums) { return total_of_four(sums[0], 
 }  // namespace avx2
 
 #ifndef TS_NARROW
-TS_WIDE TS_INLINE __m256 half(__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
+TS_WIDE TS_INLINE __m256 half(__m512 v) {
+    return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+}
 
 namespace avx512 {
 #define TS_TILE TS_WIDE

@@ -46,7 +46,8 @@ TS_TILE void few_rows(const Linear& call, int64_t rows, int64_t row, int64_t out
     }
 }
 
-// Rows [first, end) of x by rows [out, stop) of w. Of w only the last kOuts may overlap others: they give equal bits again.
+// Rows [first, end) of x by rows [out, stop) of w. Of w only the last kOuts may overlap others: they give equal bits
+// again.
 TS_TILE void block(const Linear& call, int64_t first, int64_t end, int64_t out, int64_t stop) {
     for (; out < stop; out += kOuts) {
         const int64_t start = out + kOuts <= call.outs ? out : call.outs - kOuts;

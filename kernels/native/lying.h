@@ -13,11 +13,11 @@
 namespace ts {
 
 struct Lying {
-    struct Steps {  // of one dimension over runs
+    struct Steps {             // of one dimension over runs
         int64_t size, stride;  // stride in bytes
     };
-    uint64_t address = 0;  // of the first
-    int64_t run = 0;       // bytes that lie together
+    uint64_t address = 0;      // of the first
+    int64_t run = 0;           // bytes that lie together
     std::vector<Steps> outer;  // the dimensions over runs, the innermost first; empty where all is one run
 };
 

@@ -1,4 +1,5 @@
-// What the dumper calls at every hook and the comparator at every site, as functions of Python's: through ctypes the call would cost more than the work.
+// What the dumper calls at every hook and the comparator at every site, as functions of Python's: through ctypes the
+// call would cost more than the work.
 
 #include <vector>
 
@@ -62,7 +63,8 @@ PyObject* overviews(PyObject*, PyObject* const* args, Py_ssize_t count) {
     bool fits = floats.nbytes() == 48 * rows && integers.nbytes() == 64 * rows && at_worst.nbytes() == 8 * rows;
     fits = fits && sections >= 0 && bound[0] >= 0 && bound[sections] <= rows;
     for (int64_t i = 0; fits && i < sections; ++i) fits = bound[i] <= bound[i + 1];
-    if (!fits) return PyErr_Format(PyExc_ValueError, "the arrays do not have %lld rows each", static_cast<long long>(rows));
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError, "the arrays do not have %lld rows each", static_cast<long long>(rows));
     PyObject* found = PyBytes_FromStringAndSize(nullptr, sections * ts::kOverviewBytes);
     if (!found) return nullptr;
     char* out = PyBytes_AS_STRING(found);
@@ -83,19 +85,36 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
-// (query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page size, table
-// stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of values) -> whether
-// it was computed
+// (query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page size,
+// table stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of values)
+// -> whether it was computed
 PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[18];
     if (!read(args, count - 3, n, 18)) return nullptr;
     float scales[3];
     for (int i = 0; i < 3; ++i) scales[i] = static_cast<float>(PyFloat_AsDouble(args[18 + i]));
     if (PyErr_Occurred()) return nullptr;
-    const ts::Paged call{at<void>(n[0]), at<void>(n[1]), at<void>(n[2]), at<int32_t>(n[3]), at<int32_t>(n[4]), at<void>(n[5]),
-                         n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14], scales[0], scales[1], scales[2]};
+    const ts::Paged call{at<void>(n[0]),
+                         at<void>(n[1]),
+                         at<void>(n[2]),
+                         at<int32_t>(n[3]),
+                         at<int32_t>(n[4]),
+                         at<void>(n[5]),
+                         n[6],
+                         n[7],
+                         n[8],
+                         n[9],
+                         n[10],
+                         n[11],
+                         n[12],
+                         n[13],
+                         n[14],
+                         scales[0],
+                         scales[1],
+                         scales[2]};
     bool done = false;
-    run(n[6] * n[13] * n[12] * n[8] * (n[9] + n[10]) * 4, [&] { done = ts::ts_paged(call, int(n[15]), int(n[16]), n[17]); });
+    run(n[6] * n[13] * n[12] * n[8] * (n[9] + n[10]) * 4,
+        [&] { done = ts::ts_paged(call, int(n[15]), int(n[16]), n[17]); });
     return PyBool_FromLong(done);
 }
 
@@ -103,7 +122,8 @@ bool read_strip(PyObject* given, ts::Strip* strip) {
     PyObject *baseline, *target, *index[2];
     int dtypes[2];
     long long row, column;
-    if (!PyArg_ParseTuple(given, "OOiiOOLL", &baseline, &target, &dtypes[0], &dtypes[1], &index[0], &index[1], &row, &column)) {
+    if (!PyArg_ParseTuple(given, "OOiiOOLL", &baseline, &target, &dtypes[0], &dtypes[1], &index[0], &index[1], &row,
+                          &column)) {
         return false;
     }
     strip->row = row, strip->column = column;
@@ -114,13 +134,14 @@ int64_t bytes_of(const ts::Matrices& sides) {
     return sides.rows * sides.width * (ts::kItemSize[sides.baseline.dtype] + ts::kItemSize[sides.target.dtype]);
 }
 
-// (list of strips, each a tuple (baseline, target, dtype codes x2, row indices x2 or None, first row, first column), atol,
-// rtol, room for the floats [6, rows], integers [8, rows], baseline at worst [rows], strip [rows])
+// (list of strips, each a tuple (baseline, target, dtype codes x2, row indices x2 or None, first row, first column),
+// atol, rtol, room for the floats [6, rows], integers [8, rows], baseline at worst [rows], strip [rows])
 PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 7 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a list and 6 more are needed");
     const double atol = PyFloat_AsDouble(args[1]), rtol = PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred()) return nullptr;
-    const ts::Memory floats(args[3], PyBUF_WRITABLE), integers(args[4], PyBUF_WRITABLE), at_worst(args[5], PyBUF_WRITABLE);
+    const ts::Memory floats(args[3], PyBUF_WRITABLE), integers(args[4], PyBUF_WRITABLE),
+        at_worst(args[5], PyBUF_WRITABLE);
     const ts::Memory strip_of(args[6], PyBUF_WRITABLE);
     if (!floats || !integers || !at_worst || !strip_of) return nullptr;
     const int64_t rows = at_worst.nbytes() / 8;
@@ -132,8 +153,10 @@ PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
         fits = fits && strips[i].row >= 0 && strips[i].row + strips[i].sides.rows <= rows;
         nbytes += bytes_of(strips[i].sides);
     }
-    if (!fits) return PyErr_Format(PyExc_ValueError, "the strips do not fit into %lld rows", static_cast<long long>(rows));
-    const ts::RowResults out{floats.as<double>(), integers.as<int64_t>(), at_worst.as<double>(), strip_of.as<int64_t>(), rows};
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError, "the strips do not fit into %lld rows", static_cast<long long>(rows));
+    const ts::RowResults out{floats.as<double>(), integers.as<int64_t>(), at_worst.as<double>(), strip_of.as<int64_t>(),
+                             rows};
     run(nbytes, [&] {
         for (size_t i = 0; i < strips.size(); ++i) {
             const bool is_first = i == 0 || strips[i].row != strips[i - 1].row;
@@ -154,7 +177,8 @@ PyObject* channel_sums(PyObject*, PyObject* args) {
     if (!sums) return nullptr;
     const int64_t total = sums.nbytes() / 80;
     if (strip.row < 0 || strip.column < 0 || strip.column + strip.sides.width > total) {
-        return PyErr_Format(PyExc_ValueError, "the strip does not fit into %lld columns", static_cast<long long>(total));
+        return PyErr_Format(PyExc_ValueError, "the strip does not fit into %lld columns",
+                            static_cast<long long>(total));
     }
     run(bytes_of(strip.sides), [&] { ts::add_channel_sums(strip, sums.as<double>(), total); });
     Py_RETURN_NONE;

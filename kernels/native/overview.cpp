@@ -11,8 +11,8 @@ namespace ts {
 namespace {
 
 constexpr double kInfinity = __builtin_inf(), kNan = __builtin_nan("");
-constexpr double kSmallRow = 0.25;                         // SMALL_ROW in overview.py
-constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};     // QUANTILES
+constexpr double kSmallRow = 0.25;                      // SMALL_ROW in overview.py
+constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};  // QUANTILES
 
 // As RowMeasures has them: [field][row].
 enum Float { kMaxAbs, kSumAbs, kDiff, kBaseline, kTarget, kDot, kFloats };
@@ -29,7 +29,7 @@ struct Section {
     const int64_t* operator[](Integer field) const { return integers + field * stride; }
 };
 
-struct Overview {  // in the order of _LAYOUT
+struct Overview {               // in the order of _LAYOUT
     double sums[kFloats] = {};  // the largest in place of a sum of kMaxAbs
     double quantiles[4] = {}, element = 0, gain = 0, gain_sd = 0, peak = 0;
     int64_t counts[kIntegers] = {};  // the column of the largest distance in place of kArgmax
@@ -52,7 +52,8 @@ double median(std::vector<double>& values) {
     const size_t low = (values.size() - 1) / 2, high = values.size() / 2;
     std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(low), values.end());
     const double lower = values[low];
-    const double upper = high == low ? lower : *std::min_element(values.begin() + static_cast<int64_t>(high), values.end());
+    const double upper =
+        high == low ? lower : *std::min_element(values.begin() + static_cast<int64_t>(high), values.end());
     return lower == upper ? lower : lower + (upper - lower) / 2;
 }
 
@@ -129,8 +130,8 @@ void add_gains(const Section& some, std::vector<double>& values, Overview* all) 
 }  // namespace ts
 
 // The spread stays 0 where no row differs.
-void ts_overviews(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows, const int64_t* bounds,
-                  int64_t sections, double* errors, void* results) {
+void ts_overviews(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows,
+                  const int64_t* bounds, int64_t sections, double* errors, void* results) {
     using namespace ts;
     std::vector<double> values;  // one number a row, of whatever is looked at: the largest section's is all this takes
     for (int64_t i = 0; i < sections; ++i) {

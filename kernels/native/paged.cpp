@@ -1,7 +1,7 @@
 // Attention of decoding requests, one row each, against keys and values that are read where they lie in their pages:
-// nothing is gathered, padded or masked. 8-bit ones are written out a block and head at a time, once for all query heads of
-// it. Softmax goes from block to block with a running maximum (Milakov and Gimelshein,
-// Online normalizer calculation for softmax, arXiv:1805.02867), in float32 throughout.
+// nothing is gathered, padded or masked. 8-bit ones are written out a block and head at a time, once for all query
+// heads of it. Softmax goes from block to block with a running maximum (Milakov and Gimelshein, Online normalizer
+// calculation for softmax, arXiv:1805.02867), in float32 throughout.
 
 #include "paged.h"
 
@@ -26,8 +26,8 @@ TS_INLINE void put(float x, uint16_t* to) {  // rounded to even; NaN stays NaN
     *to = static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 
-// 8-bit floats by arithmetic on their bits, which becomes vectors, where a table would become loads. Zero exponents hold
-// whole numbers of the least unit.
+// 8-bit floats by arithmetic on their bits, which becomes vectors, where a table would become loads. Zero exponents
+// hold whole numbers of the least unit.
 struct E4M3 {
     static TS_INLINE float value(uint8_t byte) {
         const uint32_t bits = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
@@ -42,7 +42,8 @@ struct E5M2 {
     static TS_INLINE float value(uint8_t byte) {
         const uint32_t bits = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
         const float small = static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-16f;
-        const float usual = bit_cast<float>((bits << 21) + ((bits < 0x7Cu ? 112u : 224u) << 23));  // 0x7C: infinite, NaN
+        const float usual =
+            bit_cast<float>((bits << 21) + ((bits < 0x7Cu ? 112u : 224u) << 23));  // 0x7C: infinite, NaN
         return bit_cast<float>(bit_cast<uint32_t>(bits < 4 ? small : usual) | sign);
     }
 };
@@ -146,7 +147,8 @@ TS_INLINE void write_out(const uint8_t* from, int64_t n, float scale, float* to)
 }
 
 template <class T, class Code>
-TS_INLINE void widen(const Paged& call, const Rows<uint8_t>& rows, const Rows<uint8_t>* ahead, int64_t kv_head, Wide* wide) {
+TS_INLINE void widen(const Paged& call, const Rows<uint8_t>& rows, const Rows<uint8_t>* ahead, int64_t kv_head,
+                     Wide* wide) {
     const int64_t key = kv_head * call.key_dim, value = kv_head * call.value_stride;
     wide->rows.count = rows.count, wide->rows.padded = rows.padded;
     for (int64_t i = 0; i < rows.padded; ++i) {
@@ -167,7 +169,8 @@ TS_INLINE void one_head(const Paged& call, const Rows<T>& rows, const Rows<T>* a
     for (int64_t i = 0; i < rows.padded; i += 4) {
         const T* const* k = rows.keys + i;
         four_dots(query, k[0] + key, k[1] + key, k[2] + key, k[3] + key, call.key_dim, scores + i);
-        for (int64_t j = i; ahead != nullptr && j < i + 4 && j < ahead->count; ++j) ask_for(ahead->keys[j] + key, call.key_dim);
+        for (int64_t j = i; ahead != nullptr && j < i + 4 && j < ahead->count; ++j)
+            ask_for(ahead->keys[j] + key, call.key_dim);
     }
     float top = head->top;
     for (int64_t i = 0; i < rows.count; ++i) top = scores[i] > top ? scores[i] : top;
@@ -231,22 +234,23 @@ TS_INLINE void some_heads(const Paged& call, int64_t request, int64_t first, int
         const int64_t next = position + kPositions;
         if (next < length) find_rows(call, request, next, std::min(next + kPositions, length), &ahead);
         for (int64_t i = 0; i < count; i += group) {
-            one_group<T, Code>(call, rows, next < length ? &ahead : nullptr, first + i / group, queries + i * call.key_dim,
-                               &heads[i], mixed + i * call.value_dim, &wide);
+            one_group<T, Code>(call, rows, next < length ? &ahead : nullptr, first + i / group,
+                               queries + i * call.key_dim, &heads[i], mixed + i * call.value_dim, &wide);
         }
     }
     T* out = static_cast<T*>(call.out) + (request * call.heads + first * group) * call.value_dim;
     for (int64_t i = 0; i < count; ++i) {
         const float scale = 1.0f / heads[i].total;
-        for (int64_t j = 0; j < call.value_dim; ++j) put(mixed[i * call.value_dim + j] * scale, out + i * call.value_dim + j);
+        for (int64_t j = 0; j < call.value_dim; ++j)
+            put(mixed[i * call.value_dim + j] * scale, out + i * call.value_dim + j);
     }
 }
 
 using Heads = void(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory);
 
-#define TS_HEADS(name, T, Code)                                                                                             \
-    TS_CLONES void name(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {       \
-        some_heads<T, Code>(call, request, first, end, memory);                                                             \
+#define TS_HEADS(name, T, Code)                                                                                       \
+    TS_CLONES void name(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) { \
+        some_heads<T, Code>(call, request, first, end, memory);                                                       \
     }
 TS_HEADS(float_heads, float, void)
 TS_HEADS(float_heads_e4m3, float, E4M3)

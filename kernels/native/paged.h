@@ -13,7 +13,7 @@ struct Paged {
     const int32_t* lengths;  // [requests]: positions, the query's the last of them
     void* out;               // [requests, heads, value_dim]
     int64_t requests, heads, kv_heads, key_dim, value_dim, value_stride, page_size, table_stride;
-    int64_t window;  // a row sees its last `window` positions; 0: all
+    int64_t window;                       // a row sees its last `window` positions; 0: all
     float scale, key_scale, value_scale;  // the last two: what a stored 1 means, where keys and values are bytes
 };
 

@@ -131,8 +131,8 @@ long long payload_of(const Pen* pen, const Stencil* stencil, const Seen& seen) {
     return number ? PyLong_AsLongLong(number) : 0;
 }
 
-// (stencil, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain or another
-// than the stencil's
+// (stencil, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain or
+// another than the stencil's
 PyObject* pen_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "find(stencil, tensor)");
     Lying lying;
@@ -153,7 +153,8 @@ PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
 
 // (stencil, address) -> whether the line of a whole tensor was written, because equal bytes have been sent in this step
 PyObject* pen_repeat(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "repeat(stencil, address)");
+    if (count != 2 || Py_TYPE(args[0]) != stencil_type)
+        return PyErr_Format(PyExc_TypeError, "repeat(stencil, address)");
     auto* self = reinterpret_cast<Pen*>(object);
     Lying lying;
     lying.address = PyLong_AsUnsignedLongLongMask(args[1]);
@@ -162,7 +163,8 @@ PyObject* pen_repeat(PyObject* object, PyObject* const* args, Py_ssize_t count) 
     return PyErr_Occurred() ? nullptr : PyBool_FromLong(is_written);
 }
 
-// (stencil, text, number of its payload, what is known of that or None where it has been sent) -> None; the line is written
+// (stencil, text, number of its payload, what is known of that or None where it has been sent) -> None; the line is
+// written
 PyObject* pen_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     Py_ssize_t size = 0;
     char* text = nullptr;
@@ -205,8 +207,8 @@ PyObject* pen_begin(PyObject* object, PyObject* args) {
     OpenStep open;
     const char* number;
     long long serial;
-    if (!PyArg_ParseTuple(args, "OsLOOOOO!", &open.step, &number, &serial, &open.announce, &open.numbers,
-                          &open.pass_on, &open.send, &PyDict_Type, &open.sent)) {
+    if (!PyArg_ParseTuple(args, "OsLOOOOO!", &open.step, &number, &serial, &open.announce, &open.numbers, &open.pass_on,
+                          &open.send, &PyDict_Type, &open.sent)) {
         return nullptr;
     }
     for (PyObject* each : {open.step, open.announce, open.numbers, open.pass_on, open.send, open.sent}) {
@@ -275,7 +277,10 @@ PyType_Spec kPenSpec = {"tapscope.kernels.native._tapscope.Pen", sizeof(Pen), 0,
 
 bool add_names() {
     const std::pair<PyObject**, const char*> names[] = {
-        {&name_announced, "announced"}, {&name_micro, "micro"}, {&name_in_full, "in_full"}, {&name_halted, "halted"},
+        {&name_announced, "announced"},
+        {&name_micro, "micro"},
+        {&name_in_full, "in_full"},
+        {&name_halted, "halted"},
     };
     for (const auto& [name, text] : names) {
         if (!(*name = PyUnicode_InternFromString(text))) return false;
@@ -330,8 +335,7 @@ bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t*
 bool add_pen(PyObject* module) {
     pen_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kPenSpec));
     pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
-    return add_names() && pen_type &&
-           PyModule_AddObjectRef(module, "Pen", reinterpret_cast<PyObject*>(pen_type)) == 0;
+    return add_names() && pen_type && PyModule_AddObjectRef(module, "Pen", reinterpret_cast<PyObject*>(pen_type)) == 0;
 }
 
 }  // namespace ts

@@ -46,10 +46,10 @@ struct Surroundings {
 struct OpenStep {
     PyObject* step = nullptr;      // see dumper/steps.py
     PyObject* announce = nullptr;  // (step): queues its line, before those of its records
-    PyObject* numbers = nullptr;  // iterator: the number of the next record
-    PyObject* pass_on = nullptr;  // (): queues the lines that wait
-    PyObject* send = nullptr;     // ((port, layout), address): writes a record whose bytes are to be sent
-    PyObject* sent = nullptr;     // dict: (digest, bytes) -> number of the payload of this step that holds them
+    PyObject* numbers = nullptr;   // iterator: the number of the next record
+    PyObject* pass_on = nullptr;   // (): queues the lines that wait
+    PyObject* send = nullptr;      // ((port, layout), address): writes a record whose bytes are to be sent
+    PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
 };
 
 struct PenState;
@@ -76,8 +76,8 @@ bool announce(Pen* pen);
 // not.
 bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found);
 
-// Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has ended
-// meanwhile. An exception may be set either way.
+// Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has
+// ended meanwhile. An exception may be set either way.
 bool write(Pen* pen, const Stencil* stencil, const Lying& lying);
 
 // The same for the record of a whole tensor, whose bytes are given, if this step has sent equal ones: the line names

@@ -78,9 +78,9 @@ struct Way {
     Block block, with_bag;  // null: one byte, by histogram, where the bag comes for nothing
 };
 
-#define TS_BLOCK(name, body, T)                                                                                   \
-    TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body<T, false>(bytes, n, out); }         \
-    TS_CLONES void name##_bag(const uint8_t* bytes, int64_t n, Summary* out) { body<T, true>(bytes, n, out); }    \
+#define TS_BLOCK(name, body, T)                                                                                \
+    TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body<T, false>(bytes, n, out); }      \
+    TS_CLONES void name##_bag(const uint8_t* bytes, int64_t n, Summary* out) { body<T, true>(bytes, n, out); } \
     constexpr Way name##_way = {sizeof(T::Bits), hashed<sizeof(T::Bits), name>, hashed<sizeof(T::Bits), name##_bag>};
 
 template <int64_t kWidth, void (*body)(const uint8_t*, int64_t, Summary*)>
@@ -104,8 +104,8 @@ TS_BLOCK(uint16, integer_block, Integer<uint16_t>)
 constexpr Way byte_way = {1, nullptr, nullptr};
 constexpr Way kWays[] = {
     // in the order of Dtype
-    float64_way, float32_way, float16_way, bfloat16_way, byte_way, byte_way, byte_way, byte_way, byte_way,
-    int64_way, int32_way, int16_way, byte_way, uint64_way, uint32_way, uint16_way, byte_way, byte_way,
+    float64_way, float32_way, float16_way, bfloat16_way, byte_way,   byte_way,   byte_way,   byte_way, byte_way,
+    int64_way,   int32_way,   int16_way,   byte_way,     uint64_way, uint32_way, uint16_way, byte_way, byte_way,
 };
 
 #ifdef TS_WIDE

@@ -97,8 +97,8 @@ bool find_by_view(const Pen* pen, const Stencil* stencil, PyObject* tensor, Lyin
     if (pen->view(tensor, &view)) return false;
     const auto& shape = *stencil->shape;
     return view.device_type == dlpack::kHost && !(view.element != stencil->element) &&
-           std::equal(shape.begin(), shape.end(), view.shape, view.shape + view.ndim) && (view.data || !stencil->count) &&
-           find_lying(view, found);
+           std::equal(shape.begin(), shape.end(), view.shape, view.shape + view.ndim) &&
+           (view.data || !stencil->count) && find_lying(view, found);
 }
 
 // Whether a view of such a tensor is enough from now on.
@@ -122,10 +122,7 @@ bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found) {
 
 bool add_stencil(PyObject* module) {
     const std::pair<PyObject**, const char*> names[] = {
-        {&name_dtype, "dtype"},
-        {&name_size, "size"},
-        {&name_raw, "raw_repr"},
-        {&name_contiguous, "is_contiguous"},
+        {&name_dtype, "dtype"},      {&name_size, "size"}, {&name_raw, "raw_repr"}, {&name_contiguous, "is_contiguous"},
         {&name_pointer, "data_ptr"},
     };
     for (const auto& [name, text] : names) {

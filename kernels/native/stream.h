@@ -5,7 +5,8 @@
 
 namespace ts {
 
-constexpr int64_t kStream = 64 << 10;  // bytes of a tensor from which its copy would push others' data out of the caches
+constexpr int64_t kStream =
+    64 << 10;  // bytes of a tensor from which its copy would push others' data out of the caches
 
 // What is copied here is read by another process, much later: it goes past the caches, and its old bytes are not read.
 TS_INLINE void copy_block(uint8_t* target, const uint8_t* bytes, int64_t nbytes, bool stream) {
@@ -17,7 +18,8 @@ TS_INLINE void copy_block(uint8_t* target, const uint8_t* bytes, int64_t nbytes,
             auto* to = reinterpret_cast<__m128i*>(target + i);
             const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
             const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-            _mm_stream_si128(to, a), _mm_stream_si128(to + 1, b), _mm_stream_si128(to + 2, c), _mm_stream_si128(to + 3, d);
+            _mm_stream_si128(to, a), _mm_stream_si128(to + 1, b), _mm_stream_si128(to + 2, c),
+                _mm_stream_si128(to + 3, d);
         }
         std::memcpy(target + whole, bytes + whole, static_cast<size_t>(nbytes - whole));
         return;

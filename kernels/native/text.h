@@ -95,16 +95,30 @@ inline int64_t write_text(const Summary& s, bool bag, char* out) {
     }
     text.add("\",\"stats\":{\"count\":");
     text.add(s.count);
-    const struct { const char* name; int64_t value; } counts[] = {
-        {",\"nan\":", s.nan}, {",\"posinf\":", s.posinf}, {",\"neginf\":", s.neginf},
-        {",\"zeros\":", s.zeros}, {",\"subnormals\":", s.subnormals}};
+    const struct {
+        const char* name;
+        int64_t value;
+    } counts[] = {{",\"nan\":", s.nan},
+                  {",\"posinf\":", s.posinf},
+                  {",\"neginf\":", s.neginf},
+                  {",\"zeros\":", s.zeros},
+                  {",\"subnormals\":", s.subnormals}};
     for (const auto& [name, value] : counts) text.add(name), text.add(value);
-    const struct { const char* name; double value; bool known; } numbers[] = {
-        {",\"min\":", s.min, s.finite > 0}, {",\"max\":", s.max, s.finite > 0}, {",\"absmax\":", s.absmax, s.finite > 0},
-        {",\"sum\":", s.sum, true}, {",\"sumsq\":", s.sumsq, true}};
+    const struct {
+        const char* name;
+        double value;
+        bool known;
+    } numbers[] = {{",\"min\":", s.min, s.finite > 0},
+                   {",\"max\":", s.max, s.finite > 0},
+                   {",\"absmax\":", s.absmax, s.finite > 0},
+                   {",\"sum\":", s.sum, true},
+                   {",\"sumsq\":", s.sumsq, true}};
     for (const auto& [name, value, known] : numbers) {
         text.add(name);
-        if (known) text.add(value); else text.add("null");
+        if (known)
+            text.add(value);
+        else
+            text.add("null");
     }
     text.add("}");
     return text.size();

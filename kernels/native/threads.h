@@ -1,5 +1,5 @@
-// Work in parallel on the threads that torch computes with: of its OpenMP, where that is gcc's and loaded. Threads of our
-// own would stand in their way, because idle ones of OpenMP go on spinning.
+// Work in parallel on the threads that torch computes with: of its OpenMP, where that is gcc's and loaded. Threads of
+// our own would stand in their way, because idle ones of OpenMP go on spinning.
 #pragma once
 
 #include <atomic>
@@ -21,8 +21,8 @@ inline Fork fork_of_process() {
 #endif
 }
 
-// work(piece) for each of `pieces`, on at most `threads` threads, the calling one among them. A thread takes the next piece
-// when it is done with one, so that one that is held up by other programs holds up nobody.
+// work(piece) for each of `pieces`, on at most `threads` threads, the calling one among them. A thread takes the next
+// piece when it is done with one, so that one that is held up by other programs holds up nobody.
 template <class Work>
 void in_parallel(int64_t pieces, int64_t threads, Work work) {
     static const Fork fork = fork_of_process();
@@ -33,7 +33,8 @@ void in_parallel(int64_t pieces, int64_t threads, Work work) {
     } shared{&work, pieces};
     auto take_pieces = [](void* data) {
         auto& all = *static_cast<Shared*>(data);
-        for (int64_t piece; (piece = all.next.fetch_add(1, std::memory_order_relaxed)) < all.pieces;) (*all.work)(piece);
+        for (int64_t piece; (piece = all.next.fetch_add(1, std::memory_order_relaxed)) < all.pieces;)
+            (*all.work)(piece);
     };
     if (threads > pieces) threads = pieces;
     if (threads > 1 && fork != nullptr) {

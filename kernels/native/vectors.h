@@ -171,17 +171,23 @@ TS_INLINE T folded(V lanes, Both both) {
 
 struct Plus {
     template <class V>
-    TS_INLINE V operator()(V a, V b) const { return a + b; }
+    TS_INLINE V operator()(V a, V b) const {
+        return a + b;
+    }
 };
 
 struct Larger {
     template <class V>
-    TS_INLINE V operator()(V a, V b) const { return a > b ? a : b; }
+    TS_INLINE V operator()(V a, V b) const {
+        return a > b ? a : b;
+    }
 };
 
 struct Smaller {
     template <class V>
-    TS_INLINE V operator()(V a, V b) const { return a < b ? a : b; }
+    TS_INLINE V operator()(V a, V b) const {
+        return a < b ? a : b;
+    }
 };
 
 TS_TARGET TS_INLINE Doubles in_double(Half floats) {

@@ -1,5 +1,5 @@
-// One block of a floating format in 64-byte vectors: hash, statistics and bag from a single load of each vector, so that
-// the two vector ports of the processor are evenly used. What it finds is exactly what the plain blocks find.
+// One block of a floating format in 64-byte vectors: hash, statistics and bag from a single load of each vector, so
+// that the two vector ports of the processor are evenly used. What it finds is exactly what the plain blocks find.
 #pragma once
 
 #include "bag.h"
@@ -15,7 +15,7 @@ class WideExtremes {
     TS_WIDE TS_INLINE WideExtremes() {}  // a default one would be made for any x86-64
 
     TS_WIDE TS_INLINE void add(__m512i words) {
-                if constexpr (k32) {
+        if constexpr (k32) {
             low_ = _mm512_min_epu32(low_, words), high_ = _mm512_max_epu32(high_, words);
             signed_low_ = _mm512_min_epi32(signed_low_, words), signed_high_ = _mm512_max_epi32(signed_high_, words);
         } else {
@@ -30,7 +30,8 @@ class WideExtremes {
         all.low = least(low_);
         all.high = static_cast<Bits>(~least(_mm512_xor_si512(high_, ones)));
         all.signed_low = static_cast<Signed>(least(_mm512_xor_si512(signed_low_, sign)) ^ kSign);
-        all.signed_high = static_cast<Signed>(~least(_mm512_xor_si512(signed_high_, _mm512_xor_si512(ones, sign))) ^ kSign);
+        all.signed_high =
+            static_cast<Signed>(~least(_mm512_xor_si512(signed_high_, _mm512_xor_si512(ones, sign))) ^ kSign);
         return all;
     }
 
@@ -87,7 +88,8 @@ class WideSums {
         squares_[lane] = _mm512_fmadd_ps(values, values, squares_[lane]);
     }
 
-    __m512 sum_[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, squares_[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    __m512 sum_[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()},
+           squares_[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
 };
 
 template <class Bits>
