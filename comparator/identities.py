@@ -5,7 +5,8 @@ gradients and inputs that it was made of, in its own run, is one sum's rounding 
 in one run and is broken in the other, it is wrong there, however small it is.
 
 Where it holds in both, a gradient adds nothing of its own to the errors of what it was made of, however much a few of
-its rows are off: their terms cancel.
+its rows are off: their terms cancel. That goes as far as errors of the size seen in those parts add up to when each has
+its own direction; one that all of them share is seen in the sum alone, and stays a finding.
 
 Rows may have been left out, steps added up, all gradients clipped or scaled: then it holds of no parameter, or of all
 with one factor. The factor is taken out, and of a run in which it does not hold of most nothing is said.
@@ -53,8 +54,15 @@ class _Checked(Struct, frozen=True):
 
     finding: Finding
     sides: tuple[_Side, _Side]
-    made_of: tuple[str, ...]
-    """Sites that it was made of."""
+    made_of: tuple[Examined, ...]
+    """What it was made of."""
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the errors of what it was made of explain its own: as one row is off, not as all of them alike."""
+        error = math.hypot(*(part.spread.errors[-1] for part in self.made_of if part.spread))
+        one, two = ([side[step] for step in sorted(side)] for side in self.sides)
+        return len(one) == len(two) and all(a.leaves(b, error) for a, b in zip(one, two, strict=True))
 
 
 def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:
@@ -75,7 +83,8 @@ def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], p
             runs = preparer.baseline.name, preparer.target.name
             found[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
         holds = all(each[0] <= HOLDS for each in pair) and _are_alike(gains)
-        if holds and _is_accused(one.finding) and bad.isdisjoint(one.made_of):
+        agrees = bad.isdisjoint(part.site for part in one.made_of)
+        if holds and agrees and _is_accused(one.finding) and one.is_explained:
             found[one.finding.order] = _acquitted(one.finding)
     return found
 
@@ -133,7 +142,7 @@ def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer
         except DataError:
             continue
         if sides[0] and sides[1]:
-            yield _Checked(finding, sides, tuple(one.site for one in parts[1:]))
+            yield _Checked(finding, sides, parts[1:])
 
 
 def _parts(

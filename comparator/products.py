@@ -20,6 +20,8 @@ from tapscope.comparator.pieces import Array
 MAX_ELEMENTS = 1 << 24
 """Of a tensor that is read."""
 _CHUNK = 1 << 18
+_DEVIATIONS = 3.0
+"""By how many standard deviations a sum of independent errors may be off."""
 
 
 class Product(Struct, frozen=True):
@@ -32,6 +34,8 @@ class Product(Struct, frozen=True):
     size: Array
     """[outputs] float64: what rounding is relative to: the root of the sum of squares of what was added up, and the
     norms of the rows themselves."""
+    scatter: Array
+    """[outputs] float64: root of the sum of squares of what was added up, as large as each row of the factors is."""
     epsilon: float
     """Of the coarsest of the types."""
 
@@ -40,6 +44,12 @@ class Product(Struct, frozen=True):
         """recorded / made as one number; NaN where ``made`` is next to nothing beside its rounding."""
         square = float(self.made @ self.made)
         return float(self.recorded @ self.made) / square if square > 0.01 * float(self.size @ self.size) else math.nan
+
+    def leaves(self, other: "Product", error: float) -> bool:
+        """Whether rows that are off by ``error`` of themselves, each in its own direction, may make of the other run's
+        gradient this one: a sum of as many errors of that size as there are terms."""
+        most = _DEVIATIONS * error * np.maximum(self.scatter, other.scatter)
+        return bool((np.abs(self.recorded - other.recorded) <= most + self.epsilon * np.abs(self.recorded)).all())
 
     def error(self, gain: float) -> float:
         """How far off the row is that is furthest, relative to what it was made of; NaN where values are not finite."""
@@ -62,16 +72,17 @@ def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole] =
         return None
     signs = np.random.default_rng(0).choice((-1.0, 1.0), depth) if inputs else np.ones(1)
     recorded, norms = _times(gradient, signs, turned=bool(inputs) and shape != (width, depth))
-    made, squares = np.zeros(width), np.zeros(width)
+    made, squares, scatter = np.zeros((3, width))
     for i, whole in enumerate(outputs):
-        factors = _projected(inputs[i], signs) if inputs else np.ones((rows[i], 1))
+        factors, lengths = _projected(inputs[i], signs) if inputs else np.ones((2, rows[i], 1))
         for at, part, columns in _chunks(whole):
             terms = part * factors[at]
             made[columns] += terms.sum(0)
             squares[columns] += np.square(terms).sum(0)
+            scatter[columns] += (_squares(part) * lengths[at]).sum(0)
     names = {whole.dtype or "" for whole in (gradient, *outputs, *inputs)}
     size = np.sqrt(squares) + norms + max(map(dtypes.smallest, names)) / max(map(dtypes.epsilon, names))
-    return Product(recorded, made, size, max(map(dtypes.epsilon, names)))
+    return Product(recorded, made, size, np.sqrt(scatter), max(map(dtypes.epsilon, names)))
 
 
 def norm_product(
@@ -91,16 +102,18 @@ def norm_product(
         return None
     if any(_widths(one) != _widths(two) for one, two in zip(outputs, values, strict=True)):
         return None
-    made, squares = np.zeros(width), np.zeros(width)
+    made, squares, scatter = np.zeros((3, width))
     bias = vectors[1] if biases else np.zeros(width)
     for whole, value in zip(outputs, values, strict=True):
         for (_, part, columns), (_, of, _) in zip(_chunks(whole), _chunks(value), strict=True):
             terms = part * (of - bias[columns])
             made[columns] += terms.sum(0)
             squares[columns] += np.square(terms).sum(0)
+            scatter[columns] += (_squares(part) * _squares(of - bias[columns])).sum(0)
     recorded = _vector(gradient) * vectors[0]
     names = {whole.dtype or "" for whole in (gradient, *outputs, *values)}
-    return Product(recorded, made, np.sqrt(squares) + np.abs(recorded), max(map(dtypes.epsilon, names)))
+    size = np.sqrt(squares) + np.abs(recorded)
+    return Product(recorded, made, size, np.sqrt(scatter), max(map(dtypes.epsilon, names)))
 
 
 def _widths(whole: Whole) -> list[int]:
@@ -135,12 +148,19 @@ def _blocks(whole: Whole) -> list[Block]:
     return blocks(whole.piece, whole.run, tuple(range(len(whole.shape) - 1)))
 
 
-def _projected(whole: Whole, signs: Array) -> Array:
-    """[rows, 1]: every row times the vector."""
-    found = np.zeros((_rows(whole), 1))
+def _squares(part: Array) -> Array:
+    """Of every element, or of its row's typical one where that is larger: a row's error is spread over all of it."""
+    found: Array = np.square(part)
+    return np.maximum(found, found.mean(1, keepdims=True))
+
+
+def _projected(whole: Whole, signs: Array) -> tuple[Array, Array]:
+    """[rows, 1] each: every row times the vector, and its sum of squares, which the first one's square is on average."""
+    found, squares = np.zeros((2, _rows(whole), 1))
     for rows, part, columns in _chunks(whole):
         found[rows, 0] += part @ signs[columns]
-    return found
+        squares[rows, 0] += np.square(part).sum(1)
+    return found, squares
 
 
 def _times(gradient: Whole, signs: Array, *, turned: bool) -> tuple[Array, Array]:

@@ -81,26 +81,27 @@ def test_what_holds_of_all_gradients_of_a_run_is_no_fault_of_one(
     assert [f.site for f in report.findings if f.test == "identity"] == []
 
 
-def cancelling(path: Path, error: float, *, harm: float = 1.0) -> Path:
-    """Four linear maps; the gradients of the last one's output are next to orthogonal to its inputs, and all are
-    off by ``error``."""
+def cancelling(path: Path, error: float, *, harm: float = 1.0, shared: float = 0.0) -> Path:
+    """Four linear maps; the gradients of the last one's output are next to orthogonal to its inputs and add up to next
+    to nothing. All are off by ``error``, and by ``shared``, which is the same in all rows."""
     rng = np.random.default_rng(3)
     with RunFactory(path) as run:
         run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         for name in "abcd":
             x, dy = rng.standard_normal((2, ROWS, 24))
             if name == "d":
-                fitted = x @ np.linalg.lstsq(x, dy, rcond=None)[0]
-                dy += (2e-4 - 1.0) * fitted
-            dy = (dy * (1.0 + error * rng.standard_normal(dy.shape))).astype(np.float32)
+                terms = np.hstack([x, np.ones((ROWS, 1))])
+                dy += (2e-4 - 1.0) * (terms @ np.linalg.lstsq(terms, dy, rcond=None)[0])
+            dy = (dy * (1.0 + error * rng.standard_normal(dy.shape)) + shared).astype(np.float32)
             x = x.astype(np.float32)
             weight = dy.T @ x
             weight[5] *= harm if name == "d" else 1.0
-            run.site(f"{name}:out", params={"weight": (24, 24)})
+            run.site(f"{name}:out", params={"weight": (24, 24), "bias": (24,)})
             run.put(f"{name}:in[input]", x)
             run.put(f"{name}:out", x)
             run.put(f"{name}:out.grad", dy)
             run.put(f"{name}:param[weight].grad", weight)
+            run.put(f"{name}:param[bias].grad", dy.sum(0))
     return path
 
 
@@ -110,6 +111,15 @@ def test_a_sum_whose_terms_cancel_adds_nothing_of_its_own(tmp_path: Path, harm: 
     found = next(f for f in report.findings if f.site == "d:param[weight].grad")
     assert (found.judged_by == "identity") is (named is None)
     assert (report.first_divergence.module if report.first_divergence else None) == named
+
+
+@pytest.mark.parametrize("shared", [0.0, 1e-6], ids=["each row its own", "all rows alike"])
+def test_what_all_rows_of_a_gradient_are_off_by_is_not_taken_for_what_cancels(tmp_path: Path, shared: float) -> None:
+    report = diff(cancelling(tmp_path / "b", 0.0), cancelling(tmp_path / "t", 1e-6, shared=shared))
+    found = {f.site: f for f in report.findings}
+    assert not found["d:out.grad"].verdict.is_bad
+    bias = found["d:param[bias].grad"]
+    assert (bias.verdict.is_bad, bias.judged_by) == ((True, "rounding") if shared else (False, "identity"))
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
