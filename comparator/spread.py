@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.kernels.native import Overview, Overviews
+from tapscope.kernels.native import Overview, Overviews, RowMeasures
 from tapscope.kernels.native.channels import Channel
 from tapscope.kernels.native.overview import QUANTILES as QUANTILES
 from tapscope.kernels.native.overview import median
@@ -28,6 +28,9 @@ class Sizes(Struct, frozen=True, gc=False):
     """Of the typical row's elements."""
     least: float
     """Of the smallest row's elements."""
+    sway: float = 0.0
+    """Gain that the rows' own may leave in a sum over them, one standard deviation of it: each row's gain beside the
+    median one weighs as much as its square has of all squares."""
 
 
 class Spread(Struct, frozen=True, gc=False):
@@ -122,7 +125,8 @@ def given(one: Spread) -> tuple[float, ...]:
     """The errors that a module is given with a value: the members of :class:`Largest`, one after the other."""
     channel = abs(one.channel)
     channel = channel if channel > one.channel_noise else 0.0
-    return *one.errors, abs(one.element), abs(one.peak), abs(one.gain), channel, one.gain_sd
+    gain_sd = one.gain_sd if one.sizes is None else max(one.gain_sd, one.sizes.sway)
+    return *one.errors, abs(one.element), abs(one.peak), abs(one.gain), channel, gain_sd
 
 
 def spread_of(seen: Overview, width: int = 0, sizes: Sizes | None = None) -> Spread:
@@ -148,11 +152,14 @@ def with_channel(spread: Spread, channel: Channel) -> Spread:
     return structs.replace(spread, channel=channel.gain, channel_noise=channel.noise, channel_index=channel.index)
 
 
-def sizes_of(sum_sq: Array, width: Array) -> Sizes:
-    """The sizes of rows of which the sums of squares and the numbers of elements are given; rows of zeros have none."""
-    use = np.isfinite(sum_sq) & (sum_sq > 0.0)
+def sizes_of(rows: RowMeasures) -> Sizes:
+    """The sizes of the baseline's rows; rows of zeros have none."""
+    use = np.isfinite(rows.sum_sq_baseline) & (rows.sum_sq_baseline > 0.0)
     if not use.any():
         return Sizes(1.0, 0.0, 0.0)
-    found, middle = sum_sq[use], median(sum_sq[use])
-    squares = found / np.maximum(width[use], 1)
-    return Sizes(math.sqrt(float(found.max()) / middle), math.sqrt(median(squares)), math.sqrt(float(squares.min())))
+    found = rows.sum_sq_baseline[use]
+    squares = found / np.maximum(rows.width[use], 1)
+    gains = rows.dot[use] / found
+    sway = float(np.linalg.norm((gains - median(gains)) * (found / found.sum())))
+    reach = math.sqrt(float(found.max()) / median(found))
+    return Sizes(reach, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sway)

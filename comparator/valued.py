@@ -138,10 +138,9 @@ def _closely(one: Begun, row: Row, found: Pairs, section: int, wanted: Wanted) -
         read["drifts"] = drifts(one.opened, found[section], found.seen[section])
         read["sways"] = sways(one.opened, found[section], found.seen[section])
     if wanted.backward:
-        squares = found[section].rows.sum_sq_baseline
-        read["size"] = math.sqrt(squares.sum())
+        read["size"] = math.sqrt(found[section].rows.sum_sq_baseline.sum())
         if site.endswith(".grad") and spread is not NOTHING:
-            spread = structs.replace(spread, sizes=sizes_of(squares, found[section].rows.width))
+            spread = structs.replace(spread, sizes=sizes_of(found[section].rows))
     if wanted.detail is not None and row.num_unequal:
         read["detail"] = wanted.detail(site, one.opened.ready)
     return read | {"spread": spread}

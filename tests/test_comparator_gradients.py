@@ -23,7 +23,7 @@ def spread(baseline: Array, target: Array) -> Spread:
     """As of a gradient that was examined."""
     rows = compare_rows(baseline.astype(np.float64), target.astype(np.float64))
     at_worst = baseline[np.arange(len(baseline)), rows.argmax]
-    return spread_of(overview(rows, at_worst), sizes=sizes_of(rows.sum_sq_baseline, rows.width))
+    return spread_of(overview(rows, at_worst), sizes=sizes_of(rows))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6])
