@@ -155,7 +155,7 @@ def _squares(part: Array) -> Array:
 
 
 def _projected(whole: Whole, signs: Array) -> tuple[Array, Array]:
-    """[rows, 1] each: every row times the vector, and the row's sum of squares, which the first squared is on average."""
+    """[rows, 1] each: every row times the vector, and the row's sum of squares: the first's square on average."""
     found, squares = np.zeros((2, _rows(whole), 1))
     for rows, part, columns in _chunks(whole):
         found[rows, 0] += part @ signs[columns]

@@ -11,7 +11,7 @@ from tapscope import Dumper, open_run
 from tapscope.comparator import compare
 from tapscope.comparator.floor import unit
 from tapscope.comparator.gradients import cancellation, spilled, stretch, underflow
-from tapscope.comparator.spread import Spread, sizes_of, spread_of
+from tapscope.comparator.spread import Spread, given, sizes_of, spread_of
 from tapscope.kernels.native import overview
 from tapscope.kernels.native.compare import compare_rows
 
@@ -98,3 +98,15 @@ def test_a_residual_counted_twice_is_the_doing_of_the_module_that_adds_it(tmp_pa
     assert first.explanation is not None
     assert first.explanation.name == "summand"
     assert (first.module, first.others) == ("1", ())
+
+
+def test_a_sum_over_rows_has_the_gain_of_the_few_that_are_large() -> None:
+    baseline = RNG.standard_normal((200, 16))
+    baseline[3] *= 30.0
+    target = baseline * (1.0 + 1e-3 * RNG.standard_normal((200, 1)))
+    target[3] = baseline[3] * 1.3
+    even = given(spread(baseline[4:], target[4:]))[-1]
+    assert even < 2e-3
+    assert 0.1 < given(spread(baseline, target))[-1] < 0.3
+    alike = given(spread(baseline, baseline * 1.3))[-1]
+    assert alike < 1e-9  # what all rows have is no scatter
