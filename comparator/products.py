@@ -150,8 +150,9 @@ def _blocks(whole: Whole) -> list[Block]:
 
 def _squares(part: Array) -> Array:
     """Of every element, or of its row's typical one where that is larger: a row's error is spread over all of it."""
-    found: Array = np.square(part)
-    return np.maximum(found, found.mean(1, keepdims=True))
+    squares = np.square(part)
+    found: Array = np.maximum(squares, squares.mean(1, keepdims=True))
+    return found
 
 
 def _projected(whole: Whole, signs: Array) -> tuple[Array, Array]:
