@@ -5,20 +5,16 @@ over ZMQ as between spawned ranks; rank 0's address goes through torch's store. 
 than one machine the network must be trusted.
 """
 
-import itertools
 import logging
 import os
 import socket as sockets
 import traceback
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed
 import zmq
 
 from tapscope.engine.choices import device_of
@@ -26,68 +22,17 @@ from tapscope.engine.config import EngineConfig
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.obey import obey
 from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.place import Place
 from tapscope.engine.pulse import Pulse, pulse_in
 from tapscope.engine.ranks import Ranks
 from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.engine.workers import identity
-from tapscope.errors import ConfigError, RankLostError
+from tapscope.errors import RankLostError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, encode
 
 _log = logging.getLogger(__name__)
-distributed: Any = torch.distributed
-_count = itertools.count()
-"""Engines made by this process: all ranks make the same ones in the same order, and each has keys of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a launched process stands."""
-
-    rank: int
-    size: int
-    local_rank: int
-    host: str
-    port: int
-    hostname: str
-    """What the other ranks know this process's machine by."""
-    is_one_machine: bool
-    """Whether all ranks run on it."""
-
-    @classmethod
-    def read(cls, config: EngineConfig) -> "Place":
-        """From the environment; raises ConfigError naming the variable."""
-        rank, size = _number("RANK"), _number("WORLD_SIZE")
-        if size != config.tp or not 0 <= rank < size:
-            raise ConfigError(f"launch='external': tp={config.tp}, but RANK={rank}, WORLD_SIZE={size}; make them equal")
-        if config.rendezvous is not None:
-            host, _, port = config.rendezvous.removeprefix("tcp://").rpartition(":")
-        else:
-            host, port = _variable("MASTER_ADDR"), str(_number("MASTER_PORT"))
-        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
-        hostname = "127.0.0.1" if is_one_machine else host if rank == 0 else sockets.gethostname()
-        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host, int(port), hostname, is_one_machine)
-
-    def store(self, config: EngineConfig) -> Any:
-        """A store of this engine alone; raises RankLostError when the ranks do not meet within the time."""
-        is_served = config.rendezvous is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        timeout = timedelta(seconds=config.rank_timeout_s)
-        try:
-            store = distributed.TCPStore(
-                self.host, self.port, self.size, self.rank == 0 and not is_served, timeout, multi_tenant=True
-            )
-        except (RuntimeError, ValueError) as error:
-            where = f"tcp://{self.host}:{self.port}"
-            raise RankLostError(f"rank {self.rank} could not meet the others at {where}: {error}") from error
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return distributed.PrefixStore(f"tapscope/{attempt}/{next(_count)}/", store)
-
-    def meet(self, store: Any, config: EngineConfig, device: torch.device) -> TensorParallel:
-        """Join the collectives; raises RankLostError."""
-        limit = config.rank_timeout_s
-        # Where rank 0 watches the others, it finds who hangs before those who wait for him give up.
-        collective_s = 2 * limit if self.is_one_machine else limit
-        return TensorParallel.join(store, self.rank, self.size, limit, device, self.hostname, collective_s=collective_s)
+_ENDED = "has ended; see what its launcher says"
 
 
 class ExternalRanks(Ranks):
@@ -151,7 +96,7 @@ class ExternalRanks(Ranks):
         return sorted({*self._hung, *(rank for rank, sentinel in self._sentinels.items() if sentinel in readable)})
 
     def _how_ended(self, number: int) -> str:
-        return self._hung.get(number, "has ended; see what its launcher says")
+        return self._hung.get(number, _ENDED)
 
     def check(self) -> None:
         """Raise RankLostError when a rank has failed or ended, or its connection was lost."""
@@ -161,8 +106,7 @@ class ExternalRanks(Ranks):
 
     def _raise(self, cause: RankLostError | None) -> NoReturn:
         if not self._own_failures() and not self._silent() and self._ended.poll(0):  # one of another machine
-            ranks = f"ranks 1 to {self._config.tp - 1}"
-            raise RankLostError(f"one of the {ranks} has ended; see what its launcher says") from cause
+            raise RankLostError(f"one of the ranks 1 to {self._config.tp - 1} {_ENDED}") from cause
         super()._raise(cause)
 
     def close(self) -> None:
@@ -239,17 +183,3 @@ def _sentinel_of(pid: int) -> int | None:
 
 def _resolved(hostname: str) -> str:
     return sockets.gethostbyname(hostname)
-
-
-def _variable(name: str) -> str:
-    value = os.environ.get(name)
-    if value is None:
-        raise ConfigError(f"launch='external': {name} is not set; start the program by torchrun, or set it")
-    return value
-
-
-def _number(name: str) -> int:
-    value = _variable(name)
-    if not value.isdecimal():
-        raise ConfigError(f"launch='external': {name}={value!r} must be a whole number")
-    return int(value)
