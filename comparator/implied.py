@@ -5,17 +5,14 @@ to be compared. The k largest of its scores are, on both sides; where these are 
 a near tie, and the token's rows are as little comparable around that router as where a table says so (:mod:`.flips`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tapscope.comparator import chunks
+from tapscope.comparator.chosen import rows_of
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.flips import ROUTERS, Flip
 from tapscope.comparator.prepare import Preparer
-
-Array = np.ndarray[Any, Any]
 
 
 def implied_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
@@ -68,21 +65,13 @@ def _decides(one: Examined) -> bool:
 
 def _moved(preparer: Preparer, scores: Examined, count: int) -> list[int]:
     """Row pairs of which the largest scores are others."""
-    found: list[int] = []
-    for pairs, baseline, target in _rows(preparer, scores):
-        if not (np.isfinite(baseline).all() and np.isfinite(target).all()):
-            return []
-        best = (np.sort(np.argpartition(side, -count, axis=1)[:, -count:], axis=1) for side in (baseline, target))
-        other = np.not_equal(*best).any(axis=1)
-        found += pairs[other].tolist()
+    rows = rows_of(preparer, scores, np.arange(preparer.row_map.num_pairs))
+    if rows is None or not (np.isfinite(rows.baseline).all() and np.isfinite(rows.target).all()):
+        return []
+    sides = rows.baseline, rows.target
+    best = (np.sort(np.argpartition(side, -count, axis=1)[:, -count:], axis=1) for side in sides)
+    found: list[int] = rows.pairs[np.not_equal(*best).any(axis=1)].tolist()
     return found
-
-
-def _rows(preparer: Preparer, scores: Examined) -> Iterator[tuple[Array, Array, Array]]:
-    for chunk in chunks.rows(preparer.prepare(scores.pair)):
-        if chunk.join.pairs is not None and chunk.baseline.shape == chunk.target.shape:
-            pairs = chunk.join.pairs[chunk.row : chunk.row + len(chunk.baseline)]
-            yield pairs, chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)
 
 
 def _path(site: str) -> str:

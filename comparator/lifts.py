@@ -28,6 +28,9 @@ _MOST = 10.0
 _STANDS_OUT = 3.0
 """How much further off than the typical row the worst is before it is asked why."""
 NO_LIFT = (1.0,) * len(QUANTILES)
+"""By how much a norm enlarges errors that need no lift, at :data:`~.spread.QUANTILES`."""
+UNMET = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
+"""The same of a norm that was not compared: it lifts whatever is less than what errors are measured beside at least."""
 
 
 def norms_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
@@ -72,10 +75,6 @@ def even_errors(rows: RowMeasures, errors: Quantiles) -> Quantiles:
         return ()
     found = quantiles(parts / np.maximum(wholes, typical), QUANTILES)
     return errors[0], *(max(errors[0], error) for error in found[1:])
-
-
-UNMET = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
-"""The same of a norm that was not compared: it lifts whatever is less than what errors are measured beside at least."""
 
 
 class Lifts:

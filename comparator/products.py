@@ -168,8 +168,8 @@ def _times(gradient: Whole, signs: Array, *, turned: bool) -> tuple[Array, Array
     """(every row times the vector, norms of the rows); of a vector itself, and its sizes."""
     shape = gradient.shape
     if len(shape) == 1:
-        (only,) = [np.concatenate([np.atleast_2d(block.rows(slice(0, 1)))[0] for block in _blocks(gradient)])]
-        values = np.asarray(only, np.float64)
+        values = np.concatenate([np.atleast_2d(block.rows(slice(0, 1)))[0] for block in _blocks(gradient)])
+        values = values.astype(np.float64)
         return values, np.abs(values)
     found, squares = np.zeros((2, shape[1] if turned else shape[0]))
     for rows, part, columns in _chunks(gradient):
