@@ -32,29 +32,6 @@ if TYPE_CHECKING:
     from tapscope.dumper.observer import make_observer
     from tapscope.dumper.rule import Rule
 
-_API = (
-    "attach",
-    "capture_output",
-    "close",
-    "configure",
-    "configure_default",
-    "ctx",
-    "dump",
-    "dump_dict",
-    "dump_model",
-    "get_state",
-    "may_enable",
-    "metric",
-    "micro",
-    "register",
-    "reset",
-    "set_ctx",
-    "start",
-    "step",
-)
-_EXPORTS = {"Dumper": ".dumper", "make_observer": ".observer", "DumperConfig": ".config", "Rule": ".rule"}
-_EXPORTS |= dict.fromkeys(_API, ".api")
-
 __all__ = [
     "Dumper",
     "DumperConfig",
@@ -79,12 +56,14 @@ __all__ = [
     "start",
     "step",
 ]
+_EXPORTS = {"Dumper": ".dumper", "make_observer": ".observer", "DumperConfig": ".config", "Rule": ".rule"}
+"""Where a public name is defined; what is not here is in the api."""
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: the recorder imports this package and must hold no torch."""
-    if name not in _EXPORTS:
+    if name not in __all__:
         raise AttributeError(f"module 'tapscope.dumper' has no attribute {name!r}")
-    value = getattr(import_module(_EXPORTS[name], __name__), name)
+    value = getattr(import_module(_EXPORTS.get(name, ".api"), __name__), name)
     globals()[name] = value
     return value
