@@ -1,29 +1,13 @@
-"""EngineConfig: every setting of the engine, its default and its rule, in one place."""
+"""EngineConfig: every setting of the engine and its default; :mod:`.config_rules` has their rules."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tapscope.engine.checks import is_count, is_number, require
+from tapscope.engine import config_rules
 from tapscope.engine.sampling_params import derive_seed
 from tapscope.errors import ConfigError
-
-_CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "kv_cache_dtype": ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
-    "logits": ("last", "all", "observed"),
-    "device": ("auto", "cpu", "cuda"),
-    "load_format": ("auto", "dummy"),
-    "quantization": (None, "fp8"),
-    "launch": ("spawn", "external"),
-}
-_COUNTS = ("tp", "ep", "dp", "page_size", "max_running", "ageing_steps", "kv_bytes")
-_RENDEZVOUS = re.compile(r"tcp://[^\s:/]+:[0-9]{1,5}")
-_TIMEOUTS = ("waiting_timeout_s", "running_timeout_s")
-_require = partial(require, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,55 +80,7 @@ class EngineConfig:
     collectives, messages. A loading one has ten times as long."""
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            _require(
-                getattr(self, name) in choices,
-                name,
-                getattr(self, name),
-                f"must be one of {', '.join(map(str, choices))}",
-            )
-        for name in _COUNTS:
-            _require(is_count(getattr(self, name)), name, getattr(self, name), "must be a whole number above 0")
-        _require(self.tp % self.ep == 0, "ep", self.ep, f"must divide tp={self.tp}")
-        is_replica = type(self.dp_rank) is int and 0 <= self.dp_rank < self.dp
-        _require(is_replica, "dp_rank", self.dp_rank, f"must be a whole number from 0, below dp={self.dp}")
-        _require(self.dp == 1 or self.launch == "spawn", "dp", self.dp, "needs launch='spawn'")
-        rule = "must be a whole number above 0, or None to size it from kv_bytes"
-        _require(self.num_pages is None or is_count(self.num_pages), "num_pages", self.num_pages, rule)
-        rule, tokens = "must be a whole number above 0, or None for the device's default", self.max_tokens_per_step
-        _require(tokens is None or is_count(tokens), "max_tokens_per_step", tokens, rule)
-        _require(type(self.seed) is int and self.seed >= 0, "seed", self.seed, "must be a whole number from 0")
-        rule, timeout = "must be a number of seconds above 0", self.rank_timeout_s
-        _require(is_number(timeout) and timeout > 0, "rank_timeout_s", timeout, rule)
-        for name in _TIMEOUTS:
-            limit = getattr(self, name)
-            _require(limit is None or (is_number(limit) and limit > 0), name, limit, f"{rule}, or None")
-        for name in ("prefix_cache", "prefix_affinity", "check", "batch_invariant"):
-            _require(type(getattr(self, name)) is bool, name, getattr(self, name), "must be true or false")
-        _require(
-            isinstance(self.exclude_modules, tuple) and all(isinstance(glob, str) for glob in self.exclude_modules),
-            "exclude_modules",
-            self.exclude_modules,
-            "must be a list of globs",
-        )
-        _require(
-            not self.exclude_modules or self.quantization is not None,
-            "exclude_modules",
-            self.exclude_modules,
-            "has a meaning only with quantization",
-        )
-        path = self.quantization_param_path
-        _require(path is None or isinstance(path, str), "quantization_param_path", path, "must be a path, or None")
-        place = self.rendezvous
-        _require(
-            place is None or (isinstance(place, str) and _RENDEZVOUS.fullmatch(place) is not None),
-            "rendezvous",
-            place,
-            "must be tcp://HOST:PORT, or None",
-        )
-        _require(place is None or self.launch == "external", "rendezvous", place, "needs launch='external'")
-        mark = self.watermark
-        _require(is_number(mark) and 0 <= mark < 1, "watermark", mark, "must be a number from 0, below 1")
+        config_rules.check({field.name: getattr(self, field.name) for field in fields(self)})
 
     def step_tokens(self, device_type: str) -> int:
         """``max_tokens_per_step`` on a device of this type."""

@@ -71,20 +71,25 @@ class Runner:
         self._started = 0.0
         self.observer: StepObserver | None = None
         if observer is not None:
-            info = RankInfo(
-                rank=config.dp_rank * tp.size + tp.rank,
-                world_size=config.dp * tp.size,
-                mesh={"dp": config.dp, "tp": tp.size} if config.dp > 1 else {"tp": tp.size},
-                coords={"dp": config.dp_rank, "tp": tp.rank} if config.dp > 1 else {"tp": tp.rank},
-                own_steps=("dp",) if config.dp > 1 else (),
-                framework="tapscope",
-                model=config.model,
-                dtype=self.dtype,
-                kv_cache_dtype=self.kv_cache_dtype,
-                model_config=model_config.facts(),
-            )
             with self.stages.stage("observer"):
-                self.observer = observer(self.model, info)
+                self.observer = observer(self.model, self._rank_info(config, model_config))
+
+    def _rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
+        """What an observer is told of this rank."""
+        tp = self.model.tp
+        has_replicas = config.dp > 1
+        return RankInfo(
+            rank=config.dp_rank * tp.size + tp.rank,
+            world_size=config.dp * tp.size,
+            mesh={"dp": config.dp, "tp": tp.size} if has_replicas else {"tp": tp.size},
+            coords={"dp": config.dp_rank, "tp": tp.rank} if has_replicas else {"tp": tp.rank},
+            own_steps=("dp",) if has_replicas else (),
+            framework="tapscope",
+            model=config.model,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            model_config=model_config.facts(),
+        )
 
     def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
         """The KV cache, its scales read. Raises CheckpointError, ConfigError."""
