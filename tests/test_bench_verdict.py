@@ -65,6 +65,10 @@ def test_the_catalogue_is_large_and_every_file_of_it_is_a_case() -> None:
         (GOOD + "PATCHES = 'vllm'\n", "one of transformers, engine"),
         (GOOD + "TARGET = {'dtyp': 'bfloat16'}\n", "no 'dtyp'"),
         (GOOD + "TARGET = {'dtype': 'int3'}\n", "dtype='int3'"),
+        (GOOD + "TARGET = {'engine': {'tp_size': 2}}\n", "needs framework='engine'"),
+        (GOOD + "PATCHES = 'engine'\nTARGET = {'engine': {'pages': 2}}\n", "no setting 'pages'"),
+        (GOOD + "MODEL = {'weights': 'light'}\n", "must be one of spread, heavy"),
+        (GOOD + "MODEL = {'hidden': 32}\n", "LlamaConfig has no 'hidden'"),
         (GOOD + "TARGETS = {}\n", "settings are FAMILY"),
         (GOOD + "WHERE = {'token': 3}\n", "it may have step"),
         (GOOD + "1 / 0\n", "ZeroDivisionError"),
@@ -94,6 +98,30 @@ def test_a_strangers_bug_is_named_and_cases_that_prove_nothing_are_faulty(
     scores = {line["name"]: line["score"] for line in lines if line["type"] == "case"}
     assert scores == {"good": "named", "idle": "faulty", "raises": "faulty"}
     assert code == 1, "a faulty case is no success"
+
+
+def test_a_model_of_another_size_and_weights_in_both_frameworks_with_tokens_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        '"""Mine."""\nMODEL = [{"num_hidden_layers": 2, "weights": style} for style in ("heavy", "wide")]\n'
+        'BOTH = {"workload": "shared", "greedy": True}\n'
+        'TARGET = {"framework": "engine", "page_size": 4, "engine": {"max_tokens_per_step": 7}}\n'
+    )
+    code, (heavy, wide, _) = bench(capsys, "--benign", tmp_path)
+    assert (code, heavy["score"], wide["score"]) == (0, "clean", "clean")
+    assert heavy["name"] == "mine[num_hidden_layers=2 heavy]"
+    assert wide["model"] == {"family": "llama", "style": "wide", "seed": 0, "sizes": [["num_hidden_layers", 2]]}
+
+
+@pytest.mark.parametrize("style", ["spread", "heavy", "normal", "wide"])
+def test_weights_of_a_style_are_drawn_from_the_seed_alone(tmp_path: Path, style: str) -> None:
+    models: Any = importlib.import_module("benchmarks.verdict.models")
+    stored = []
+    for seed in (0, 0, 1):
+        folder = models.Model.of("gemma2", {"weights": style, "seed": seed, "num_hidden_layers": 1}).save(tmp_path)
+        stored.append((folder / "model.safetensors").read_bytes())
+    assert stored[0] == stored[1] != stored[2]
 
 
 def test_a_few_cases_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,13 @@ def _matches(name: str, glob: str) -> bool:
 
 def _to_json(outcome: Any) -> dict[str, Any]:
     case = outcome.case
-    fields = {"type": "case", "name": case.name, "family": case.family, "expected": list(case.expect)}
+    fields = {
+        "type": "case",
+        "name": case.name,
+        "family": case.family,
+        "model": asdict(case.model),
+        "expected": list(case.expect),
+    }
     fields |= {"visibility": case.visibility or "benign", "patches": case.patches, "about": case.about}
     fields |= {"baseline": asdict(case.baseline), "target": asdict(case.target), "where": dict(case.where)}
     measured = ("named", "site", "place", "others", "said", "seconds", "ratio", "effect")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.verdict.catalogue import Case
-from benchmarks.verdict.families import family
+from benchmarks.verdict.models import Model
 from benchmarks.verdict.outcome import Outcome, Score, failed, judged
 from benchmarks.verdict.patching import Patch, applied
 from benchmarks.verdict.run_megatron import Teams
@@ -20,8 +20,8 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._checkpoints: dict[str, Path] = {}
-        self._runs: dict[tuple[str, Setup], Path] = {}
+        self._checkpoints: dict[Model, Path] = {}
+        self._runs: dict[tuple[Model, Setup], Path] = {}
         self._teams = Teams()
         self._count = 0
 
@@ -39,8 +39,8 @@ class Bench:
         return outcome.timed(time.perf_counter() - start)
 
     def _bug(self, case: Case) -> Outcome:
-        baseline = self._clean(case.family, case.baseline)
-        clean = self._clean(case.family, case.target)
+        baseline = self._clean(case.model, case.baseline)
+        clean = self._clean(case.model, case.target)
         target = self._patched(case)
         effect = _effect(clean, target)
         if effect == 0.0:
@@ -48,20 +48,20 @@ class Bench:
         return judged(case, _compared(baseline, target), effect)
 
     def _benign(self, case: Case) -> Outcome:
-        baseline = self._clean(case.family, case.baseline)
-        target = self._clean(case.family, case.target) if case.patch is None else self._patched(case)
+        baseline = self._clean(case.model, case.baseline)
+        target = self._clean(case.model, case.target) if case.patch is None else self._patched(case)
         return judged(case, _compared(baseline, target), 0.0)
 
-    def _clean(self, name: str, setup: Setup) -> Path:
+    def _clean(self, model: Model, setup: Setup) -> Path:
         """The run of an unharmed model, made once."""
-        if (name, setup) not in self._runs:
-            out = self._new(f"{name}-clean")
-            self._capture(self._checkpoint(name), setup, out)
-            self._runs[name, setup] = out
-        return self._runs[name, setup]
+        if (model, setup) not in self._runs:
+            out = self._new(f"{model.family}-clean")
+            self._capture(self._checkpoint(model), setup, out)
+            self._runs[model, setup] = out
+        return self._runs[model, setup]
 
     def _patched(self, case: Case) -> Path:
-        checkpoint, out = self._checkpoint(case.family), self._new(case.family)
+        checkpoint, out = self._checkpoint(case.model), self._new(case.family)
         if case.patches == "checkpoint":
             self._capture(self._damaged(checkpoint, case.patch), case.target, out)
         else:
@@ -82,10 +82,10 @@ class Bench:
 
             run_transformers(checkpoint, setup, out, patch)
 
-    def _checkpoint(self, name: str) -> Path:
-        if name not in self._checkpoints:
-            self._checkpoints[name] = family(name).save(self._root / f"checkpoint-{name}")
-        return self._checkpoints[name]
+    def _checkpoint(self, model: Model) -> Path:
+        if model not in self._checkpoints:
+            self._checkpoints[model] = model.save(self._new(f"checkpoint-{model.family}"))
+        return self._checkpoints[model]
 
     def _damaged(self, checkpoint: Path, patch: Patch | None) -> Path:
         """A copy of a checkpoint after ``patch`` has changed its weights, a dict of tensors."""

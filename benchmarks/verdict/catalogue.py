@@ -9,14 +9,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.verdict.families import FAMILIES, family
+from benchmarks.verdict.families import FAMILIES
+from benchmarks.verdict.models import Model
 from benchmarks.verdict.patching import Patch
 from benchmarks.verdict.setup import Setup
 from tapscope.errors import ConfigError, UsageError
 
 VISIBILITIES = ("strong", "subtle")
 PATCHES = ("transformers", "engine", "megatron", "checkpoint", "trainer")
-_KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "BASELINE", "TARGET", "BOTH", "WHERE")
+_KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "BASELINE", "TARGET", "BOTH", "WHERE", "MODEL")
 _MEGATRON: Mapping[str, Any] = {"schedule": "whole", "batch": "right"}  # all it runs, so the other side does too
 _PLACE = ("step", "rank", "request", "position")
 
@@ -27,7 +28,7 @@ class Case:
 
     name: str
     """Of the file; family and changed settings are appended where the file makes several cases."""
-    family: str
+    model: Model
     baseline: Setup
     target: Setup
     patches: str = "transformers"
@@ -42,6 +43,11 @@ class Case:
     """The file."""
     about: str = ""
     """First line of the file's docstring."""
+
+    @property
+    def family(self) -> str:
+        """Of the model."""
+        return self.model.family
 
     @property
     def is_bug(self) -> bool:
@@ -91,15 +97,15 @@ def read(path: Path, *, is_bug: bool) -> list[Case]:
 
 
 def _expanded(path: Path, values: Mapping[str, Any], patches: str, *, patched: bool) -> list[dict[str, Any]]:
-    """One case for every family, every BASELINE and every TARGET."""
+    """One case for every family, every MODEL, every BASELINE and every TARGET."""
     families = _texts(path, "FAMILY", values.get("FAMILY", "llama"))
     framework = patches if patches in ("engine", "megatron") else "transformers"
     found = []
-    both, baselines, targets = (_settings(path, name, values.get(name, {})) for name in ("BOTH", "BASELINE", "TARGET"))
-    for name, shared, left, right in itertools.product(families, both, baselines, targets):
+    groups = [_settings(path, name, values.get(name, {})) for name in ("MODEL", "BOTH", "BASELINE", "TARGET")]
+    for name, sizes, shared, left, right in itertools.product(families, *groups):
         frameworks = [framework, *(side.get("framework") for side in (shared, left, right))]
         try:
-            family(name)
+            model = Model.of(name, sizes)
             start = Setup(framework=framework, **_MEGATRON if "megatron" in frameworks else {}).but(shared)
             sides = {"baseline": start.but(left), "target": start.but(right)}
         except (ConfigError, UsageError) as error:
@@ -110,10 +116,10 @@ def _expanded(path: Path, values: Mapping[str, Any], patches: str, *, patched: b
             not trains or patches != "transformers" or not patched, path, "where an optimizer runs PATCHES is trainer"
         )
         words = [] if len(families) == 1 else [name]
-        for group, chosen in ((both, shared), (baselines, left), (targets, right)):
+        for group, chosen in zip(groups, (sizes, shared, left, right), strict=True):
             words += [] if len(group) == 1 else [_said(chosen)]
         case = path.stem + (f"[{','.join(words)}]" if words else "")
-        found.append({"name": case, "family": name} | sides)
+        found.append({"name": case, "model": model} | sides)
     return found
 
 

@@ -1,20 +1,10 @@
-"""Families: small models of known architectures whose weights are spread like those of trained ones.
-
-A model as it comes out of ``from_config`` hides bugs: norms are all ones, biases zero, every channel has one scale and
-attention is nearly uniform. Here every channel has a scale of its own, a few channels and the first token are far
-larger than the rest (massive activations, arXiv:2402.17762), and attention has something to choose from.
-"""
+"""Families: configurations of small models of known architectures."""
 
 import functools
 import importlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from benchmarks.verdict.workload import BOS, VOCAB
 from tapscope.errors import UsageError
@@ -61,6 +51,13 @@ _LLAMA4 = {
     "interleave_moe_layer_step": 2,
     "attention_chunk_size": 8,
 }
+_GEMMA3 = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+}
 _NEOX = {name: value for name, value in _DENSE.items() if name != "num_key_value_heads"} | {"rotary_pct": 0.5}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -82,29 +79,16 @@ class Family:
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
-    def config(self) -> Any:
-        """Its transformers configuration."""
+    def config(self, changes: Mapping[str, Any] | None = None) -> Any:
+        """Its transformers configuration, with changed values; raises UsageError for one that it does not have."""
         import transformers
 
-        return getattr(transformers, f"{self.classes}Config")(**self.settings)
-
-    def save(self, folder: Path) -> Path:
-        """Write a checkpoint in Hugging Face form; returns the folder."""
-        import transformers
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            model = transformers.AutoModelForCausalLM.from_config(self.config())
-            generator = torch.Generator().manual_seed(self.seed)
-            for name, parameter in model.named_parameters():
-                parameter.data = _spread(name, parameter.data, self, generator)
-            for name, buffer in model.named_buffers():
-                if "e_score_correction_bias" in name:  # zero until a training has balanced the load
-                    buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
-        model.save_pretrained(folder)
-        return folder
+        kind = getattr(transformers, f"{self.classes}Config")
+        known = kind(**self.settings)
+        unknown = [name for name in changes or {} if not hasattr(known, name)]
+        if unknown:
+            raise UsageError(f"{type(known).__name__} has no {unknown[0]!r}")
+        return kind(**{**self.settings, **(changes or {})})
 
 
 FAMILIES = {
@@ -130,6 +114,7 @@ FAMILIES = {
             _DENSE | {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 8.0},
             8,
         ),
+        Family("gemma3", "Gemma3Text", _DENSE | _GEMMA3, 31),
         Family("gpt2", "GPT2", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}, 9),
         Family("deepseek-v3", "DeepseekV3", _DENSE | _DEEPSEEK, 21),
         Family("olmo2", "Olmo2", _DENSE | {"tie_word_embeddings": False}, 23),
@@ -153,54 +138,3 @@ def modeling(name: str) -> Any:
     """The module of transformers that defines a family, to patch its functions, e.g. ``modeling("llama")``."""
     package = "llama" if name.startswith("llama") else name.replace("-", "_")
     return importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-
-
-def _spread(name: str, weight: Tensor, family: Family, draw: torch.Generator) -> Tensor:
-    if weight.ndim == 1 and name.endswith("bias"):
-        return torch.randn(weight.shape, generator=draw) * (2.0 if "k_proj" in name else 0.3)
-    if "lambda_" in name:  # DiffLlama's: their product is an exponent
-        return torch.randn(weight.shape, generator=draw) * 0.2
-    if weight.ndim == 1:
-        return _norm(name, weight, family, draw)
-    if "embed" in name or "wte" in name or "wpe" in name:
-        return _embedding(name, weight, draw)
-    transposed = family.classes == "GPT2"
-    table = torch.randn(weight.shape, generator=draw) * _gain(name) / math.sqrt(weight.shape[-2 if transposed else -1])
-    rows = torch.randn((*weight.shape[:-1], 1), generator=draw) * (0.2 if transposed else 0.4)
-    columns = torch.randn((*weight.shape[:-2], 1, weight.shape[-1]), generator=draw) * (0.4 if transposed else 0.2)
-    return table * rows.exp() * columns.exp()
-
-
-def _norm(name: str, weight: Tensor, family: Family, draw: torch.Generator) -> Tensor:
-    """Around a level that grows with depth; two channels stand out."""
-    layer = next((int(part) for part in name.split(".") if part.isdigit()), 2)
-    depth = family.settings.get("num_hidden_layers", 4)
-    level = 1.2 if "q_norm" in name or "k_norm" in name else 0.5 + 0.5 * min(layer / depth, 1.0)
-    values = level * (1 + 0.25 * torch.randn(weight.shape, generator=draw))
-    values[torch.randperm(len(values), generator=draw)[:2]] *= 3.0
-    return values - 1.0 if family.classes == "Gemma2" else values
-
-
-def _embedding(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
-    table = torch.randn(weight.shape, generator=draw) * 0.5
-    table = table * (torch.randn((len(weight), 1), generator=draw) * 0.3).exp()
-    if "wpe" in name:
-        return 0.2 * table
-    table[BOS, torch.randperm(weight.shape[1], generator=draw)[:2]] = 25.0
-    return table
-
-
-_GAINS = {
-    "q_proj": 1.3,
-    "k_proj": 1.3,
-    "o_proj": 0.7,
-    "c_attn": 1.2,
-    "lm_head": 1.5,
-    "mlp.gate.": 2.0,
-    "down_proj": 0.9,
-    "c_proj": 0.8,
-}
-
-
-def _gain(name: str) -> float:
-    return next((gain for part, gain in _GAINS.items() if part in name), 1.0)

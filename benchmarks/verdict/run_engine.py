@@ -32,13 +32,9 @@ def run_engine(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = 
     """Capture one run to ``out``; ``patch`` is called with the model of every rank."""
     if setup.schedule != "decode" or setup.train:
         raise ConfigError(f"schedule={setup.schedule!r}, train={setup.train}: the engine runs schedule 'decode' only")
-    config = EngineConfig(
-        model=str(checkpoint),
-        tp=setup.tp,
-        dtype=setup.dtype,
-        page_size=setup.page_size,
-        max_running=1 if setup.batch == "separate" else 8,
-        logits="all",
+    settings = {"max_running": 1 if setup.batch == "separate" else 8, "prefix_cache": False} | dict(setup.engine)
+    config = EngineConfig.build(
+        checkpoint, {"tp": setup.tp, "dtype": setup.dtype, "page_size": setup.page_size, "logits": "all"} | settings
     )
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
     if setup.processes:
@@ -53,7 +49,8 @@ def _in_processes(config: EngineConfig, setup: Setup, observer: Any) -> None:
     work = requests(setup.workload, setup.seed, setup.order)
     with LLM(config, observer=observer) as llm:
         for r in work:
-            llm.submit(r.prompt, request_id=r.name, max_new_tokens=len(r.forced) + 1, forced=r.forced, ignore_eos=True)
+            forced = () if setup.greedy else r.forced
+            llm.submit(r.prompt, request_id=r.name, max_new_tokens=len(r.forced) + 1, forced=forced, ignore_eos=True)
         while llm.has_work:
             llm.step()
 
@@ -91,11 +88,12 @@ def _observe(observer: Callable[[Any, RankInfo], StepObserver], config: EngineCo
 
 def _drive(config: EngineConfig, setup: Setup, runners: list[Runner], each: Any) -> None:
     pages, rows = runners[0].num_pages, runners[0].max_tokens
-    policy = Policy.build(config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None, shareable=False)
+    shareable = ModelConfig.read(Path(config.model)).is_prefix_shareable
+    policy = Policy.build(config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None, shareable=shareable)
     scheduler = Scheduler(policy)
     for r in requests(setup.workload, setup.seed, setup.order):
         params = SamplingParams(max_new_tokens=len(r.forced) + 1)
-        scheduler.add(Request(id=r.name, prompt_ids=r.prompt, params=params, forced=r.forced))
+        scheduler.add(Request(id=r.name, prompt_ids=r.prompt, params=params, forced=() if setup.greedy else r.forced))
     while scheduler.has_work:
         plan = scheduler.plan(all_logits=True, epoch=None)
         tokens = list(each(lambda runner, plan=plan: runner.execute(plan), runners))

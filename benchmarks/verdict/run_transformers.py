@@ -1,7 +1,7 @@
 """Runs a transformers model over a workload and captures everything."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,21 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
         _run_packed(model, dumper, group, setup)
         return
     cache: Any = None
-    for call in _calls(group, setup):
+    said = [list(r.forced) for r in group]
+    for call in _calls(group, setup, said):
         info = padded_step(dumper.next_step, call.phase, call.ids, call.positions, call.valid, [r.name for r in group])
         extra = {"attention_mask": torch.tensor(call.mask), "use_cache": setup.schedule != "whole"}
         given = {"input_ids": torch.tensor(call.ids), "position_ids": torch.tensor(call.positions)} | extra
-        with dumper.step_of(info) if setup.named else nullcontext():
+        with dumper.step_of(info) if setup.named else nullcontext(), _autocast(setup):
             if setup.train:
                 _backward(model(**given).logits, call.ids, call.valid)
             else:
                 with torch.no_grad():
-                    cache = getattr(model(**given, past_key_values=cache), "past_key_values", None)
+                    output = model(**given, past_key_values=cache)
+                cache = getattr(output, "past_key_values", None)
+                if setup.greedy and call.at >= 0:
+                    for tokens, best in zip(said, output.logits[:, -1].argmax(-1).tolist(), strict=True):
+                        tokens[call.at : call.at + 1] = [best]
         model.zero_grad(set_to_none=True)
 
 
@@ -73,10 +78,10 @@ def _train(model: Any, setup: Setup, out: Path, patch: Patch | None) -> None:
     with applied(patch, trainer), Dumper(model, out, keep="full", grads=True, params=True) as dumper:
         for step in range(NUM_STEPS):
             groups = [requests(setup.workload, _seed(setup, step, i), setup.order) for i in range(setup.micros)]
-            (first, *_), *_ = calls = [list(_calls(group, setup)) for group in groups]
+            (first, *_), *_ = calls = [list(_calls(group, setup, ())) for group in groups]
             names = [r.name for r in groups[0]]
             info = padded_step(step, "train", first.ids, first.positions, first.valid, names)
-            with dumper.step_of(info):
+            with dumper.step_of(info), _autocast(setup):
                 for i, (call,) in enumerate(calls):
                     with dumper.micro(i):
                         given = {"input_ids": torch.tensor(call.ids), "position_ids": torch.tensor(call.positions)}
@@ -88,6 +93,10 @@ def _train(model: Any, setup: Setup, out: Path, patch: Patch | None) -> None:
 
 def _seed(setup: Setup, step: int, micro: int) -> int:
     return setup.seed + 100 * step + 10000 * micro
+
+
+def _autocast(setup: Setup) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", getattr(torch, setup.autocast)) if setup.autocast else nullcontext()
 
 
 def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
@@ -127,10 +136,12 @@ class _Call:
     valid: list[list[bool]]
     mask: list[list[int]]
     """Over everything fed so far."""
+    at: int
+    """Which token behind the prompt its last logits are of; below 0 while the prompt is not complete."""
 
 
-def _calls(group: Sequence[Request], setup: Setup) -> Iterator[_Call]:
-    """The forwards of one padded batch."""
+def _calls(group: Sequence[Request], setup: Setup, said: Sequence[Sequence[int]]) -> Iterator[_Call]:
+    """The forwards of one padded batch; ``said`` holds the tokens behind each prompt by the time they are fed."""
     whole = setup.schedule == "whole"
     first = [list(r.tokens if whole else r.prompt) for r in group]
     width = max(map(len, first))
@@ -145,11 +156,13 @@ def _calls(group: Sequence[Request], setup: Setup) -> Iterator[_Call]:
         part = slice(start, min(start + chunk, width))
         seen = [row[part] for row in valid]
         mask = [old + [int(v) for v in new] for old, new in zip(mask, seen, strict=True)]
-        yield _Call("prefill", [r[part] for r in ids], [r[part] for r in positions], seen, mask)
+        yield _Call(
+            "prefill", [r[part] for r in ids], [r[part] for r in positions], seen, mask, 0 if part.stop == width else -1
+        )
     for at in range(0 if whole else max(len(r.forced) for r in group)):
         mask = [[*row, 1] for row in mask]
         now = [[len(r.prompt) + at] for r in group]
-        yield _Call("decode", [[r.forced[at]] for r in group], now, [[True]] * len(group), mask)
+        yield _Call("decode", [[tokens[at]] for tokens in said], now, [[True]] * len(group), mask, at + 1)
 
 
 def _pad(row: list[Any], padding: list[Any], right: bool) -> list[Any]:

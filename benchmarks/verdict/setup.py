@@ -1,5 +1,6 @@
 """Setup: how one side of a case is run: framework, dtype, batching, schedule."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,7 +13,8 @@ _CHOICES = {
     "batch": ("left", "right", "separate", "packed"),
     "order": ("given", "reversed"),
     "schedule": ("decode", "whole", "chunks"),
-    "workload": ("short", "long", "one"),
+    "workload": ("short", "long", "one", "longest", "token", "many", "shared"),
+    "autocast": ("", "bfloat16", "float16"),
     "optimizer": ("", "adamw", "sgd"),
     "update": ("loop", "foreach", "fused"),
 }
@@ -39,7 +41,12 @@ class Setup:
     """``decode``: the prompts, then one forced token a step; ``whole``: all tokens in one forward without a cache;
     ``chunks``: prompts in pieces of five tokens, then as ``decode``."""
     workload: str = "short"
-    """Which requests: three ``short`` ones, ``one``, or one ``long`` one among others."""
+    """Which requests: three ``short`` ones, ``one``, one ``long`` or very long (``longest``) one among others, a single
+    ``token``, ``many`` (eight), or three that begin with the same tokens (``shared``)."""
+    greedy: bool = False
+    """The model's own best tokens follow the prompt, not the workload's: two runs may part."""
+    autocast: str = ""
+    """transformers: forwards under ``torch.autocast`` of this dtype."""
     seed: int = 0
     """Of the requests' tokens."""
     train: bool = False
@@ -60,8 +67,12 @@ class Setup:
     """The engine's KV pages."""
     processes: bool = False
     """The engine's ranks are real processes."""
+    engine: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+    """Other settings of the engine, by the names of its EngineConfig, e.g. ``{"max_tokens_per_step": 8}``; its
+    ``prefix_cache`` is off unless asked for."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "engine", tuple(sorted(dict(self.engine).items())))  # a setup is a key of a dict
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
@@ -76,6 +87,12 @@ class Setup:
             raise ConfigError("micros and master need an optimizer")
         if self.batch == "packed" and self.schedule != "whole":
             raise ConfigError("batch='packed' needs schedule='whole'")
+        if self.greedy and (self.schedule != "decode" or self.batch not in ("left", "separate")):
+            raise ConfigError("greedy needs schedule='decode' and batch='left' or 'separate'")
+        if self.autocast and self.framework != "transformers":
+            raise ConfigError("autocast is for framework='transformers'")
+        if self.engine:
+            _check_engine(dict(self.engine), self.framework)
         if self.framework == "transformers" and self.tp > 1:
             raise ConfigError("tp: transformers runs on one rank here; use framework engine or megatron")
 
@@ -86,3 +103,11 @@ class Setup:
         if unknown:
             raise ConfigError(f"a setup has no {unknown[0]!r}; it has {', '.join(known)}")
         return replace(self, **changes)
+
+
+def _check_engine(settings: Mapping[str, Any], framework: str) -> None:
+    from tapscope.engine.config import EngineConfig
+
+    if framework != "engine":
+        raise ConfigError(f"engine={dict(settings)!r}: needs framework='engine'")
+    EngineConfig.build("", settings)

@@ -1,0 +1,73 @@
+"""Models: a family's model of a size, with weights of a style; written as a checkpoint in Hugging Face form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.verdict.families import family
+from benchmarks.verdict.weights import STYLES, fill
+from benchmarks.verdict.workload import VOCAB
+from tapscope.errors import UsageError
+
+_TRAINING_STEPS = 200
+_BATCH, _LENGTH = 8, 48
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Which model a case runs."""
+
+    family: str
+    style: str = "spread"
+    seed: int = 0
+    """Added to the family's."""
+    sizes: tuple[tuple[str, Any], ...] = ()
+    """Values of the configuration that differ from the family's."""
+
+    @classmethod
+    def of(cls, name: str, changes: Mapping[str, Any]) -> "Model":
+        """A family's model; ``changes`` has ``weights`` (the style), ``seed``, and values of the configuration.
+
+        Raises UsageError for a family, a style or a value that does not exist.
+        """
+        sizes = {key: value for key, value in changes.items() if key not in ("weights", "seed")}
+        style, seed = changes.get("weights", "spread"), changes.get("seed", 0)
+        if style not in STYLES:
+            raise UsageError(f"weights={style!r}: must be one of {', '.join(STYLES)}")
+        if type(seed) is not int:
+            raise UsageError(f"seed={seed!r}: must be a whole number")
+        if sizes:
+            family(name).config(sizes)
+        return cls(family(name).name, style, seed, tuple(sorted(sizes.items())))
+
+    def save(self, folder: Path) -> Path:
+        """Write the checkpoint; returns the folder."""
+        import transformers
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        chosen = family(self.family)
+        with torch.random.fork_rng():
+            torch.manual_seed(chosen.seed + self.seed)
+            model = transformers.AutoModelForCausalLM.from_config(chosen.config(dict(self.sizes)))
+            fill(model, self.style, chosen.seed + self.seed)
+            if self.style == "trained":
+                _train(model, chosen.seed + self.seed)
+        model.save_pretrained(folder)
+        return folder
+
+
+def _train(model: Any, seed: int) -> None:
+    """A few hundred steps on texts whose second half repeats the first: enough for attention to find the copy."""
+    draw = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(_TRAINING_STEPS):
+        first = torch.randint(1, VOCAB // 4, (_BATCH, _LENGTH // 2), generator=draw)
+        ids = torch.cat([first, first], dim=1)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
