@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import warm
 
 from tapscope.errors import UsageError
@@ -137,3 +138,14 @@ def test_from_the_command_line_a_name_that_no_case_has_is_a_usage_error() -> Non
     done = warm.run("-m", "benchmarks.verdict", "--only", "no_such_bug", cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no_such_bug" in done.stderr
+
+
+def test_cases_that_need_a_gpu_are_left_out_and_counted_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main.main(["--only", "engine_no_all_reduce*", "--only", "norm_eps*", "--device", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "no case is left to run; left out:" in said
+    assert "cases that one GPU does not hold" in said
+    assert "cases that need CUDA, which is not here" in said

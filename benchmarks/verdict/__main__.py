@@ -1,6 +1,6 @@
 """The verdict bench: seeded bugs that `tapscope diff` should name, and benign changes that it should not report.
 
-    python -m benchmarks.verdict [--bugs DIR] [--benign DIR] [--only GLOB] [--json]
+    python -m benchmarks.verdict [--bugs DIR] [--benign DIR] [--only GLOB] [--device cuda] [--json]
 
 Exits with 1 when a strong bug is missed or a benign change is flagged, and with 2 for a bad case file.
 """
@@ -38,6 +38,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bugs", type=Path, metavar="DIR", help="bug files instead of the catalogue's")
     parser.add_argument("--benign", type=Path, metavar="DIR", help="benign files instead of the catalogue's")
     parser.add_argument("--only", action="append", default=[], metavar="GLOB", help="cases of this name; repeatable")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="run both sides there, all cases that one GPU holds")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, to look at them")
     parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
     parser.add_argument("--json", action="store_true", help="one object a line: the cases, then the score")
@@ -54,9 +55,13 @@ def _run(args: argparse.Namespace) -> int:
 
     from benchmarks.verdict.bench import Bench
     from benchmarks.verdict.report import exit_code, line, score_lines
+    from tapscope.errors import UsageError
 
     torch.set_num_threads(1)
     outcomes = []
+    cases, left_out = _placed(cases, args.device)
+    if not cases:
+        raise UsageError(f"no case is left to run; {'; '.join(left_out)}")
     with ExitStack() as stack:
         log = logging.getLogger("tapscope")
         stack.callback(log.setLevel, log.level)
@@ -67,9 +72,10 @@ def _run(args: argparse.Namespace) -> int:
             outcomes.append(bench.run(case))
             print(json.dumps(_to_json(outcomes[-1])) if args.json else line(outcomes[-1]), flush=True)
     if args.json:
-        print(json.dumps({"type": "score", "exit_code": exit_code(outcomes), "lines": score_lines(outcomes)}))
+        lines = [*score_lines(outcomes), *left_out]
+        print(json.dumps({"type": "score", "exit_code": exit_code(outcomes), "lines": lines}))
     else:
-        print("", *score_lines(outcomes), sep="\n")
+        print("", *score_lines(outcomes), *left_out, sep="\n")
     return exit_code(outcomes)
 
 
@@ -87,6 +93,21 @@ def _chosen(args: argparse.Namespace) -> Iterator[Any]:
     for case in cases:
         if not args.only or any(_matches(case.name, glob) for glob in args.only):
             yield case
+
+
+def _placed(cases: list[Any], device: str | None) -> tuple[list[Any], list[str]]:
+    """The cases that can be run here, both sides on ``device`` if it is given, and how many are left out and why."""
+    import torch
+
+    kept = [case for case in cases if device != "cuda" or case.fits_one_gpu]
+    said = [f"left out: {len(cases) - len(kept)} cases that one GPU does not hold"] if len(kept) < len(cases) else []
+    placed = [case.on(device) for case in kept] if device else kept
+    if torch.cuda.is_available():
+        return placed, said
+    on_cpu = [case for case in placed if not case.needs_cuda]
+    if len(on_cpu) < len(placed):
+        said.append(f"left out: {len(placed) - len(on_cpu)} cases that need CUDA, which is not here")
+    return on_cpu, said
 
 
 def _matches(name: str, glob: str) -> bool:

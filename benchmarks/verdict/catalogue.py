@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +48,21 @@ class Case:
     def family(self) -> str:
         """Of the model."""
         return self.model.family
+
+    @property
+    def fits_one_gpu(self) -> bool:
+        """Whether both sides could run with device ``cuda``."""
+        return self.baseline.fits_one_gpu and self.target.fits_one_gpu
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether a side of it runs on a GPU."""
+        return "cuda" in (self.baseline.device, self.target.device)
+
+    def on(self, device: str) -> "Case":
+        """The same with both sides on this device."""
+        sides = {"baseline": self.baseline.but({"device": device}), "target": self.target.but({"device": device})}
+        return replace(self, **sides)
 
     @property
     def is_bug(self) -> bool:

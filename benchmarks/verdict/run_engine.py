@@ -32,10 +32,9 @@ def run_engine(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = 
     """Capture one run to ``out``; ``patch`` is called with the model of every rank."""
     if setup.schedule != "decode" or setup.train:
         raise ConfigError(f"schedule={setup.schedule!r}, train={setup.train}: the engine runs schedule 'decode' only")
-    settings = {"max_running": 1 if setup.batch == "separate" else 8, "prefix_cache": False} | dict(setup.engine)
-    config = EngineConfig.build(
-        checkpoint, {"tp": setup.tp, "dtype": setup.dtype, "page_size": setup.page_size, "logits": "all"} | settings
-    )
+    settings = {name: getattr(setup, name) for name in ("tp", "device", "dtype", "page_size")}
+    settings |= {"logits": "all", "max_running": 1 if setup.batch == "separate" else 8, "prefix_cache": False}
+    config = EngineConfig.build(checkpoint, settings | dict(setup.engine))
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
     if setup.processes:
         if patch is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def load(checkpoint: Path, setup: Setup) -> Any:
     logging.disable_progress_bar()
     dtype = getattr(torch, setup.dtype)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation=setup.attention).eval()
-    return fuse(model) if setup.fused else model
+    return (fuse(model) if setup.fused else model).to(setup.device)
 
 
 def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = None) -> None:
@@ -51,11 +52,12 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
         _run_packed(model, dumper, group, setup)
         return
     cache: Any = None
+    as_tensor = partial(torch.tensor, device=model.device)
     said = [list(r.forced) for r in group]
     for call in _calls(group, setup, said):
         info = padded_step(dumper.next_step, call.phase, call.ids, call.positions, call.valid, [r.name for r in group])
-        extra = {"attention_mask": torch.tensor(call.mask), "use_cache": setup.schedule != "whole"}
-        given = {"input_ids": torch.tensor(call.ids), "position_ids": torch.tensor(call.positions)} | extra
+        extra = {"attention_mask": as_tensor(call.mask), "use_cache": setup.schedule != "whole"}
+        given = {"input_ids": as_tensor(call.ids), "position_ids": as_tensor(call.positions)} | extra
         with dumper.step_of(info) if setup.named else nullcontext(), _autocast(setup):
             if setup.train:
                 _backward(model(**given).logits, call.ids, call.valid)
@@ -75,6 +77,7 @@ def _train(model: Any, setup: Setup, out: Path, patch: Patch | None) -> None:
         model, setup.optimizer, master=setup.master, foreach=setup.update == "foreach", fused=setup.update == "fused"
     )
     trainer.num_micros = setup.micros
+    as_tensor = partial(torch.tensor, device=model.device)
     with applied(patch, trainer), Dumper(model, out, keep="full", grads=True, params=True) as dumper:
         for step in range(NUM_STEPS):
             groups = [requests(setup.workload, _seed(setup, step, i), setup.order) for i in range(setup.micros)]
@@ -84,9 +87,9 @@ def _train(model: Any, setup: Setup, out: Path, patch: Patch | None) -> None:
             with dumper.step_of(info), _autocast(setup):
                 for i, (call,) in enumerate(calls):
                     with dumper.micro(i):
-                        given = {"input_ids": torch.tensor(call.ids), "position_ids": torch.tensor(call.positions)}
-                        logits = model(**given, attention_mask=torch.tensor(call.mask), use_cache=False).logits
-                        trainer.loss(logits, _labels(call.ids, call.valid)).backward()
+                        given = {"input_ids": as_tensor(call.ids), "position_ids": as_tensor(call.positions)}
+                        logits = model(**given, attention_mask=as_tensor(call.mask), use_cache=False).logits
+                        trainer.loss(logits, _labels(call.ids, call.valid).to(logits.device)).backward()
                 trainer.step()
             trainer.zero_grad()
 
@@ -96,7 +99,7 @@ def _seed(setup: Setup, step: int, micro: int) -> int:
 
 
 def _autocast(setup: Setup) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", getattr(torch, setup.autocast)) if setup.autocast else nullcontext()
+    return torch.autocast(setup.device, getattr(torch, setup.autocast)) if setup.autocast else nullcontext()
 
 
 def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
@@ -108,7 +111,8 @@ def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Set
         positions += range(len(request.tokens))
     info = StepInfo(step=dumper.next_step, phase="prefill", grid=(1, len(ids)), rows=tuple(rows), token_ids=tuple(ids))
     with dumper.step_of(info), torch.set_grad_enabled(setup.train):
-        logits = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=False).logits
+        given = torch.tensor([ids], device=model.device), torch.tensor([positions], device=model.device)
+        logits = model(input_ids=given[0], position_ids=given[1], use_cache=False).logits
         if setup.train:
             valid = [[True] * len(ids)]
             for run in rows[1:]:
@@ -119,7 +123,8 @@ def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Set
 def _backward(logits: torch.Tensor, ids: list[list[int]], valid: list[list[bool]]) -> None:
     """Mean cross-entropy of every next token that belongs to the same request."""
     flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    torch.nn.functional.cross_entropy(flat, _labels(ids, valid).reshape(-1), ignore_index=-100).backward()
+    labels = _labels(ids, valid).reshape(-1).to(logits.device)
+    torch.nn.functional.cross_entropy(flat, labels, ignore_index=-100).backward()
 
 
 def _labels(ids: list[list[int]], valid: list[list[bool]]) -> torch.Tensor:

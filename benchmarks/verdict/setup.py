@@ -8,6 +8,7 @@ from tapscope.errors import ConfigError
 
 _CHOICES = {
     "framework": ("transformers", "engine", "megatron"),
+    "device": ("cpu", "cuda"),
     "dtype": ("float32", "bfloat16", "float16"),
     "attention": ("eager", "sdpa"),
     "batch": ("left", "right", "separate", "packed"),
@@ -25,6 +26,8 @@ class Setup:
     """Settings of one run; raises ConfigError naming the field, the value and the rule."""
 
     framework: str = "transformers"
+    device: str = "cpu"
+    """``cuda``: on one GPU."""
     dtype: str = "float32"
     attention: str = "eager"
     """transformers: ``eager`` or ``sdpa``."""
@@ -93,8 +96,15 @@ class Setup:
             raise ConfigError("autocast is for framework='transformers'")
         if self.engine:
             _check_engine(dict(self.engine), self.framework)
+        if self.device != "cpu" and not self.fits_one_gpu:
+            raise ConfigError(f"device={self.device!r}: one GPU holds one rank of transformers or of the engine")
         if self.framework == "transformers" and self.tp > 1:
             raise ConfigError("tp: transformers runs on one rank here; use framework engine or megatron")
+
+    @property
+    def fits_one_gpu(self) -> bool:
+        """Whether it could run with device ``cuda``."""
+        return self.tp == 1 and self.framework != "megatron"
 
     def but(self, changes: dict[str, Any]) -> "Setup":
         """This setup with some fields changed; raises ConfigError for one that does not exist."""
