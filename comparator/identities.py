@@ -13,10 +13,10 @@ with one factor. The factor is taken out, and of a run in which it does not hold
 """
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.assemble import Whole
@@ -203,7 +203,7 @@ def _gains(sides: Sequence[_Side]) -> dict[int, float]:
         for step, one in side.items():
             if math.isfinite(gain := one.gain):
                 gains.setdefault(step, []).append(gain)
-    return {step: statistics.median(found) if len(found) >= _FEWEST else 1.0 for step, found in gains.items()}
+    return {step: float(np.median(found)) if len(found) >= _FEWEST else 1.0 for step, found in gains.items()}
 
 
 def _worst(one: _Checked, side: int, gains: Mapping[int, float]) -> tuple[float, int]:

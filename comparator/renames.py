@@ -1,6 +1,5 @@
 """Renames: the user's regular expressions over sites, applied to each side before any pass."""
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -62,6 +61,8 @@ def _check_apart(names: dict[str, str], side: str, entries: Sequence[Rename]) ->
 
 def near(pattern: str, sites: Iterable[str]) -> str:
     """``; near it: …`` for an error message, one site for all layers; empty where nothing is near."""
+    import difflib  # only where something is wrong
+
     kinds = {_NUMBER.sub("0", site): site for site in sorted(sites, reverse=True)}
     asked = re.sub(r"\\d\+?|[\\^$()?*+]", "", _NUMBER.sub("0", pattern))
     found = difflib.get_close_matches(asked, list(kinds)[:2000], 3, 0.3)

@@ -9,7 +9,7 @@ The first rule whose regular expression is found in the site's name, on either s
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -17,9 +17,11 @@ from tapscope.comparator.finding import Numbers
 from tapscope.comparator.mapfile import RuleEntry
 from tapscope.comparator.spread import QUANTILES, Spread
 from tapscope.errors import ConfigError, EvaluationError, ExpressionError, RuleError
-from tapscope.expression import Expression
 from tapscope.pattern import safe_pattern
 from tapscope.site import describe_layers
+
+if TYPE_CHECKING:
+    from tapscope.expression import Expression
 
 MEASURES = {
     "rel": "1 - 2 a.b / (a.a + b.b)",
@@ -44,7 +46,7 @@ class Rule(Struct, frozen=True):
 
     where: str
     pattern: re.Pattern[str]
-    require: Expression
+    require: "Expression"
 
     @property
     def text(self) -> str:
@@ -74,8 +76,10 @@ def parse_rule(text: str) -> RuleEntry:
 
 def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
     """Rules ready for use; raises ConfigError for a pattern or a condition that cannot be meant."""
-    found = []
+    found: list[Rule] = []
     for entry in entries:
+        from tapscope.expression import Expression  # most comparisons have no rules
+
         try:
             found.append(Rule(entry.where, safe_pattern(entry.site), Expression(entry.require, MEASURES)))
         except (ExpressionError, ValueError) as error:

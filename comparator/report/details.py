@@ -1,11 +1,14 @@
 """Details: what --detail measured, some lines a finding."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from tapscope import text
-from tapscope.comparator.detail import Detail
 from tapscope.comparator.finding import Finding
-from tapscope.comparator.ranking import Agreement, Choice
+
+if TYPE_CHECKING:
+    from tapscope.comparator.detail import Detail
+    from tapscope.comparator.ranking import Agreement, Choice
 
 _MOST_CELLS = 32
 
@@ -23,12 +26,12 @@ def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
         yield f"          {len(shown) - top:,} more sites; --all or --json lists them"
 
 
-def sentences(detail: Detail) -> list[str]:
+def sentences(detail: "Detail") -> list[str]:
     """What was measured, a line each."""
     return [_spread(detail), *_histogram(detail), *_more(detail)]
 
 
-def _histogram(detail: Detail) -> Iterator[str]:
+def _histogram(detail: "Detail") -> Iterator[str]:
     """The differences by power of two, as blocks."""
     known = {e: count for e, count in detail.histogram if e is not None}
     if not known:
@@ -41,14 +44,14 @@ def _histogram(detail: Detail) -> Iterator[str]:
     yield f"|Δ| from 2^{first} {blocks} to 2^{last + 1}" + (f", none of {equal:,} elements" if equal else "")
 
 
-def _spread(detail: Detail) -> str:
+def _spread(detail: "Detail") -> str:
     shares = ", ".join(f"p{share * 100:.0f} {text.number(value)}" for share, value in detail.percentiles)
     if detail.ulp_max is None or detail.ulp_p99 is None:
         return f"|Δ| {shares}"
     return f"|Δ| {shares}; {detail.ulp_dtype} ULP p99 {_count(detail.ulp_p99)}, max {_count(detail.ulp_max)}"
 
 
-def _more(detail: Detail) -> Iterator[str]:
+def _more(detail: "Detail") -> Iterator[str]:
     if detail.channels:
         worst = ", ".join(f"{c.index} ({text.number(c.rel_l2)})" for c in detail.channels)
         yield f"channels furthest off (relative): {worst}"
@@ -58,14 +61,14 @@ def _more(detail: Detail) -> Iterator[str]:
         yield _choice(detail.router)
 
 
-def _agreement(logits: Agreement) -> str:
+def _agreement(logits: "Agreement") -> str:
     kl = f"KL mean {text.number(logits.kl_mean)}, max {text.number(logits.kl_max)} nats"
     return (
         f"top-1 equal in {logits.top1:.1%} of {text.plural(logits.rows, 'row')}, top-5 shared {logits.topk:.1%}; {kl}"
     )
 
 
-def _choice(router: Choice) -> str:
+def _choice(router: "Choice") -> str:
     flips = f"{router.num_flips:,} of {text.plural(router.rows, 'row')} choose other experts (top {router.k})"
     exposed = f"{router.num_exposed:,} are within reach of their error"
     margin = f"smallest margin {text.number(router.margin)}, twice its error {text.number(router.margin_error)}"

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.explain.explanation import Explanation
@@ -18,7 +20,9 @@ from tapscope.ledger import Ledger
 if TYPE_CHECKING:
     from tapscope.comparator.outcome import Report
 
-_AS_IT_IS = (str, int, bool)
+_AS_IT_IS = frozenset((str, int, bool, type(None)))
+_TELLING = (Finding, Place, Explanation, Ledger, Coverage, Divergence)
+"""What has such."""
 SCHEMA = 1
 """Goes up when a field changes its meaning or goes away; new fields may come at any time."""
 
@@ -41,19 +45,19 @@ def _line(kind: str, **content: Any) -> dict[str, Any]:
 def _plain(value: Any, odd: list[float]) -> Any:
     """``value`` as JSON has it, but for numbers that are not finite: they are kept, and put into ``odd`` as well."""
     kind = type(value)
-    if value is None or kind in _AS_IT_IS:
+    if kind in _AS_IT_IS:
         return value
     if kind is float:
         if not math.isfinite(value):
             odd.append(value)
         return value
-    if kind in (tuple, list):
-        return [_plain(item, odd) for item in value]
+    if kind is tuple or kind is list:
+        return [_plain(item, odd) for item in value] if value else []
+    members = _members(value) if _fields(kind) else value
     if isinstance(value, np.generic):
         return _plain(value.item(), odd)
     if isinstance(value, frozenset):
         return sorted(value)
-    members = _members(value) if _fields(value) else value
     if not isinstance(members, Mapping):
         return str(value)
     return {str(name): _plain(item, odd) for name, item in members.items()}
@@ -71,15 +75,18 @@ def _nulled(value: Any, path: str, found: dict[str, str]) -> Any:
     return value
 
 
-def _fields(value: Any) -> Iterable[str]:
+def _fields(kind: type) -> Iterable[str]:
     """The names of the fields of a struct or a dataclass; empty for anything else."""
-    names: Iterable[str] = getattr(value, "__struct_fields__", ()) or getattr(value, "__dataclass_fields__", ())
+    names: Iterable[str] = getattr(kind, "__struct_fields__", ()) or getattr(kind, "__dataclass_fields__", ())
     return names
 
 
 def _members(value: Any) -> dict[str, Any]:
     """The fields, and what a reader would otherwise have to work out."""
-    found = {name: getattr(value, name) for name in _fields(value)}
+    names = () if isinstance(value, Struct) else _fields(type(value))
+    found = {name: getattr(value, name) for name in names} if names else asdict(value)
+    if not isinstance(value, _TELLING):
+        return found
     if isinstance(value, Finding):
         return {**found, "ratio": value.ratio}
     if isinstance(value, Place):

@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.cells import cell_len
-
 from tapscope import text
 from tapscope.comparator.finding import Finding, Place, Verdict
 from tapscope.comparator.report.answer import answer, counts, share
@@ -28,6 +26,8 @@ STYLES = {
 _HEADS = ("site", "verdict", "shape", "max |Δ|", "rel l2", "err/floor", "worst req:pos")
 _SHAPE, _WORST, _NUMBERS = 2, 6, (3, 4, 5)
 _MIN_SITE = 16
+_NARROW = dict.fromkeys(map(ord, "…×Δ·"))
+"""What our own texts have beyond ASCII: one column each."""
 TOP = 12
 """Rows of the table, when nobody asks for more."""
 
@@ -69,9 +69,9 @@ def _ending(report: "Report") -> Iterator[Line]:
 
 def _headers(report: "Report") -> Iterator[Line]:
     cells = [_header(which, side) for which, side in (("baseline", report.baseline), ("target", report.target))]
-    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    widths = [max(_cells(row[i]) for row in cells) for i in range(len(cells[0]))]
     for row in cells:
-        yield Line("  ".join(cell + " " * (w - cell_len(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
+        yield Line("  ".join(cell + " " * (w - _cells(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
 def _header(which: str, header: "Header") -> list[str]:
@@ -93,13 +93,22 @@ def _unlike(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
         yield f"# {sites[0]}{more}: {reason}"
 
 
+def _cells(shown: str) -> int:
+    """Columns that a text takes on a screen."""
+    if shown.isascii() or shown.translate(_NARROW).isascii():
+        return len(shown)
+    from rich.cells import cell_len  # its tables take longer to load than all else here
+
+    return cell_len(shown)
+
+
 def _table(rows: Sequence[Row], width: int) -> Iterator[Line]:
     # Numbers are never shortened: on a narrow screen columns go, then the site gives way, in its middle.
     kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
-    widths = [cell_len(_HEADS[i]) for i in kept]
+    widths = [_cells(_HEADS[i]) for i in kept]
     for row in rows:
         if row.cells:
-            widths = [max(known, cell_len(row.cells[i])) for known, i in zip(widths, kept, strict=True)]
+            widths = [max(known, _cells(row.cells[i])) for known, i in zip(widths, kept, strict=True)]
     rest = sum(widths[1:]) + 2 * len(widths)
     widths[0] = max(min(widths[0], width - rest), min(widths[0], _MIN_SITE))
     numeric = [i in _NUMBERS for i in kept]
@@ -116,7 +125,7 @@ def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool
     shown = [_site(cells[0], widths[0]), *cells[1:]]
     padded = []
     for cell, width, right in zip(shown, widths, numeric, strict=True):
-        space = " " * (width - cell_len(cell))
+        space = " " * (width - _cells(cell))
         padded.append(space + cell if right else cell + space)
     return (lead + "  ".join(padded)).rstrip()
 
@@ -124,12 +133,12 @@ def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool
 def _site(site: str, width: int) -> str:
     """A site, or the two ends of a stretch, each losing its own middle."""
     first, dots, last = site.partition(STRETCH)
-    if not dots or cell_len(site) <= width:
+    if not dots or _cells(site) <= width:
         return text.site(site, width)
     room = width - len(STRETCH)
-    half = max(room - cell_len(last), room // 2)
+    half = max(room - _cells(last), room // 2)
     shown = text.site(first, half)
-    return shown + STRETCH + text.site(last, room - cell_len(shown))
+    return shown + STRETCH + text.site(last, room - _cells(shown))
 
 
 def _coverage(report: "Report") -> Iterator[Line]:

@@ -1,7 +1,6 @@
 """Syntax: the part of Python's that an :class:`~tapscope.expression.Expression` may use, turned into closures."""
 
 import ast
-import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
@@ -95,6 +94,8 @@ class Compiler:
         return operations.name(name)
 
     def _check_tag(self, tree: ast.Name, name: str, names: tuple[str, ...]) -> None:
+        import difflib  # only where something is wrong
+
         near = difflib.get_close_matches(name.lower(), names, 1, 0.8)
         hint = f"did you mean {near[0]}? " if near else ""
         if name in operations.FUNCTIONS:

@@ -82,7 +82,13 @@ def short(value: object, width: int = 60) -> str:
 
 def json_line(item: dict[str, Any]) -> str:
     """One object on one line; numbers that are not finite become null, as JSON has none."""
-    return json.dumps(_finite(item), ensure_ascii=False, allow_nan=False)
+    try:
+        return _ENCODE(item)
+    except ValueError:
+        return _ENCODE(_finite(item))
+
+
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _finite(value: Any) -> Any:

@@ -97,13 +97,20 @@ def _dispatch(name: str, words: list[str]) -> int:
     return code
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """As wide as the screen: argparse makes one for every flag, and each would ask shutil, which takes 2 ms to load."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=output.screen_width() - 2)
+
+
 def _parser(name: str, command: Command) -> argparse.ArgumentParser:
     told = re.sub(r"^ +", "", (command.__doc__ or "").rstrip(), flags=re.MULTILINE)
     parser = argparse.ArgumentParser(
         prog=f"tapscope {name}",
         description=re.sub(r"^\$ ", "  $ ", told, flags=re.MULTILINE),
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     command.prepare(parser)

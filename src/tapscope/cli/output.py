@@ -39,6 +39,17 @@ def plain_width() -> int:
     return int(os.environ.get("COLUMNS") or 100)
 
 
+def screen_width() -> int:
+    """Columns of the terminal, as ``shutil.get_terminal_size`` finds them, but without loading its compressors."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (AttributeError, ValueError, OSError):
+        return 80
+
+
 def console() -> "Console":
     """A rich console on stdout: the terminal's width, :func:`plain_width` elsewhere; markup is off."""
     from rich.console import Console as RichConsole
