@@ -95,7 +95,7 @@ class Setup:
         if self.autocast and self.framework != "transformers":
             raise ConfigError("autocast is for framework='transformers'")
         if self.engine:
-            _check_engine(dict(self.engine), self.framework)
+            _check_engine({"tp": self.tp} | dict(self.engine), self.framework)
         if self.device != "cpu" and not self.fits_one_gpu:
             raise ConfigError(f"device={self.device!r}: one GPU holds one rank of transformers or of the engine")
         if self.framework == "transformers" and self.tp > 1:
