@@ -1,10 +1,14 @@
 """Conditions: by how much a module may enlarge the error of its inputs, learned from its likes in other layers."""
 
-import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from tapscope.comparator.spread import Largest, Spread
+import numpy as np
+
+from tapscope.comparator.columns import hypot
+
+Array = np.ndarray[Any, Any]
 
 CONDITION = 4.0
 """k where no likes are known."""
@@ -23,9 +27,10 @@ def kind_of(site: str) -> str:
     return _LAYER.sub("*", site, count=1)
 
 
-def observed_condition(spread: Spread, inputs: Largest, base: float) -> float:
-    """By how much the typical error of a module exceeds what went in."""
-    return spread.errors[0] / math.hypot(inputs.errors[0], base)
+def observed_conditions(errors: Array, given: Array, base: Array) -> Array:
+    """By how much the typical ``errors`` of modules exceed those of what they were ``given``."""
+    found: Array = errors / hypot(given, base)
+    return found
 
 
 def learned_conditions(likes: Sequence[float]) -> list[float]:

@@ -19,11 +19,17 @@ front of the site as if each had condition 1, so that a growth just below k at e
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from tapscope import dtypes
-from tapscope.comparator.spread import QUANTILES, Largest, Spread
+from tapscope.comparator.columns import hypot, larger, smaller
+from tapscope.comparator.spread import QUANTILES
+from tapscope.comparator.spreads import Largest, Spreads
+
+Array = np.ndarray[Any, Any]
 
 TAIL = (1.0, 2.0, 3.0, 5.0)
 """How much wider rounding is at each of :data:`~.spread.QUANTILES` than for the typical row: rows differ in size."""
@@ -46,61 +52,88 @@ STORED = 2.0**-4
 """Epsilon from which on a format is one to keep values in: they are computed in 16 bits or more and rounded to it once,
 by half a step on each side and no further; no module makes more of that."""
 NARROW = 5
-"""Rows of fewer elements than this are as unlike each other as a few normal numbers: see :func:`_narrow`."""
+"""Rows of fewer elements than this are as unlike each other as a few normal numbers: see :attr:`Terms.narrow`."""
 CHANNEL = 4.0
 """How much more of a channel's systematic error may come out of a module than went in."""
 
-_NAMES = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak")
-"""What the tests are called, in the order of :attr:`~.spread.Spread.tests`."""
+_TAIL, _SLACK = np.array([TAIL]).T, np.array([SLACK]).T
+NAMES = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak")
+"""What the tests are called, in the order of :attr:`~.spreads.Spreads.tests`."""
 
 
-class Floor(Struct, frozen=True, gc=False):
-    """The largest errors that rounding explains, one for each test."""
+class Floors(Struct, frozen=True, eq=False):
+    """The largest errors that rounding explains of some sites, one for each test."""
 
-    limits: tuple[float, ...]
-    """In the order of :attr:`~.spread.Spread.tests`."""
+    limits: Array
+    """[tests, sites], in the order of :attr:`~.spreads.Spreads.tests`."""
 
     @property
-    def errors(self) -> tuple[float, ...]:
-        """At :data:`~.spread.QUANTILES`."""
+    def errors(self) -> Array:
+        """[quantiles, sites], at :data:`~.spread.QUANTILES`."""
         return self.limits[: len(QUANTILES)]
 
-    def worst(self, spread: Spread) -> tuple[float, float, str]:
-        """(error, floor, name) of the test whose error is largest beside its floor; of several the first."""
-        errors, floors = spread.tests, self.limits
-        found = scores(errors, floors)
-        at = found.index(max(found))
-        return errors[at], floors[at], _NAMES[at]
+    def worst(self, tests: Array) -> "Worst":
+        """What is furthest beyond its floor of each site; ``tests`` are [tests, sites]."""
+        found = scores(tests, self.limits)
+        found[1:][np.isnan(found[1:])] = -np.inf  # as max() has it
+        at, sites = found.argmax(0), np.arange(found.shape[1])
+        return Worst(tests[at, sites], self.limits[at, sites], at)
 
-    def smaller(self, other: "Floor") -> "Floor":
+    def smaller(self, other: "Floors") -> "Floors":
         """The stricter of both, test by test."""
-        return Floor(tuple(map(min, self.limits, other.limits)))
+        return Floors(smaller(self.limits, other.limits))
 
-    def of_sum(self, gain: float, num_rows: int) -> "Floor":
-        """Of a sum over rows, which may be off by as much more ``gain``, and in any channel; of ``num_rows`` itself, so
-        that of one row the typical largest element is the largest of all."""
-        *errors, own, _, element, peak = self.limits
-        return Floor((*errors, own + gain, math.inf, peak if num_rows == 1 else element, peak))
+    def of_sum(self, gain: Array, num_rows: Array) -> "Floors":
+        """Of sums over rows, which may be off by as much more ``gain``, and in any channel; of ``num_rows`` themselves,
+        so that of one row the typical largest element is the largest of all."""
+        *errors, own, channel, element, peak = self.limits
+        several = np.where(num_rows == 1, peak, element)
+        return Floors(np.array((*errors, own + gain, np.full_like(channel, np.inf), several, peak)))
 
-    def lifted(self, by: Sequence[float]) -> "Floor":
-        """Where rows may be off by that many times as much, at :data:`~.spread.QUANTILES`."""
-        if max(by) == 1.0:
-            return self
-        *others, peak = self.limits[len(by) :]
-        return Floor((*(error * more for error, more in zip(self.errors, by, strict=True)), *others, peak * by[-1]))
+    def lifted(self, by: Array) -> "Floors":
+        """Where rows may be off by that many times as much, [quantiles, sites]."""
+        *others, peak = self.limits[len(QUANTILES) :]
+        return Floors(np.array((*(self.errors * by), *others, peak * by[-1])))
 
-    def scaled(self, gain: float) -> "Floor":
+    def scaled(self, gain: Array | float) -> "Floors":
         """The same where a common gain of that size is explained besides."""
         *errors, own, channel, element, peak = self.limits
-        return Floor((*errors, own + gain, channel, element, peak))
+        return Floors(np.array((*errors, own + gain, channel, element, peak)))
+
+    def where(self, these: Array, others: "Floors") -> "Floors":
+        """Of ``these`` sites (bool) its own, of all else the others."""
+        return Floors(np.where(these, self.limits, others.limits))
+
+    def at(self, sites: Array | Sequence[int]) -> "Floors":
+        """Of some sites."""
+        return Floors(self.limits[:, sites])
+
+    def replaced(self, sites: Array | Sequence[int], by: "Floors") -> "Floors":
+        """With the floors of some sites, in their order, in place of its own."""
+        limits = self.limits.copy()
+        limits[:, sites] = by.limits
+        return Floors(limits)
 
 
-def scores(errors: Sequence[float], floors: Sequence[float]) -> list[float]:
+class Worst(NamedTuple):
+    """The test of each site whose error is largest beside its floor; of several the first."""
+
+    errors: Array
+    floors: Array
+    tests: Array
+    """Which it is, see :data:`NAMES`."""
+
+    @property
+    def scores(self) -> Array:
+        """error / floor."""
+        return scores(self.errors, self.floors)
+
+
+def scores(errors: Array, floors: Array) -> Array:
     """error / floor of each; no error is 0 whatever the floor."""
-    return [
-        0.0 if error == 0.0 else error / floor if floor > 0.0 else math.inf
-        for error, floor in zip(errors, floors, strict=True)
-    ]
+    found = np.divide(errors, floors, out=np.full_like(errors, np.inf), where=floors > 0.0)
+    found[errors == 0.0] = 0.0
+    return found
 
 
 def score(error: float, floor: float) -> float:
@@ -117,114 +150,113 @@ def unit(baseline: str, target: str, reduction: int) -> float:
     return 0.2 * math.sqrt(2.0) * math.hypot(coarse, narrow * math.sqrt(max(reduction, 1)))
 
 
-def local_floor(
-    inputs: Largest,
-    base: float,
-    spread: Spread,
-    condition: float,
-    eps: float,
+class Terms(NamedTuple):
+    """What floors of sites depend on, beside the errors of what went in; one element a site."""
+
+    spreads: Spreads
+    base: Array
+    """What one pass through the module adds."""
+    eps: Array
+    """Of the coarser dtype."""
+    limit: Array | float = ROW_LIMIT
+    """The most that a row may be off, and half of what its largest element may be."""
+    tail_limit: Array | float = 0.0
+    """Where that is more, the most that any row but the typical may."""
+
+    @property
+    def few(self) -> Array:
+        """The median of few rows is as wild as their worst."""
+        return 1.0 + 3.0 / np.maximum(self.spreads.num_rows, 1)
+
+    @property
+    def narrow(self) -> Array:
+        """How much wider the tail is of rows of w elements only, such as a gate of one number: error and size of such a
+        row are sums of w squares each, and their ratio is as wild as the root of F(w, w). Beside the median, with rows
+        counted as a quarter of the typical size at least, its 98 % lies at 9.5, 5.5 and 3.3 and the largest of 400,000
+        at 25, 16 and 10 for w = 1, 2, 4; :data:`TAIL` holds 3 and 5. A few elements may all be next to nothing, so that
+        the most that a row may be off grows alike."""
+        width = self.spreads.width
+        return np.where(width > 0, np.maximum(1.0, NARROW / np.maximum(width, 1)), 1.0)
+
+    def rising(self, errors: Array) -> Array:
+        """[quantiles, sites]: never stricter for the worst row than for the typical one, and never above the limit."""
+        tail_limit = larger(self.tail_limit, self.limit * self.narrow)
+        found, most = [smaller(errors[0], self.limit)], larger(self.limit, tail_limit)
+        for error in errors[1:]:
+            error = np.where(most < error, most, error)
+            found.append(np.where(found[-1] > error, found[-1], error))
+        return np.array(found)
+
+    def gain(self, inherited: Array) -> Array:
+        """Rounding has no direction: a common gain beyond half an epsilon and its own sampling error is systematic."""
+        rows = np.maximum(self.spreads.num_rows, 1)
+        sampling = 3.0 * larger(self.spreads.gain_sd, self.spreads.errors[0] / rows) / np.sqrt(rows)
+        return larger(0.5 * self.eps, self.base) + 2.0 * inherited + sampling
+
+
+def local_floors(
+    given: Largest,
+    terms: Terms,
+    condition: Array | float,
     *,
-    mixes: bool = False,
-    sums_rows: bool = False,
-    limit: float = ROW_LIMIT,
-    tail_limit: float = 0.0,
-    stretch: float = 1.0,
-) -> Floor:
-    """The floor of a module given the errors of what went into it; ``base`` is its own rounding.
+    mixes: Array | bool = False,
+    sums_rows: Array | bool = False,
+    stretch: Array | float = 1.0,
+) -> Floors:
+    """The floors of modules given the errors of what went into them.
 
     ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
     ``sums_rows``: it is a sum over the rows of the inputs, such as a parameter's gradient.
-    ``limit``: the most that a row may be off, and half of what its largest element may be; ``tail_limit`` where that is
-    more the most that any row but the typical may.
     ``stretch``: how much larger the condition may be of single rows.
     """
-    few, worst = _few(spread), inputs.errors[-1]
-    errors = [
-        slack * condition * math.hypot(error, tail * base)
-        for slack, tail, error in zip(SLACK, TAIL, inputs.errors, strict=True)
-    ]
+    spreads, base, eps, few, worst = terms.spreads, terms.base, terms.eps, terms.few, given.errors[-1]
+    errors = _SLACK * condition * hypot(given.errors, _TAIL * base)
     errors[0] *= few
-    summed = condition * worst if sums_rows else 0.0  # one token may make a whole channel of the sum
-    stretch = stretch * _narrow(spread)
-    if stretch != 1.0:
-        errors[1:] = [stretch * error for error in errors[1:]]
-    element = min(2.0 * few * condition * math.hypot(inputs.element, 2.0 * base), 2.0 * limit)
-    lifts = (PEAK_UNKNOWN if mixes else PEAK) * stretch * condition
-    peak = lifts * math.hypot(inputs.peak, EXTREME * base, worst)
-    if eps >= STORED:
-        peak = min(peak, lifts * math.hypot(inputs.peak, EXTREME * unit(*("bfloat16",) * 2, 1), worst) + eps)
-    return Floor(
-        (
-            *_rising(errors, limit, max(tail_limit, limit * _narrow(spread))),
-            _gain_floor(spread, inputs.gain, base, eps) + (summed_gain(inputs) if sums_rows else 0.0),
-            math.inf if mixes else max(spread.channel_noise, eps, summed, CHANNEL * math.hypot(base, inputs.channel)),
-            peak if sums_rows and spread.num_rows == 1 else element,  # as of_sum
-            peak,
+    summed = np.where(sums_rows, condition * worst, 0.0)  # one token may make a whole channel of the sum
+    stretch = stretch * terms.narrow
+    errors[1:] *= np.where(stretch == 1.0, 1.0, stretch)
+    element = smaller(2.0 * few * condition * hypot(given.element, 2.0 * base), 2.0 * terms.limit)
+    lifts = np.where(mixes, PEAK_UNKNOWN, PEAK) * stretch * condition
+    peak = lifts * hypot(given.peak, EXTREME * base, worst)
+    if (eps >= STORED).any():
+        rounded = np.full_like(base, EXTREME * unit(*("bfloat16",) * 2, 1))
+        peak = np.where(eps >= STORED, smaller(peak, lifts * hypot(given.peak, rounded, worst) + eps), peak)
+    channel = larger(spreads.channel_noise, eps, summed, CHANNEL * hypot(base, given.channel))
+    return Floors(
+        np.array(
+            (
+                *terms.rising(errors),
+                terms.gain(given.gain) + np.where(sums_rows, summed_gain(given), 0.0),
+                np.where(mixes, np.inf, channel),
+                np.where(sums_rows & (spreads.num_rows == 1), peak, element),  # as of_sum
+                peak,
+            )
         )
     )
 
 
-def path_floor(
-    modelled: float,
-    spread: Spread,
-    base: float,
-    eps: float,
-    *,
-    limit: float = ROW_LIMIT,
-    tail_limit: float = 0.0,
-) -> Floor:
-    """The floor of a site at which the rounding of everything in front of it adds up to ``modelled``; ``limit`` and
-    ``tail_limit`` as of :func:`local_floor`."""
-    grown, few, narrow = PATH * modelled, _few(spread), _narrow(spread)
-    errors = [slack * tail * grown * narrow for slack, tail in zip(SLACK, TAIL, strict=True)]
+def path_floors(modelled: Array, terms: Terms) -> Floors:
+    """The floors of sites at which the rounding of everything in front of them adds up to ``modelled``."""
+    grown, few, narrow = PATH * modelled, terms.few, terms.narrow
+    errors = np.array([slack * tail * grown * narrow for slack, tail in zip(SLACK, TAIL, strict=True)])
     errors[0] = few * grown
-    return Floor(
-        (
-            *_rising(errors, limit, max(tail_limit, limit * narrow)),
-            _gain_floor(spread, grown, base, eps),
-            max(spread.channel_noise, eps, grown),
-            min(4.0 * few * grown, 2.0 * limit),
-            EXTREME * SLACK[-1] * TAIL[-1] * grown * narrow,
+    return Floors(
+        np.array(
+            (
+                *terms.rising(errors),
+                terms.gain(grown),
+                larger(terms.spreads.channel_noise, terms.eps, grown),
+                smaller(4.0 * few * grown, 2.0 * terms.limit),
+                EXTREME * SLACK[-1] * TAIL[-1] * grown * narrow,
+            )
         )
     )
 
 
-def _few(spread: Spread) -> float:
-    """The median of few rows is as wild as their worst."""
-    return 1.0 + 3.0 / max(spread.num_rows, 1)
-
-
-def _narrow(spread: Spread) -> float:
-    """How much wider the tail is of rows of w elements only, such as a gate of one number: error and size of such a
-    row are sums of w squares each, and their ratio is as wild as the root of F(w, w). Beside the median, with rows
-    counted as a quarter of the typical size at least, its 98 % lies at 9.5, 5.5 and 3.3 and the largest of 400,000 at
-    25, 16 and 10 for w = 1, 2, 4; :data:`TAIL` holds 3 and 5. A few elements may all be next to nothing, so that the
-    most that a row may be off grows alike."""
-    return max(1.0, NARROW / spread.width) if spread.width else 1.0
-
-
-def _rising(errors: Sequence[float], limit: float, tail_limit: float = 0.0) -> list[float]:
-    """Never stricter for the worst row than for the typical one, and never above the limit."""
-    last = min(errors[0], limit)
-    found, most = [last], max(limit, tail_limit)
-    for error in errors[1:]:
-        error = most if most < error else error
-        last = last if last > error else error
-        found.append(last)
-    return found
-
-
-def _gain_floor(spread: Spread, inherited: float, base: float, eps: float) -> float:
-    """Rounding has no direction: a common gain beyond half an epsilon and its own sampling error is systematic."""
-    rows = max(spread.num_rows, 1)
-    sampling = 3.0 * max(spread.gain_sd, spread.errors[0] / rows) / math.sqrt(rows)
-    return max(0.5 * eps, base) + 2.0 * inherited + sampling
-
-
-def summed_gain(inputs: Largest) -> float:
+def summed_gain(given: Largest) -> Array:
     """What of the gain of a sum over rows the gains of the rows explain: it is their mean, weighted by what each row
     adds, and where one row adds nearly all, it is that row's."""
-    return 3.0 * inputs.gain_sd
+    return 3.0 * given.gain_sd
 
 
 assert len(TAIL) == len(SLACK) == len(QUANTILES)

@@ -6,7 +6,9 @@ beside those of others, what they are summed to may cancel, and float16 has no r
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from tapscope import dtypes
@@ -14,7 +16,10 @@ from tapscope.comparator.finding import Numbers
 from tapscope.comparator.floor import unit
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.spread import NOTHING, Spread
+from tapscope.comparator.spreads import Spreads
 from tapscope.kernels.native.overview import SMALL_ROW
+
+Array = np.ndarray[Any, Any]
 
 
 def losses(graph: Graph) -> dict[int, int]:
@@ -108,10 +113,11 @@ def difference(effect: float, inputs: Sequence[float]) -> float:
     return max(1.0, max(inputs, default=0.0) / effect) if effect > 0.0 else 1.0
 
 
-def shared_gain(spread: Spread) -> float:
-    """Common gain of the rows of a gradient that were mixed on the way: each carries the errors of tokens behind it,
+def shared_gain(spreads: Spreads) -> Array:
+    """Common gain of the rows of gradients that were mixed on the way: each carries the errors of tokens behind it,
     so that only as many as the root of them are independent."""
-    return 3.0 * spread.gain_sd / math.sqrt(math.sqrt(max(spread.num_rows, 1)))
+    found: Array = 3.0 * spreads.gain_sd / np.sqrt(np.sqrt(np.maximum(spreads.num_rows, 1)))
+    return found
 
 
 def cancellation(size: float, inputs: Sequence[float]) -> float:

@@ -160,26 +160,23 @@ class Judge:
         if one.permuted:  # rounding leaves no value where it was and none where another was
             by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
             return _finding(one, order, Verdict.DIFFERS, error=spread.errors[-1], **by)
-        judged, local, floor = self._rounding.judged(node, is_behind_culprit=self._is_behind(node))
-        twin = self._standards.twin.floor(one, self._rounding.base(node)) if self._standards.twin else None
-        error, limit, test = twin.worst(spread) if twin is not None else floor.worst(judged)
-        growth = score(*local.worst(judged)[:2])
+        error, limit, test, row_floor, growth = self._rounding.judged(node, is_behind_culprit=self._is_behind(node))
+        twin = self._standards.twin.judged(one, self._rounding.base(node)) if self._standards.twin else None
         if twin is not None:  # what the inputs are off beyond their own floor, the site need not answer for
+            error, limit, test, row_floor = twin
             beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             growth = score(error, limit) / max(1.0, beyond)
-        verdict = Verdict.DIFFERS if score(error, limit) > 1.0 else Verdict.CLOSE
-        source = "rounding" if twin is None else "twin"
         return _finding(
             one,
             order,
-            verdict,
+            Verdict.DIFFERS if score(error, limit) > 1.0 else Verdict.CLOSE,
             error=error,
             floor=limit,
-            row_floor=(twin or floor).errors[-1],
+            row_floor=row_floor,
             test=test,
             growth=growth,
             inputs=how,
-            judged_by=source,
+            judged_by="rounding" if twin is None else "twin",
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.columns import largest_in
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.floor import ROW_LIMIT
 from tapscope.comparator.graph import Graph
@@ -21,6 +22,8 @@ from tapscope.comparator.spread import QUANTILES, Quantiles, Spread
 from tapscope.index import SiteInfo
 from tapscope.kernels.native import RowMeasures
 from tapscope.kernels.native.overview import SMALL_ROW, median, quantiles
+
+Array = np.ndarray[Any, Any]
 
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _MOST = 10.0
@@ -47,7 +50,7 @@ def is_lifted(site: str, norms: Collection[str]) -> bool:
 def own_errors(rows: RowMeasures) -> Quantiles:
     """Errors of rows, each relative to itself alone, at :data:`QUANTILES`; what is zero on one side is all off."""
     parts, wholes = np.sqrt(rows.sum_sq_diff), np.sqrt(rows.sum_sq_baseline)
-    most: np.ndarray[Any, Any] = np.where(parts > 0.0, _MOST, 0.0)
+    most: Array = np.where(parts > 0.0, _MOST, 0.0)
     return quantiles(np.minimum(np.divide(parts, wholes, out=most.copy(), where=wholes > 0.0), _MOST), QUANTILES)
 
 
@@ -90,15 +93,19 @@ class Lifts:
         self.handed = [s if s is None else s.lifted(by) for s, by in zip(spreads, self._lifts, strict=True)]
         """The spreads as what follows is given them."""
 
-    def of(self, node: int) -> Quantiles:
-        """What is made of a node's inputs, at :data:`QUANTILES`."""
-        found = [by for i in self._graph.inputs(node).nodes if (by := self._lifts[i]) is not NO_LIFT]
-        return tuple(map(max, zip(*found, strict=True))) if found else NO_LIFT
+        self.noise = frozenset(
+            node
+            for node, (spread, by) in enumerate(zip(self.handed, self._lifts, strict=True))
+            if by is not NO_LIFT and spread is not None and spread.errors[-1] > ROW_LIMIT
+        )
+        """Nodes with a row of which rounding has left nothing: a norm makes it as large as any other."""
 
-    def makes_noise(self, node: int) -> bool:
-        """Whether a norm makes as large as any other a row of which rounding has left nothing."""
-        lifted = [self.handed[i] for i in self._graph.inputs(node).nodes if self._lifts[i] is not NO_LIFT]
-        return any(spread is not None and spread.errors[-1] > ROW_LIMIT for spread in lifted)
+    def of(self, nodes: Sequence[int]) -> Array:
+        """[quantiles, nodes]: what is made of the inputs of some nodes."""
+        if all(by is NO_LIFT for by in self._lifts):
+            return np.ones((len(QUANTILES), len(nodes)))
+        found = largest_in(np.array(self._lifts).T, [self._graph.inputs(node).nodes for node in nodes])
+        return np.maximum(found, 1.0)
 
 
 def _lift(errors: Sequence[float], own: Sequence[float]) -> Quantiles:

@@ -5,7 +5,7 @@ rows and the worst element of each row do not.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,6 @@ class Spread(Struct, frozen=True, gc=False):
     """Elements of the widest row; 0 where that is not known."""
 
     @property
-    def tests(self) -> tuple[float, ...]:
-        """Every error that has a floor: at :data:`QUANTILES`, and the size of gain, channel, element and peak."""
-        return *self.errors, abs(self.gain), abs(self.channel), self.element, self.peak
-
-    @property
     def is_zero(self) -> bool:
         """Whether nothing differs."""
         return self.errors[-1] == 0.0
@@ -94,39 +89,6 @@ class Drift(Struct, frozen=True):
     spread: Spread
     moved: Spread
     """How far the step took it, relative to its rows."""
-
-
-class Largest(Struct, frozen=True, gc=False):
-    """The largest errors of several spreads, each of its kind; all 0 of none."""
-
-    errors: tuple[float, ...] = (0.0,) * len(QUANTILES)
-    element: float = 0.0
-    peak: float = 0.0
-    gain: float = 0.0
-    channel: float = 0.0
-    """Of those beyond their noise."""
-    gain_sd: float = 0.0
-
-
-def largest(spreads: Iterable[Spread]) -> Largest:
-    """See :class:`Largest`."""
-    return largest_of([given(one) for one in spreads])
-
-
-def largest_of(errors: Sequence[tuple[float, ...]]) -> Largest:
-    """The same of what each spread was :func:`given` as."""
-    if not errors:
-        return Largest()
-    *rows, element, peak, gain, channel, gain_sd = map(max, *errors, errors[0])  # of one alone, too
-    return Largest(tuple(rows), element, peak, gain, channel, gain_sd)
-
-
-def given(one: Spread) -> tuple[float, ...]:
-    """The errors that a module is given with a value: the members of :class:`Largest`, one after the other."""
-    channel = abs(one.channel)
-    channel = channel if channel > one.channel_noise else 0.0
-    gain_sd = one.gain_sd if one.sizes is None else max(one.gain_sd, one.sizes.sway)
-    return *one.errors, abs(one.element), abs(one.peak), abs(one.gain), channel, gain_sd
 
 
 def spread_of(seen: Overview, width: int = 0, sizes: Sizes | None = None) -> Spread:

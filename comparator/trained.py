@@ -1,21 +1,25 @@
 """Trained: the parameters of a comparison that an optimizer moves, and what errors they carry from step to step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
+import numpy as np
 from msgspec import structs
 
+from tapscope.comparator.columns import hypot
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.floor import Floor, local_floor, path_floor, score
+from tapscope.comparator.floor import Floors, Terms, local_floors, path_floors
 from tapscope.comparator.graph import Graph
-from tapscope.comparator.spread import NOTHING, QUANTILES, Quantiles, Spread, largest
+from tapscope.comparator.spread import NOTHING, QUANTILES, Quantiles, Spread
+from tapscope.comparator.spreads import Largest, Spreads
 from tapscope.comparator.updates import UNKNOWN, of_updates
 
 STATE = 1.5
 """Condition of a parameter: it is copied, perhaps into another dtype, and nothing else."""
 _STILL: Quantiles = (0.0,) * len(QUANTILES)
-Judged = tuple[Spread, Floor, Floor]
-"""What is judged, the floor given its inputs, and the floor given the path too."""
+Array = np.ndarray[Any, Any]
 
 
 class Trained:
@@ -46,21 +50,31 @@ class Trained:
         spread = max(before, key=lambda each: each.errors[-1], default=NOTHING)
         return structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
 
-    def judged(self, node: int, whole: Judged, base: float, eps: float) -> Judged:
-        """``whole``; of a parameter that is trained the step that is furthest off beside what gradients up to it
-        explain: a wrong parameter makes the gradients of the next step wrong."""
-        if not self._examined[node].drifts:
-            return whole
-        found: list[Judged] = []
-        for num, drift in enumerate(self._examined[node].drifts, 1):
-            if not drift.spread.is_zero:
-                given, moved = self.updated(node, num), self._examined[node].drifts[:num]
-                # Rounded once, and again in each step; a move below half a step between numbers is lost each time.
-                rounded = base + sum(min(base, each.moved.errors[0]) for each in moved)
-                local = local_floor(largest((given,)), rounded, drift.spread, STATE, eps)
-                path = path_floor(math.hypot(given.errors[-1], rounded), drift.spread, rounded, eps)
-                found.append((drift.spread, local, local.smaller(path)))
-        return max(found or [whole], key=lambda each: score(*each[2].worst(each[0])[:2]))
+    def judged(self, terms: Terms, row: Mapping[int, int]) -> tuple[list[int], Array, Floors, Floors]:
+        """(rows, tests, floors given their inputs, floors given the path too) of parameters that differ; ``terms`` are
+        those of all cases, and ``row`` the nodes' among them. Of each the step counts that is furthest off beside what
+        gradients up to it explain, for a wrong parameter makes the gradients of the next step wrong."""
+        steps = [
+            (node, num, drift.spread)
+            for node in filter(row.__contains__, self.nodes)
+            for num, drift in enumerate(self._examined[node].drifts, 1)
+            if not drift.spread.is_zero
+        ]
+        rows = [row[node] for node, _, _ in steps]
+        given = Largest.of([(self.updated(node, num),) for node, num, _ in steps])
+        base = np.array([self._rounded(node, num, terms.base.item(row[node])) for node, num, _ in steps])
+        spreads = Spreads.of([spread for _, _, spread in steps])
+        own = Terms(spreads, base, terms.eps[rows])
+        local = local_floors(given, own, STATE)
+        whole = local.smaller(path_floors(hypot(given.errors[-1], base), own))
+        scores = whole.worst(spreads.tests).scores.tolist()
+        worst = [max(group, key=scores.__getitem__) for _, group in groupby(range(len(rows)), rows.__getitem__)]
+        return [rows[i] for i in worst], spreads.tests[:, worst], local.at(worst), whole.at(worst)
+
+    def _rounded(self, node: int, num_steps: int, base: float) -> float:
+        """Once, and again in each step; a move below half a step between numbers is lost each time."""
+        moved = self._examined[node].drifts[:num_steps]
+        return base + sum(min(base, each.moved.errors[0]) for each in moved)
 
     def _clipping(self) -> float:
         """What a clip by the norm of all gradients makes of their errors: the norm is off by no more than they are."""

@@ -8,12 +8,14 @@ and never is the floor below one rounding of the dtypes at hand.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.floor import EXTREME, TAIL, Floor
+from tapscope.comparator.floor import EXTREME, NAMES, TAIL, Floors
 from tapscope.comparator.spread import Spread
+from tapscope.comparator.spreads import Spreads
 from tapscope.errors import NothingInCommonError
 
 
@@ -25,24 +27,27 @@ class Twin(Struct, frozen=True):
     spreads: Mapping[str, tuple[Spread, float]]
     """(distance, coarsest machine epsilon of both)."""
 
-    def floor(self, one: Examined, base: float) -> Floor | None:
-        """The floor of a site of which one module adds ``base``; None where the twin says nothing."""
+    def judged(self, one: Examined, base: float) -> tuple[float, float, str, float] | None:
+        """(error, floor, test that is furthest beyond it, floor of a row) of a site of which one module adds ``base``;
+        None where the twin says nothing."""
         assert one.baseline is not None
         assert one.target is not None
+        assert one.spread is not None
         spread, coarse = self.spreads.get(one.baseline.site, (None, 0.0))
         eps = max(map(dtypes.epsilon, (one.baseline.dtype or "", one.target.dtype or "")))
         if spread is None or spread.is_zero or coarse < eps:
             return None
         margin = self.margin
-        return Floor(
-            (
-                *(max(margin * e, tail * base) for e, tail in zip(spread.errors, TAIL, strict=True)),
-                max(margin * abs(spread.gain), base, 0.5 * eps),
-                max(margin * abs(spread.channel), spread.channel_noise, eps),
-                max(margin * spread.element, 2.0 * base),
-                max(margin * spread.peak, EXTREME * base),
-            )
+        limits = (
+            *(max(margin * e, tail * base) for e, tail in zip(spread.errors, TAIL, strict=True)),
+            max(margin * abs(spread.gain), base, 0.5 * eps),
+            max(margin * abs(spread.channel), spread.channel_noise, eps),
+            max(margin * spread.element, 2.0 * base),
+            max(margin * spread.peak, EXTREME * base),
         )
+        floors = Floors(np.array([limits]).T)
+        error, floor, test = floors.worst(Spreads.of([one.spread]).tests)
+        return error.item(), floor.item(), NAMES[test.item()], floors.errors[-1].item()
 
 
 def twin_of(name: str, examined: Sequence[Examined], margin: float) -> Twin:

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.comparator.conditions import CONDITION, CONDITION_RANGE, LIKES, learned_conditions
-from tapscope.comparator.floor import (
-    local_floor,
-    path_floor,
-    unit,
-)
+from tapscope.comparator.floor import Terms, local_floors, path_floors, unit
 from tapscope.comparator.rules import MEASURES, compile_rules, parse_rule
-from tapscope.comparator.spread import NOTHING, Spread, largest
+from tapscope.comparator.spread import NOTHING, Spread
+from tapscope.comparator.spreads import Largest, Spreads
 from tapscope.errors import ConfigError, RuleError
 from tapscope.kernels.native import channel_sums
 from tapscope.kernels.native.channels import MIN_ROWS, find_channel
@@ -137,13 +134,14 @@ def spread(error: float) -> Spread:
 
 @given(st.floats(0, 0.1), st.floats(0, 0.1), st.floats(1e-8, 1e-2))
 def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: float, b: float, base: float) -> None:
-    low, high = sorted((a, b))
-    floors = [local_floor(largest([spread(e)]), base, spread(base), 2.5, 1e-7) for e in (low, high)]
-    assert all(x <= y for x, y in zip(floors[0].errors, floors[1].errors, strict=True))
-    for floor in (*floors, path_floor(base, spread(base), base, 1e-7)):
-        assert list(floor.errors) == sorted(floor.errors)
-        assert all(x > 0 for x in floor.limits)
-    assert floors[0].worst(NOTHING)[0] == 0.0
+    terms = Terms(Spreads.of([spread(base)] * 2), np.full(2, base), np.full(2, 1e-7))
+    given = Largest.of([[spread(error)] for error in sorted((a, b))])
+    floors, path = local_floors(given, terms, 2.5), path_floors(np.full(2, base), terms)
+    assert (floors.errors[:, 0] <= floors.errors[:, 1]).all()
+    for each in (floors, path):
+        assert (np.diff(each.errors, axis=0) >= 0).all()
+        assert (each.limits > 0).all()
+    assert not floors.worst(Spreads.of([NOTHING] * 2).tests).errors.any()
 
 
 @given(st.lists(st.floats(0.01, 10), max_size=9))

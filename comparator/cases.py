@@ -1,0 +1,156 @@
+"""Cases: the sites that were compared as rounded numbers, with what their floors depend on, in columns."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from tapscope import dtypes
+from tapscope.comparator.backward import Backward
+from tapscope.comparator.columns import largest_in
+from tapscope.comparator.computed import computed_in
+from tapscope.comparator.conditions import CONDITION
+from tapscope.comparator.examined import Examined
+from tapscope.comparator.floor import ROW_LIMIT, Terms, unit
+from tapscope.comparator.gradients import drowned, underflow
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.lifts import Lifts
+from tapscope.comparator.spread import NOTHING, Spread
+from tapscope.comparator.spreads import Largest, Spreads
+from tapscope.comparator.trained import Trained
+from tapscope.comparator.widths import Params, reduction_of
+
+Array = np.ndarray[Any, Any]
+_GUESS = 4096
+"""Reduction length where no parameter shape of either run is known."""
+
+
+class Cases:
+    """The numeric sites of one comparison. Columns have one element a case, in execution order."""
+
+    def __init__(self, examined: Sequence[Examined], graph: Graph, params: Sequence[Params]) -> None:
+        """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules."""
+        self.examined, self.graph, self.params = examined, graph, params
+        self.names = [computed_in(examined, graph, node) for node in range(len(examined))]
+        """The dtypes that each node was computed in."""
+        self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]
+        self._widest = max(filter(None, self._reductions), default=_GUESS)
+        spreads = [
+            (one.handed_on or one.spread or NOTHING) if node.numeric else None
+            for node, one in zip(graph.nodes, examined, strict=True)
+        ]
+        self.backward = Backward(examined, graph, tuple(spreads))
+        self.besides = {i: found for i, names in enumerate(self.names) if (found := self.backward.beside(i, names))}
+        """Node -> what goes into it beside what the graph says."""
+        self.trained = Trained(examined, graph)
+        for node in self.trained.nodes:
+            spreads[node] = self.trained.handed_on(node)
+        self.lifts = Lifts(examined, graph, spreads)
+        self.nodes = [node for node, one in enumerate(examined) if graph.nodes[node].numeric and one.spread is not None]
+        """Of each case."""
+        self.row = {node: row for row, node in enumerate(self.nodes)}
+        """The case of a node."""
+        self.given, self.are_equal = self._given()
+        """What went into each, and whether nothing of that differs."""
+        base, self.modelled, self.limit = self._modelled()
+        """What everything up to and including the module adds, each with condition 1; the most that the typical row may
+        be off."""
+        names = [self.names[node] for node in self.nodes]
+        eps = np.array([max(map(dtypes.epsilon, each)) for each in names])
+        self.terms = Terms(Spreads.of(list(map(self._spread, self.nodes))), base, eps, self.limit)
+        self.is_twin = np.array([one == two for one, two in names], bool)
+        """Whether both sides have one dtype: then the weights are the same numbers."""
+        self.is_behind_flips = self._behind_flips()
+        """Whether token rows that took another way went into it: what they add to the errors is no rounding, and no
+        model of a path bounds it."""
+
+    def inputs(self, node: int) -> tuple[Spread, ...]:
+        """The spreads of what went into a node."""
+        if self.graph.nodes[node].is_trained:
+            return (self.trained.updated(node),)
+        found = tuple(s for s in map(self.lifts.handed.__getitem__, self.graph.inputs(node).nodes) if s is not None)
+        return *found, *self.backward.sharpened(node, self.besides.get(node, ()))
+
+    def _spread(self, node: int) -> Spread:
+        """What is judged."""
+        one = self.examined[node]
+        assert one.spread is not None
+        if one.even_errors and self.graph.inputs(node).how == "around" and not self.graph.is_backward[node]:
+            return structs.replace(one.spread, errors=one.even_errors)
+        return one.spread
+
+    def _given(self) -> tuple[Largest, Array]:
+        every = [spread or NOTHING for spread in self.lifts.handed]
+        places: list[Sequence[int]] = []
+        for node in self.nodes:
+            origins: Sequence[int] = self.graph.inputs(node).nodes
+            beside = self.besides.get(node, ())
+            if self.graph.nodes[node].is_trained:
+                origins, beside = (), (self.trained.updated(node), *beside)
+            if beside:
+                origins = *origins, *range(len(every), len(every) + len(beside))
+                every += beside
+            places.append(origins)
+        handed = Spreads.of(every).handed
+        given = Largest(largest_in(handed, places))
+        (is_off,) = largest_in((Largest(handed).errors[-1:] != 0.0).astype(np.float64), places)
+        return given, is_off == 0.0
+
+    def _modelled(self) -> tuple[Array, Array, Array]:
+        """(base, all that is modelled, limit) of each case."""
+        bases, limits = zip(*map(self._base, self.nodes), strict=True) if self.nodes else ((), ())
+        modelled = [0.0] * len(self.examined)
+        for node in filter(self.row.__contains__, self.trained.nodes):  # of a parameter the next steps are made
+            modelled[node] = self.trained.modelled(node, bases[self.row[node]])
+        found = []
+        for node, base in zip(self.nodes, bases, strict=True):
+            if self.graph.nodes[node].is_trained:
+                found.append(math.hypot(self.trained.updated(node).errors[-1], base))
+                continue
+            here = math.hypot(self._model(self.graph.inputs(node).nodes, modelled), base)
+            if (loss := self.backward.loss(node)) is not None:
+                here = math.hypot(here, loss.errors[-1])
+            modelled[node] = here
+            found.append(here)
+        return np.array(bases), np.array(found), np.array(limits)
+
+    def _model(self, origins: Sequence[int], modelled: Sequence[float]) -> float:
+        """What everything up to some values adds; parameters that were trained carry errors of their own."""
+        if not self.trained.nodes:
+            return max(map(modelled.__getitem__, origins), default=0.0)
+        trained = [self.graph.nodes[i].is_trained for i in origins]
+        sides = (
+            [modelled[i] for i, is_own in zip(origins, trained, strict=True) if is_own is own] for own in (True, False)
+        )
+        return math.hypot(*(max(side, default=0.0) for side in sides))
+
+    def _base(self, node: int) -> tuple[float, float]:
+        """(what one pass through the module adds, the most that its typical row may be off)."""
+        one, inputs, names = self.examined[node], self.graph.inputs(node), self.names[node]
+        assert one.baseline is not None
+        assert one.target is not None
+        assert one.spread is not None
+        reduction = self._reductions[node] or self._reduction_inside(node)
+        # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
+        summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self.params[node] else 1
+        lost = math.hypot(underflow(names, one.spread), drowned(one.spread))
+        once = math.hypot(unit(*names, reduction), lost)
+        return once * math.sqrt(inputs.ops * summed), max(ROW_LIMIT, CONDITION * lost)
+
+    def _reduction_inside(self, node: int) -> int:
+        """Length of the sums of what has no parameters: none in a pointwise function, else as long as any here."""
+        return 1 if self.graph.nodes[node].is_pointwise or self.graph.nodes[node].is_state else self._widest
+
+    def _behind_flips(self) -> Array:
+        holds = [one.handed_on is not None for one in self.examined]
+        """Whether such rows are in what a node holds."""
+        found = [False] * len(self.nodes)
+        if any(holds) or self.lifts.noise:
+            for node in (*filter(self.row.__contains__, self.trained.nodes), *self.nodes):
+                origins = self.graph.inputs(node).nodes
+                here = any(map(holds.__getitem__, origins))
+                found[self.row[node]] = here
+                holds[node] |= here or not self.lifts.noise.isdisjoint(origins)
+        return np.array(found, bool)

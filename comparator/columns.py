@@ -1,0 +1,45 @@
+"""Columns: arithmetic on many sites at once that gives, to the last bit, what Python's gives of each by itself."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def hypot(*values: Array) -> Array:
+    """:func:`math.hypot`, which is good to the last bit; numpy's is the platform's, which may be off by it."""
+    shape = np.broadcast_shapes(*(each.shape for each in values))
+    lists = [np.broadcast_to(each, shape).ravel().tolist() for each in values]
+    return np.fromiter(map(math.hypot, *lists), np.float64, math.prod(shape)).reshape(shape)
+
+
+def larger(one: Array | float, *others: Array | float) -> Array:
+    """As ``max`` has it: the first unless another is larger, so that a NaN is passed over unless it comes first."""
+    found = np.asarray(one)
+    for other in others:
+        found = np.where(other > found, other, found)
+    return found
+
+
+def smaller(one: Array | float, other: Array | float) -> Array:
+    """As ``min`` has it, see :func:`larger`."""
+    return np.where(other < one, other, one)
+
+
+def largest_in(values: Array, places: Sequence[Sequence[int]]) -> Array:
+    """[kinds, sites]: the largest of each row of ``values`` at some ``places`` a site, as ``max`` has it; 0 of none."""
+    found = np.zeros((len(values), len(places)))
+    lengths = np.fromiter(map(len, places), np.int64, len(places))
+    at = np.fromiter((i for each in places for i in each), np.int64, int(lengths.sum()))
+    some = lengths > 0
+    if not some.any():
+        return found
+    first = (np.cumsum(lengths) - lengths)[some]
+    for row, kind in zip(values, found, strict=True):
+        given = row[at]
+        most = np.fmax.reduceat(given, first)
+        kind[some] = np.where(np.isnan(given[first]), np.nan, most)
+    return found
