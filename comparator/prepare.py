@@ -133,7 +133,7 @@ class Preparer:
         if is_ordered:
             layouts, problem = (Layout(), Layout()), next((p for p in problems[:2] if p), "")
         plan = Plan() if problem else self._aligner.plan(left, right, layouts)
-        plan = with_order(plan, *order) if is_ordered and not problem else plan
+        plan = with_order(plan, order, (left, right)) if is_ordered and not problem else plan
         if layouts[0].keyed and plan.joins:
             keyed = with_keys(plan, left, right, self.row_map, self._aligner.steps)
             plan, left, right = keyed.plan, keyed.left, keyed.right

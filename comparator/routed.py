@@ -22,6 +22,7 @@ _Place = tuple[str, int, int, int]
 """(model, step, micro-batch, rank)."""
 Table = tuple[str, ...]
 """Hashes of the choices that decide an order, one a call."""
+Wholes = Sequence[Whole]
 
 
 class Choices:
@@ -53,8 +54,14 @@ class Choices:
         return tuple(h for h in found if h is not None) if None not in found else None
 
 
-def with_order(plan: Plan, left: Sequence[Table | None], right: Sequence[Table | None]) -> Plan:
-    """The plan without the firings whose rows lie in orders of two different choices, or on one side only in one."""
+def with_order(
+    plan: Plan, tables: tuple[Sequence[Table | None], Sequence[Table | None]], wholes: tuple[Wholes, Wholes]
+) -> Plan:
+    """The plan without the firings whose rows lie in orders of two different choices, or on one side only in one; with
+    none where experts lie on ranks of their own, each of which has rows for its own experts first."""
+    left, right = tables
+    if plan.joins and any(_is_by_expert(*pair) for pair in _pairs(plan, wholes)):
+        return structs.replace(plan, joins=(), apart="rows of experts that lie on other ranks in one of the runs")
     both = plan.joins if left and right else ()
     kept = [j for j in both if left[j.baseline] is not None and left[j.baseline] == right[j.target]]
     if plan.joins and len(kept) == len(plan.joins):
@@ -63,6 +70,16 @@ def with_order(plan: Plan, left: Sequence[Table | None], right: Sequence[Table |
     if kept:
         return structs.replace(plan, joins=tuple(kept), note=f"left out {said}")
     return structs.replace(plan, joins=(), apart=said)
+
+
+def _pairs(plan: Plan, wholes: tuple[Wholes, Wholes]) -> Iterable[tuple[Whole, Whole]]:
+    return ((wholes[0][join.baseline], wholes[1][join.target]) for join in plan.joins)
+
+
+def _is_by_expert(one: Whole, other: Whole) -> bool:
+    """Whether shards were put together to rows of more columns than there are on the other side."""
+    wide = max(one, other, key=lambda whole: whole.shape[1:])
+    return one.shape[1:] != other.shape[1:] and len(wide.records) > 1
 
 
 def _is_table(record: Record, rows: SideRows) -> bool:

@@ -148,6 +148,26 @@ def test_rows_sorted_by_expert_meet_where_the_choices_are_the_same(tmp_path: Pat
     assert (inner.verdict, inner.basis) == (Verdict.CLOSE, "values")
 
 
+def test_rows_of_experts_that_lie_on_other_ranks_are_left_out_and_said(tmp_path: Path) -> None:
+    # Each of two ranks has its own experts' pairs first and zeros behind them, in as many rows as there are pairs.
+    inner, choice = np.ones((ROWS * TOP, WIDTH), np.float32), np.tile(np.arange(TOP), (ROWS, 1))
+    for name, num_ranks in (("b", 1), ("t", 2)):
+        with RunFactory(tmp_path / name, mesh={"tp": num_ranks}) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            for port, values, dims in (
+                ("experts:in[hidden_states]", HIDDEN, "t h # tp:replicated"),
+                ("experts:in[top_k_index]", choice, "t k # tp:replicated"),
+                ("experts.act_fn:in[input]", inner, "pair h[tp]"),
+                ("experts:out", HIDDEN, "t h # tp:replicated"),
+            ):
+                run.put(f"layers.0.mlp.{port}", dict.fromkeys(range(num_ranks), values), dims=dims)
+    report, found = diff(tmp_path)
+    assert report.exit_code == 0
+    assert found["mlp.experts:out"].verdict is Verdict.SAME
+    assert "mlp.experts.act_fn:in[input]" not in found
+    assert any("experts that lie on other ranks" in note for note in report.coverage.warnings)
+
+
 def test_rows_sorted_by_expert_with_padding_among_them_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "b", HIDDEN, padded=True)
     write(tmp_path / "t", HIDDEN * np.float32(1 + 1e-7), padded=True)
