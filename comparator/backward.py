@@ -17,6 +17,7 @@ from tapscope.comparator.gradients import (
     stretch,
 )
 from tapscope.comparator.graph import Graph
+from tapscope.comparator.handed import HandedOn
 from tapscope.comparator.lifts import NO_LIFT
 from tapscope.comparator.sharpness import beyond
 from tapscope.comparator.spread import Quantiles, Spread
@@ -25,11 +26,11 @@ from tapscope.comparator.spread import Quantiles, Spread
 class Backward:
     """The gradients among the nodes of a graph."""
 
-    def __init__(self, examined: Sequence[Examined], graph: Graph, spreads: Sequence[Spread | None]) -> None:
+    def __init__(self, examined: Sequence[Examined], graph: Graph, spreads: HandedOn) -> None:
         """``examined`` and ``spreads`` are those of the graph's nodes."""
         self._examined, self._graph, self._spreads = examined, graph, spreads
         self._losses = losses(graph)
-        self._effects = effects(graph, [one.size for one in examined])
+        self._effects = effects(graph, [one.more.size for one in examined])
         self._sharp = _sharpest(examined, graph) if any(graph.is_backward) else {}
 
     def loss(self, node: int) -> Spread | None:
@@ -71,7 +72,7 @@ class Backward:
     def cancellation(self, node: int) -> float:
         """See :func:`.gradients.cancellation`."""
         origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].is_backward)
-        return cancellation(self._examined[node].size, [self._examined[i].size for i in origins])
+        return cancellation(self._examined[node].more.size, [self._examined[i].more.size for i in origins])
 
 
 def _sharpest(examined: Sequence[Examined], graph: Graph) -> dict[str, Quantiles]:
@@ -79,7 +80,7 @@ def _sharpest(examined: Sequence[Examined], graph: Graph) -> dict[str, Quantiles
     weights: so are the gradients off that come back through these."""
     found: dict[str, Quantiles] = {}
     for node, one in enumerate(examined):
-        more = beyond(CONDITION, one.sharpness)
+        more = beyond(CONDITION, one.more.sharpness)
         if more is not NO_LIFT and not graph.is_backward[node]:
             for path in (graph.nodes[node].path, graph.enclosing(node)):
                 found[path] = tuple(map(max, more, found.get(path, more)))

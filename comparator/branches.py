@@ -7,8 +7,6 @@ comes back through the norm alone. Both are right, and they have nothing in comm
 
 from collections.abc import Mapping, Sequence
 
-from msgspec import structs
-
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Side
 from tapscope.comparator.series import Series, identity
@@ -25,7 +23,7 @@ def without_branches(everything: Sequence[Examined]) -> list[Examined]:
         return list(everything)
     shared = [_shared(gradients, side) for side in (0, 1)]
     apart = {one.site for one in gradients if any(_is_branch(one, side, shared[side], values) for side in (0, 1))}
-    return [structs.replace(one, apart=_SAID) if one.site in apart else one for one in everything]
+    return [one.but(apart=_SAID) if one.site in apart else one for one in everything]
 
 
 def _shared(gradients: Sequence[Examined], side: int) -> Mapping[object, list[Examined]]:

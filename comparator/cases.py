@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import structs
 
 from tapscope import dtypes
 from tapscope.comparator.backward import Backward
@@ -16,6 +15,7 @@ from tapscope.comparator.examined import Examined
 from tapscope.comparator.floor import ROW_LIMIT, Terms, unit
 from tapscope.comparator.gradients import drowned, underflow
 from tapscope.comparator.graph import Graph
+from tapscope.comparator.handed import HandedOn, spreads_of
 from tapscope.comparator.lifts import Lifts
 from tapscope.comparator.spread import NOTHING, Spread
 from tapscope.comparator.spreads import Largest, Spreads
@@ -37,29 +37,26 @@ class Cases:
         """The dtypes that each node was computed in."""
         self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]
         self._widest = max(filter(None, self._reductions), default=_GUESS)
-        spreads = [
-            (one.handed_on or one.spread or NOTHING) if node.numeric else None
-            for node, one in zip(graph.nodes, examined, strict=True)
-        ]
-        self.backward = Backward(examined, graph, tuple(spreads))
+        self.backward = Backward(examined, graph, HandedOn(examined, graph))
         self.besides = {i: found for i, names in enumerate(self.names) if (found := self.backward.beside(i, names))}
         """Node -> what goes into it beside what the graph says."""
         self.trained = Trained(examined, graph)
-        for node in self.trained.nodes:
-            spreads[node] = self.trained.handed_on(node)
-        self.lifts = Lifts(examined, graph, spreads)
-        self.nodes = [node for node, one in enumerate(examined) if graph.nodes[node].numeric and one.spread is not None]
+        moved = {node: self.trained.handed_on(node) for node in self.trained.nodes}
+        self._handed_on = HandedOn(examined, graph, moved)
+        self.lifts = Lifts(examined, graph, self._handed_on)
+        self.nodes = [i for i, node in enumerate(graph.nodes) if node.numeric]
         """Of each case."""
         self.row = {node: row for row, node in enumerate(self.nodes)}
         """The case of a node."""
-        self.given, self.are_equal = self._given()
+        spreads = spreads_of([examined[node].read for node in self.nodes])
+        self.given, self.are_equal = self._given(spreads.handed)
         """What went into each, and whether nothing of that differs."""
         base, self.modelled, self.limit = self._modelled()
         """What everything up to and including the module adds, each with condition 1; the most that the typical row may
         be off."""
         names = [self.names[node] for node in self.nodes]
         eps = np.array([max(map(dtypes.epsilon, each)) for each in names])
-        self.terms = Terms(Spreads.of(list(map(self._spread, self.nodes))), base, eps, self.limit)
+        self.terms = Terms(self._even(spreads), base, eps, self.limit)
         self.is_twin = np.array([one == two for one, two in names], bool)
         """Whether both sides have one dtype: then the weights are the same numbers."""
         self.is_behind_flips = self._behind_flips()
@@ -70,30 +67,36 @@ class Cases:
         """The spreads of what went into a node."""
         if self.graph.nodes[node].is_trained:
             return (self.trained.updated(node),)
-        found = tuple(s for s in map(self.lifts.handed.__getitem__, self.graph.inputs(node).nodes) if s is not None)
+        found = tuple(s for s in map(self.lifts.handed, self.graph.inputs(node).nodes) if s is not None)
         return *found, *self.backward.sharpened(node, self.besides.get(node, ()))
 
-    def _spread(self, node: int) -> Spread:
-        """What is judged."""
-        one = self.examined[node]
-        assert one.spread is not None
-        if one.even_errors and self.graph.inputs(node).how == "around" and not self.graph.is_backward[node]:
-            return structs.replace(one.spread, errors=one.even_errors)
-        return one.spread
+    def _even(self, spreads: Spreads) -> Spreads:
+        """What is judged, where that is not as it is: of what came from around, rows relative to the typical one."""
+        errors = spreads.errors.copy()
+        for row, node in enumerate(self.nodes):
+            even = self.examined[node].more.even_errors
+            if even and self.graph.inputs(node).how == "around" and not self.graph.is_backward[node]:
+                errors[:, row] = even
+        return spreads._replace(errors=errors)
 
-    def _given(self) -> tuple[Largest, Array]:
-        every = [spread or NOTHING for spread in self.lifts.handed]
-        places: list[Sequence[int]] = []
+    def _given(self, own: Array) -> tuple[Largest, Array]:
+        """See :attr:`given`; ``own`` are the errors that each case hands on, as a rule."""
+        handed = np.zeros((len(own), len(self.examined)))
+        handed[:, self.nodes] = own
+        odd = sorted({*self._handed_on.instead, *self.lifts.by})
+        handed[:, odd] = Spreads.of([self.lifts.handed(node) or NOTHING for node in odd]).handed
+        more, places = list[Spread](), list[Sequence[int]]()
         for node in self.nodes:
             origins: Sequence[int] = self.graph.inputs(node).nodes
             beside = self.besides.get(node, ())
             if self.graph.nodes[node].is_trained:
                 origins, beside = (), (self.trained.updated(node), *beside)
             if beside:
-                origins = *origins, *range(len(every), len(every) + len(beside))
-                every += beside
+                first = handed.shape[1] + len(more)
+                origins = *origins, *range(first, first + len(beside))
+                more += beside
             places.append(origins)
-        handed = Spreads.of(every).handed
+        handed = np.concatenate((handed, Spreads.of(more).handed), axis=1)
         given = Largest(largest_in(handed, places))
         (is_off,) = largest_in((Largest(handed).errors[-1:] != 0.0).astype(np.float64), places)
         return given, is_off == 0.0
@@ -129,13 +132,13 @@ class Cases:
     def _base(self, node: int) -> tuple[float, float]:
         """(what one pass through the module adds, the most that its typical row may be off)."""
         one, inputs, names = self.examined[node], self.graph.inputs(node), self.names[node]
-        assert one.baseline is not None
-        assert one.target is not None
-        assert one.spread is not None
+        assert one.about.baseline is not None
+        assert one.about.target is not None
         reduction = self._reductions[node] or self._reduction_inside(node)
         # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
-        summed = 2 if len(one.baseline.ranks) != len(one.target.ranks) and self.params[node] else 1
-        lost = math.hypot(underflow(names, one.spread), drowned(one.spread))
+        summed = 2 if len(one.about.baseline.ranks) != len(one.about.target.ranks) and self.params[node] else 1
+        spread = one.read.spread  # else it has no sizes
+        lost = math.hypot(underflow(names, spread), drowned(spread)) if spread is not None else 0.0
         once = math.hypot(unit(*names, reduction), lost)
         return once * math.sqrt(inputs.ops * summed), max(ROW_LIMIT, CONDITION * lost)
 
@@ -144,7 +147,7 @@ class Cases:
         return 1 if self.graph.nodes[node].is_pointwise or self.graph.nodes[node].is_state else self._widest
 
     def _behind_flips(self) -> Array:
-        holds = [one.handed_on is not None for one in self.examined]
+        holds = [one.more.handed_on is not None for one in self.examined]
         """Whether such rows are in what a node holds."""
         found = [False] * len(self.nodes)
         if any(holds) or self.lifts.noise:

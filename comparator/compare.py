@@ -60,8 +60,8 @@ class Comparison(Struct, frozen=True):
         Raises DataError when they can no longer be read.
         """
         one = self._seen.examined[finding.order]
-        if one.detail is not None or one.basis != "values" or not one.num_unequal:
-            return one.detail
+        if one.more.detail is not None or one.basis != "values" or not one.num_unequal:
+            return one.more.detail
         return self._seen.examiner.measure_detail(one.site, self._seen.examiner.preparer.prepare(one.pair))
 
 

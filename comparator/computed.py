@@ -1,7 +1,6 @@
 """Computed: the dtypes that values were computed in, which may be coarser than those they came out in."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from tapscope import dtypes
 from tapscope.comparator.examined import Examined
@@ -12,24 +11,13 @@ _FLOAT32 = dtypes.epsilon("float32")
 
 def computed_in(examined: Sequence[Examined], graph: Graph, node: int) -> tuple[str, str]:
     """On both sides: a value's own dtype, or a 16-bit one that went in (a head may give out float32)."""
-    own, inputs = _dtypes(examined[node]), graph.inputs(node)
+    own, inputs = examined[node].dtypes, graph.inputs(node)
     multiplies = inputs.how == "inside" and graph.nodes[node].has_params  # by weights of its own
     if inputs.how != "captured" and not multiplies:
         return own
-    given = [_dtypes(examined[i]) for i in inputs.nodes if graph.nodes[i].numeric]
+    given = [examined[i].dtypes for i in inputs.nodes if graph.nodes[i].numeric]
     baseline, target = (
         max([name, *(other for other in others if dtypes.epsilon(other) > _FLOAT32)], key=dtypes.epsilon)
         for name, *others in zip(own, *given, strict=True)
     )
     return baseline, target
-
-
-def _dtypes(one: Examined) -> tuple[str, str]:
-    """Those of both sides; empty where there is no tensor."""
-    baseline, target = one.baseline, one.target
-    return _both((baseline.dtype if baseline else None) or "", (target.dtype if target else None) or "")
-
-
-@lru_cache
-def _both(baseline: str, target: str) -> tuple[str, str]:
-    return baseline, target  # one object for all sites

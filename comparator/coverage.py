@@ -64,7 +64,7 @@ def cover(
     told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
     partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
     partial += [sentence for ledger, sentence in told if not ledger.complete]
-    missing = [one.site for one in examined if one.missing]
+    missing = [one.site for one in examined if one.about.missing]
     if missing:
         partial.append(f"{len(missing)} sites lack records that the other run has, first {missing[0]}")
     warnings = [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
@@ -94,7 +94,7 @@ def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[
     """What makes single findings say less than they seem to."""
     odd: dict[str, list[str]] = {}
     for one in examined:
-        for warning in one.warnings:
+        for warning in one.about.warnings:
             odd.setdefault(warning, []).append(one.site)
     said = [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
     if by_stats := sum(f.basis == "stats" for f in findings):

@@ -2,14 +2,14 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.examined import Examined
+from tapscope.comparator.examined import About, Examined, Read
 from tapscope.comparator.finding import RowCounts
-from tapscope.comparator.kinds import Facts, Kind, kind_of
+from tapscope.comparator.kinds import Kind, kind_of
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Opened, WidthError, measure_all
 from tapscope.comparator.prepare import Prepared, Preparer
@@ -17,7 +17,7 @@ from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.series import side_of
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, examine_values, unequal_hashes
-from tapscope.comparator.valued import PERMUTED, Begun, Wanted, of_values, rows_of
+from tapscope.comparator.valued import PERMUTED, Begun, Reader, Wanted
 from tapscope.errors import DataError
 
 if TYPE_CHECKING:
@@ -63,62 +63,57 @@ class Examiner:
     def _begin(self, pair: Pair) -> "Look | Begun":
         """A pair as it is before its values are read, or with all that can be known where there is nothing to read."""
         if pair.baseline is None or pair.target is None:
-            series = pair.baseline or pair.target
-            assert series is not None
-            only = side_of(series, series.first.shape)
-            mine, other = (only, None) if pair.baseline else (None, only)
-            notes = (pair.note,) if pair.note else ()
-            return Look(Examined(pair=pair, site=series.site, baseline=mine, target=other, notes=notes))
+            return Look(_alone(pair))
         if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
             return Look(examine_values(pair, self.preparer.shift_steps))
-        form = self.preparer.form(pair)
+        form, site = self.preparer.form(pair), pair.site or pair.baseline.site
         kind = self._kinds.get(form)
         if kind is not None and kind.alike is not None and kind.alike.fits(pair):
-            later = partial(self.preparer.prepare, pair)
-            return Begun(kind, Opened(later, pair, kind.alike), kind.facts(pair), {})
+            return Begun(kind, Opened(partial(self.preparer.prepare, pair), pair, kind.alike), pair, site, kind.about)
         ready = self.preparer.prepare(pair)
         if kind is None:
             is_shared = self.preparer.like(form) is not None
             kind = kind_of(pair, ready, is_shared=is_shared)
             if is_shared:
                 self._kinds[form] = kind
-        facts = kind.facts(pair)
-        if kind.problem or ready.plan.apart:
-            return Look(Examined(**facts), ready if ready.problem else None)
+        one = Examined(pair, site, kind.about)
+        if one.problem or ready.plan.apart:
+            return Look(one, ready if ready.problem else None)
         try:
-            return self._before_values(kind, ready, facts)
+            return self._before_values(kind, ready, one)
         except DataError as error:
-            return Look(Examined(**facts | {"problem": str(error)}))
+            return Look(one.but(problem=str(error)))
 
-    def _before_values(self, kind: Kind, ready: Prepared, facts: Facts) -> "Look | Begun":
+    def _before_values(self, kind: Kind, ready: Prepared, one: Examined) -> "Look | Begun":
         if not ready.plan.joins:
-            return Look(Examined(**facts | {"problem": _no_rows(ready.plan.counts)}))
+            return Look(one.but(problem=_no_rows(ready.plan.counts)))
         used = ready.used
         replicas = check_replicas(used)
-        known: Facts = {"replicas": replicas.problem, "replica_place": replicas.place}
-        known["notes"] = (*ready.notes, replicas.note) if replicas.note else ready.notes
+        notes = (*ready.notes, replicas.note) if replicas.note else ready.notes
+        known: dict[str, Any] = {"replicas": replicas.problem, "replica_place": replicas.place, "notes": notes}
+        if replicas.problem or notes != one.notes:
+            one = one.but(**known)
         if all(whole.has_values for whole in used) or all(map(ready.equal_by_hash, ready.plan.joins)):
-            return Begun(kind, Opened(ready), facts, known)
-        known |= _examine_stats(ready, known["notes"], kind.is_exact)
-        return Look(Examined(**facts | known), None if known.get("problem") else ready)
+            return Begun(kind, Opened(ready), one.pair, one.site, one.about, one.more)
+        found = _of_stats(one, ready, kind.is_exact)
+        return Look(found, None if found.problem else ready)
 
     def _read(self, begun: Sequence[Begun]) -> Iterator[Look]:
         """Pairs once their values were read."""
         found = measure_all([one.opened for one in begun], self.tolerance or (0.0, 0.0))
-        rows = rows_of(found)
-        wanted = Wanted(self.preparer.row_map, self.backward, self.norms, self.measure_detail if self.detail else None)
+        detail = self.measure_detail if self.detail else None
+        reader = Reader(found, Wanted(self.preparer.row_map, self.backward, self.norms, detail))
         for one, section in zip(begun, found.section, strict=True):
             ready = None if one.opened.alike else one.opened.ready
             problem = found.problem(section)
             if problem is not None:
-                yield Look(Examined(**one.facts | {"problem": str(problem)}), ready if _is_width(problem) else None)
+                said = Examined(one.pair, one.site, one.kind.about).but(problem=str(problem))
+                yield Look(said, ready if _is_width(problem) else None)
                 continue
             try:
-                read = of_values(one, rows[section], found, section, wanted)
+                yield Look(reader.examined(one, section), ready)
             except DataError as error:
-                yield Look(Examined(**one.facts | {"problem": str(error)}))
-                continue
-            yield Look(Examined(**{**one.facts, **one.known, **read}), ready)
+                yield Look(Examined(one.pair, one.site, one.kind.about).but(problem=str(error)))
 
     def advised(self, look: Look) -> Examined:
         """With the dims that would explain what could not be put together, where there are such; one pair after the
@@ -128,10 +123,10 @@ class Examiner:
             return one
         if not one.problem:
             doubt = self._suggester.doubt(one.pair, ready, one.numbers.rel_l2 if one.numbers else 0.0)
-            return structs.replace(one, notes=(doubt, *one.notes)) if doubt else one
+            return one.but(notes=(doubt, *one.notes)) if doubt else one
         broken = any(w.problem for w in (ready.left[0], ready.right[0]))
         advice = self._suggester.suggest(one.pair, broken=broken)
-        return structs.replace(one, problem=f"{one.problem}; {advice}" if advice else one.problem)
+        return one.but(problem=f"{one.problem}; {advice}") if advice else one
 
     def measure_detail(self, site: str, ready: Prepared) -> "Detail":
         """A pair with values on both sides once more, see :mod:`.detail`; raises DataError."""
@@ -147,24 +142,29 @@ def _is_width(problem: Exception) -> bool:
     return isinstance(problem, WidthError)
 
 
-def _examine_stats(ready: Prepared, seen: tuple[str, ...], is_exact: bool) -> Facts:
+def _alone(pair: Pair) -> Examined:
+    """What only one run has."""
+    series = pair.baseline or pair.target
+    assert series is not None
+    only, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
+    about = About(baseline=only, notes=notes) if pair.baseline else About(target=only, notes=notes)
+    return Examined(pair, series.site, about)
+
+
+def _of_stats(one: Examined, ready: Prepared, is_exact: bool) -> Examined:
+    """A pair of which only statistics were kept."""
     problem, spread = compare_stats(ready)
     num_unequal, padded = unequal_hashes(ready)
     if num_unequal and padded and is_exact and not problem:
         problem = "the hashes differ, maybe in the padding alone: capture with keep=full to compare these"
     if problem:
-        return {"problem": problem, "notes": seen}
+        return one.but(problem=problem)
     odd = [join for join in ready.plan.joins if ready.unequal_by_hash(join)]
     permuted = bool(num_unequal) and any(map(ready.equal_by_bag, odd))
     notes = [PERMUTED] if permuted else ["the hashes differ, the statistics do not"] * (num_unequal and spread.is_zero)
     notes.append("only statistics were kept: what leaves mean, rms and maximum alone is not seen")
-    return {
-        "basis": "stats",
-        "spread": spread,
-        "num_unequal": num_unequal,
-        "permuted": permuted,
-        "notes": (*notes, *seen),
-    }
+    read = Read(basis="stats", spread=spread, num_unequal=num_unequal)
+    return structs.replace(one.but(permuted=permuted, notes=(*notes, *one.notes)), read=read)
 
 
 def _no_rows(counts: RowCounts) -> str:

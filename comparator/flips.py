@@ -59,7 +59,7 @@ def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping
     seen: dict[object, str] = {}
     for i, one in enumerate(examined):
         # Rows without a place are tensors compared whole.
-        has_place = one.unequal and min(one.unequal) >= 0 if one.is_exact else _may_be_masked(one)
+        has_place = one.more.unequal and min(one.more.unequal) >= 0 if one.is_exact else _may_be_masked(one)
         if not one.num_unequal or not has_place:
             continue
         same = identity(one.pair.baseline), identity(one.pair.target)

@@ -15,6 +15,7 @@ from tapscope import dtypes
 from tapscope.comparator.finding import Numbers
 from tapscope.comparator.floor import unit
 from tapscope.comparator.graph import Graph
+from tapscope.comparator.handed import HandedOn
 from tapscope.comparator.spread import NOTHING, Spread
 from tapscope.comparator.spreads import Spreads
 from tapscope.kernels.native.overview import SMALL_ROW
@@ -51,7 +52,7 @@ def of_head(loss: Spread) -> Spread:
     return structs.replace(loss, gain=0.5 * loss.errors[-1])  # of a gain a floor takes twice what went in
 
 
-def of_values(graph: Graph, spreads: Sequence[Spread | None], node: int) -> list[Spread]:
+def of_values(graph: Graph, spreads: HandedOn, node: int) -> list[Spread]:
     """What the errors of values make of a gradient beside those of other gradients: a derivative is taken at values,
     also where the function that it is of was not captured; and it may have a jump there."""
     inputs = graph.inputs(node)

@@ -48,9 +48,7 @@ class Judge:
         self._standards = standards or Standards()
         absent = self._standards.absent
         self.matched = [
-            i
-            for i, one in enumerate(examined)
-            if (one.baseline and one.target and not one.problem) or one.site in absent
+            i for i, one in enumerate(examined) if (one.is_matched and not one.problem) or one.site in absent
         ]
         """Indices of what was compared, and of the gradients that should be there to be."""
         ours = [examined[i] for i in self.matched]
@@ -80,15 +78,15 @@ class Judge:
 
     def _judge_matched(self, one: Examined, node: int, order: int, found: list[Finding], within: set[str]) -> Finding:
         how = self.inputs[node].how
-        if one.baseline is None or one.target is None:
+        if not one.is_matched:
             return _absent(one, order, self._standards.absent[one.site], how)
-        if one.replicas:
-            notes = (one.replicas,)
+        if one.more.replicas:
+            notes = (one.more.replicas,)
             how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
             apart = _finding(one, order, Verdict.DIFFERS, **how_far, notes=notes)
-            return structs.replace(apart, worst=one.replica_place)
+            return structs.replace(apart, worst=one.more.replica_place)
         rule = self._rule(one)
-        odd = one.numbers.nonfinite_mismatch if one.numbers is not None else 0
+        odd = one.num_odd
         if odd and not (rule is not None and rule.sees_nonfinite):
             by: dict[str, Any] = {"test": "nonfinite", "judged_by": "equality", "inputs": how}
             return _finding(one, order, Verdict.NONFINITE, error=float(odd), **by)
@@ -145,9 +143,8 @@ class Judge:
         return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
 
     def _by_floor(self, one: Examined, node: int, order: int, found: list[Finding]) -> Finding:
-        how, spread = self.inputs[node].how, one.spread
-        assert spread is not None
-        if spread.is_zero and not spread.gain and not one.permuted:
+        how = self.inputs[node].how
+        if one.is_equal and not one.more.permuted:
             verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
             return _finding(one, order, verdict, inputs=how, judged_by="equality")
         if not self.inputs[node].ops and how == "same":  # the bytes of another site: what was said of that holds here
@@ -157,9 +154,10 @@ class Judge:
                 return _finding(
                     one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
                 )
-        if one.permuted:  # rounding leaves no value where it was and none where another was
+        if one.more.permuted:  # rounding leaves no value where it was and none where another was
+            assert one.spread is not None
             by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
-            return _finding(one, order, Verdict.DIFFERS, error=spread.errors[-1], **by)
+            return _finding(one, order, Verdict.DIFFERS, error=one.spread.errors[-1], **by)
         error, limit, test, row_floor, growth = self._rounding.judged(node, is_behind_culprit=self._is_behind(node))
         twin = self._standards.twin.judged(one, self._rounding.base(node)) if self._standards.twin else None
         if twin is not None:  # what the inputs are off beyond their own floor, the site need not answer for
@@ -182,9 +180,9 @@ class Judge:
 
 def _node(one: Examined, has_params: bool, sites: Mapping[str, SiteInfo]) -> Node:
     path, _, port = one.site.rpartition(":")
-    numeric = not one.is_exact and one.spread is not None
+    numeric = not one.is_exact and one.has_spread
     identities = identity(one.pair.baseline), identity(one.pair.target)
-    return Node(path, port, numeric, has_params, _class(one, sites), bool(one.drifts), identities)
+    return Node(path, port, numeric, has_params, _class(one, sites), bool(one.more.drifts), identities)
 
 
 def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:
@@ -217,8 +215,8 @@ def _by_tolerance(one: Examined, order: int, tolerance: tuple[float, float], how
 
 
 def _unmatched(one: Examined, order: int) -> Finding:
-    if one.baseline is None or one.target is None:
-        return _finding(one, order, Verdict.ONLY_TARGET if one.baseline is None else Verdict.ONLY_BASELINE)
+    if not one.is_matched:
+        return _finding(one, order, Verdict.ONLY_TARGET if one.about.baseline is None else Verdict.ONLY_BASELINE)
     return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
 
 
@@ -241,12 +239,12 @@ def _finding(one: Examined, order: int, verdict: Verdict, *, notes: tuple[str, .
         target=one.target,
         order=order,
         basis=one.basis,
-        layout=one.layout,
+        layout=one.about.layout,
         rows=one.rows,
         numbers=one.numbers,
-        worst=one.worst,
+        worst=one.read.worst,
         steps=one.steps,
-        detail=one.detail,
+        detail=one.more.detail,
         notes=(*notes, *one.notes) if notes else one.notes,
         **judged,
     )

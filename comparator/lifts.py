@@ -18,6 +18,7 @@ from tapscope.comparator.columns import largest_in
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.floor import ROW_LIMIT
 from tapscope.comparator.graph import Graph
+from tapscope.comparator.handed import HandedOn
 from tapscope.comparator.spread import QUANTILES, Quantiles, Spread
 from tapscope.index import SiteInfo
 from tapscope.kernels.native import RowMeasures
@@ -65,9 +66,10 @@ def unmet(everything: Sequence[Examined], norms: Collection[str]) -> frozenset[s
     return frozenset(found)
 
 
-def stands_out(errors: Quantiles) -> bool:
-    """Whether the worst rows are far off beside the typical one."""
-    return errors[-1] > _STANDS_OUT * errors[0]
+def stands_out(errors: Array) -> Array:
+    """Whether the worst rows of sites are far off beside the typical one; ``errors`` are [quantiles, sites]."""
+    found: Array = errors[-1] > _STANDS_OUT * errors[0]
+    return found
 
 
 def even_errors(rows: RowMeasures, errors: Quantiles) -> Quantiles:
@@ -83,28 +85,28 @@ def even_errors(rows: RowMeasures, errors: Quantiles) -> Quantiles:
 class Lifts:
     """By how much more than they seem rows are off to the norms of a comparison."""
 
-    def __init__(self, examined: Sequence[Examined], graph: Graph, spreads: Sequence[Spread | None]) -> None:
+    def __init__(self, examined: Sequence[Examined], graph: Graph, spreads: HandedOn) -> None:
         """``examined`` and ``spreads`` are those of the graph's nodes."""
-        self._graph = graph
-        self._lifts = [
-            NO_LIFT if spread is None else _lift(spread.errors, one.own_errors)
-            for spread, one in zip(spreads, examined, strict=True)
-        ]
-        self.handed = [s if s is None else s.lifted(by) for s, by in zip(spreads, self._lifts, strict=True)]
-        """The spreads as what follows is given them."""
-
-        self.noise = frozenset(
-            node
-            for node, (spread, by) in enumerate(zip(self.handed, self._lifts, strict=True))
-            if by is not NO_LIFT and spread is not None and spread.errors[-1] > ROW_LIMIT
-        )
+        self._graph, self._spreads = graph, spreads
+        given = [(i, spread, one) for i, one in enumerate(examined) if one.more.own_errors and (spread := spreads[i])]
+        lifts = {i: _lift(spread.errors, one.more.own_errors) for i, spread, one in given}
+        self.by = {i: by for i, by in lifts.items() if by is not NO_LIFT}
+        """Node -> by how much more than they seem its rows are off to what follows, where that is so."""
+        self.noise = frozenset(i for i in self.by if (spread := self.handed(i)) and spread.errors[-1] > ROW_LIMIT)
         """Nodes with a row of which rounding has left nothing: a norm makes it as large as any other."""
+
+    def handed(self, node: int) -> Spread | None:
+        """A node's spread as what follows is given it."""
+        spread = self._spreads[node]
+        return spread.lifted(self.by[node]) if spread is not None and node in self.by else spread
 
     def of(self, nodes: Sequence[int]) -> Array:
         """[quantiles, nodes]: what is made of the inputs of some nodes."""
-        if all(by is NO_LIFT for by in self._lifts):
-            return np.ones((len(QUANTILES), len(nodes)))
-        found = largest_in(np.array(self._lifts).T, [self._graph.inputs(node).nodes for node in nodes])
+        lifts = np.ones((len(QUANTILES), len(self._graph.nodes)))
+        if not self.by:
+            return lifts[:, nodes]
+        lifts[:, list(self.by)] = np.array(list(self.by.values())).T
+        found = largest_in(lifts, [self._graph.inputs(node).nodes for node in nodes])
         return np.maximum(found, 1.0)
 
 

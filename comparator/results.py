@@ -8,7 +8,7 @@ import numpy as np
 
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import row_axes
-from tapscope.comparator.finding import Numbers, Place, StepResult
+from tapscope.comparator.finding import Place, StepResult
 from tapscope.comparator.joined_rows import Part, part_at
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.measure import Measured
@@ -16,18 +16,9 @@ from tapscope.comparator.pieces import Joined, Leaf, Piece, Summed, leaves, rank
 from tapscope.comparator.prepare import Prepared
 from tapscope.comparator.rowmap import RowMap
 from tapscope.dtypes import COMPLEX
-from tapscope.kernels.native import Overviews, relative_l2
+from tapscope.kernels.native import relative_l2
 
 Array = np.ndarray[Any, Any]
-
-
-def numbers_of(seen: Overviews, num_hashed: Sequence[int]) -> list[Numbers]:
-    """Global numbers of several pairs; ``num_hashed`` elements of each were not read because equal hashes say that they
-    are equal."""
-    _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
-    counts = equal + num_hashed, count + num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
-    columns = seen.columns["sums"][:, 0], *seen.means(), *counts
-    return list(map(Numbers, *(column.tolist() for column in columns)))
 
 
 def recorded_size(ready: Prepared) -> float:

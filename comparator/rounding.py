@@ -163,4 +163,4 @@ class Rounding:
         is_around = bool(unmet) and self._graph.inputs(node).how == "around"
         if is_around and self._graph.enclosing(node) in unmet:
             return UNMET
-        return beyond(CONDITION, self._cases.examined[node].sharpness)
+        return beyond(CONDITION, self._cases.examined[node].more.sharpness)

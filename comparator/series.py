@@ -106,6 +106,13 @@ def side_of(one: Series, shape: tuple[int, ...]) -> Side:
     return Side(sources[0].site, first.dtype, shape, count, first.dims, _ordered(frozenset(ranks)), parts)
 
 
+def named_side(side: Side | None, one: Series | None) -> Side | None:
+    """The same of another series of the same form."""
+    if side is None or one is None or (site := recorded(one)[0].site) == side.site:
+        return side
+    return Side(site, side.dtype, side.shape, side.num_records, side.dims, side.ranks, side.parts)
+
+
 @lru_cache
 def _ordered(ranks: frozenset[int]) -> tuple[int, ...]:
     return tuple(sorted(ranks))  # one object for all sites of the same ranks

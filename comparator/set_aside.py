@@ -2,7 +2,7 @@
 
 A router's choice is discrete: an error far below any floor may send a token to another expert, whose output has
 nothing to do with that of the first. Within the module around the router such rows are left out, and counted; behind it
-their error is handed on like any other (:attr:`~.examine.Examined.handed_on`).
+their error is handed on like any other (:attr:`~.examined.More.handed_on`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
     # What there is of each choice is not comparable where their order is another one either.
     is_of_choices = _is_of_choices(one, flip)
     rows, scores = flip.turned if is_of_choices else flip.moved, flip.scores
-    if not rows or one.is_exact or one.spread is None or one.basis != "values":
+    if not rows or one.is_exact or not one.has_spread or one.basis != "values":
         return one
     if not one.rows.compared:
         return _without_places(one, scores)
@@ -60,20 +60,20 @@ def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
     examiner.preparer.leave_out(one.pair, rows)
     rest = examiner.examine(one.pair)
     if rest.problem:  # not one row is left
-        return structs.replace(one, apart=f"every token row went to other experts at a near tie of {scores}")
+        return one.but(apart=f"every token row went to other experts at a near tie of {scores}")
     count = before - rest.rows.compared
     if not count:
         return one
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
-    return structs.replace(rest, handed_on=one.spread, notes=(note, *rest.notes))
+    return rest.but(handed_on=one.spread, notes=(note, *rest.notes))
 
 
 def _without_places(one: Examined, scores: str) -> Examined:
     """A value in which nobody knows which row is whose token's; parameters hold no rows."""
     if is_parameter(one.site) or one.spread is None or one.spread.is_zero:
         return one
-    return structs.replace(one, apart=f"it holds token rows that went to other experts at a near tie of {scores}")
+    return one.but(apart=f"it holds token rows that went to other experts at a near tie of {scores}")
 
 
 def _is_of_choices(one: Examined, flip: Flip) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.kernels.native import Overview, Overviews, RowMeasures
+from tapscope.kernels.native import Overview, RowMeasures
 from tapscope.kernels.native.channels import Channel
 from tapscope.kernels.native.overview import QUANTILES as QUANTILES
 from tapscope.kernels.native.overview import median
@@ -97,16 +97,6 @@ def spread_of(seen: Overview, width: int = 0, sizes: Sizes | None = None) -> Spr
         return NOTHING
     found = seen.quantiles, seen.element, seen.gain, seen.gain_sd, seen.peak
     return Spread(len(seen.errors), *found, width=width, sizes=sizes)
-
-
-def spreads_of(seen: Overviews, width: Sequence[int]) -> list[Spread]:
-    """The same of several pairs."""
-    columns = np.diff(seen.bounds).tolist(), *seen.spreads(), width
-    nothing = seen.is_zero.tolist()
-    return [
-        NOTHING if is_zero else Spread(num, errors, element, gain, gain_sd, peak, width=wide)
-        for is_zero, num, errors, element, gain, gain_sd, peak, wide in zip(nothing, *columns, strict=True)
-    ]
 
 
 def with_channel(spread: Spread, channel: Channel) -> Spread:

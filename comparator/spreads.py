@@ -51,7 +51,7 @@ class Spreads(NamedTuple):
         element, peak, gain = map(np.abs, (self.element, self.peak, self.gain))
         return np.array((*self.errors, element, peak, gain, channel, larger(self.gain_sd, self.sway)))
 
-    def at(self, sites: Array) -> "Spreads":
+    def at(self, sites: Array | Sequence[int] | int) -> "Spreads":
         """Of some of the sites."""
         return Spreads(*(column[..., sites] for column in self))
 

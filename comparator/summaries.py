@@ -5,7 +5,7 @@ import math
 from functools import reduce
 
 from tapscope.comparator.assemble import Whole
-from tapscope.comparator.examined import Examined
+from tapscope.comparator.examined import About, Examined, Read
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
 from tapscope.comparator.pieces import is_joined, leaves
@@ -21,16 +21,14 @@ def examine_values(pair: Pair, shift: int) -> Examined:
     assert pair.target is not None
     problem, compared, unequal = compare_values(pair.baseline, pair.target, shift)
     nowhere = not problem and not compared
-    return Examined(
-        pair=pair,
-        site=pair.site or pair.baseline.site,
+    about = About(
         baseline=side_of(pair.baseline, pair.baseline.first.shape),
         target=side_of(pair.target, pair.target.first.shape),
         problem=problem,
         apart="a plain value that changes, and no step number is in both runs" if nowhere else "",
-        basis="value" if compared else "none",
-        num_unequal=unequal,
     )
+    read = Read(basis="value" if compared else "none", num_unequal=unequal)
+    return Examined(pair, pair.site or pair.baseline.site, about, read)
 
 
 def compare_values(baseline: Series, target: Series, shift: int = 0) -> tuple[str, int, int]:

@@ -34,8 +34,8 @@ class Trained:
 
     def updated(self, node: int, num_steps: int | None = None) -> Spread:
         """What the errors of its gradients make of a parameter in so many steps, or in all."""
-        seen = [self._examined[i].sways for i in self._graph.inputs(node).nodes]
-        drifts = self._examined[node].drifts[:num_steps]
+        seen = [self._examined[i].more.sways for i in self._graph.inputs(node).nodes]
+        drifts = self._examined[node].more.drifts[:num_steps]
         return of_updates([(seen[0].get(d.step, _STILL) if seen else UNKNOWN, d.moved) for d in drifts])
 
     def modelled(self, node: int, base: float) -> float:
@@ -46,7 +46,7 @@ class Trained:
     def handed_on(self, node: int) -> Spread:
         """The errors of a parameter as they go into others: each row of an output is made of all rows of a weight, and
         each channel of one row or element."""
-        before = [drift.spread for drift in self._examined[node].drifts[:-1]]
+        before = [drift.spread for drift in self._examined[node].more.drifts[:-1]]
         spread = max(before, key=lambda each: each.errors[-1], default=NOTHING)
         return structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
 
@@ -57,7 +57,7 @@ class Trained:
         steps = [
             (node, num, drift.spread)
             for node in filter(row.__contains__, self.nodes)
-            for num, drift in enumerate(self._examined[node].drifts, 1)
+            for num, drift in enumerate(self._examined[node].more.drifts, 1)
             if not drift.spread.is_zero
         ]
         rows = [row[node] for node, _, _ in steps]
@@ -73,7 +73,7 @@ class Trained:
 
     def _rounded(self, node: int, num_steps: int, base: float) -> float:
         """Once, and again in each step; a move below half a step between numbers is lost each time."""
-        moved = self._examined[node].drifts[:num_steps]
+        moved = self._examined[node].more.drifts[:num_steps]
         return base + sum(min(base, each.moved.errors[0]) for each in moved)
 
     def _clipping(self) -> float:

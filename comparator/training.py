@@ -20,14 +20,14 @@ Judged = tuple[list[Finding], list[Divergence]]
 
 def trained_steps(examined: Sequence[Examined]) -> list[int]:
     """The baseline's steps behind which parameters were recorded that an optimizer moves; empty without any."""
-    return sorted({drift.step for one in examined for drift in one.drifts})
+    return sorted({drift.step for one in examined for drift in one.more.drifts})
 
 
 def with_drifts(first: Sequence[Examined], whole: Sequence[Examined], last: int) -> list[Examined]:
     """The first steps' sites with what is known of their parameters from all: one step does not say how far it went."""
-    known = {one.site: one.drifts for one in whole if one.drifts}
+    known = {one.site: one.more.drifts for one in whole if one.more.drifts}
     return [
-        structs.replace(one, drifts=tuple(d for d in known[one.site] if d.step <= last)) if one.site in known else one
+        one.but(drifts=tuple(d for d in known[one.site] if d.step <= last)) if one.site in known else one
         for one in first
     ]
 

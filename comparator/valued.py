@@ -8,22 +8,26 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.channels import worst_channel
-from tapscope.comparator.finding import Numbers, StepResult
+from tapscope.comparator.examined import NO_MORE, About, Examined, More, Read
 from tapscope.comparator.joined_rows import part_at
-from tapscope.comparator.kinds import Facts, Kind
+from tapscope.comparator.kinds import Kind
 from tapscope.comparator.layout import is_parameter
 from tapscope.comparator.lifts import even_errors, is_lifted, own_errors, stands_out
+from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Measured, Opened, Pairs
 from tapscope.comparator.prepare import Prepared
-from tapscope.comparator.results import numbers_of, place_in, recorded_size, steps_of
+from tapscope.comparator.results import place_in, recorded_size, steps_of
 from tapscope.comparator.rowmap import RowMap
 from tapscope.comparator.sharpness import sharpness
-from tapscope.comparator.spread import NOTHING, Spread, sizes_of, spreads_of, with_channel
+from tapscope.comparator.spread import NOTHING, Spread, sizes_of, with_channel
 from tapscope.comparator.updates import drifts, sways
+from tapscope.comparator.values import values_of
 from tapscope.kernels.native.channels import MIN_ROWS
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
+
+Array = np.ndarray[Any, Any]
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
@@ -48,117 +52,121 @@ class Begun(Struct, frozen=True):
 
     kind: Kind
     opened: Opened
-    facts: Facts
-    """What is known of it whatever comes of that."""
-    known: Facts
+    pair: Pair
+    site: str
+    about: About
     """What is known of it beside its values."""
+    more: More = NO_MORE
 
     @property
     def like(self) -> Prepared:
         """It, or another of its form."""
         return self.opened.ready if self.opened.alike is None else self.kind.ready
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is to be said of it."""
-        found: tuple[str, ...] = self.known.get("notes") or self.facts["notes"]
+
+class Reader:
+    """Reads pairs that were measured together; what is found of all at once is in columns."""
+
+    def __init__(self, found: Pairs, wanted: Wanted) -> None:
+        self._found, self._wanted, self._values = found, wanted, values_of(found)
+        self._num_unequal, worst = (found.seen.columns[name].tolist() for name in ("num_unequal", "worst"))
+        self._is_empty = ((self._values.num_rows == 0) | (self._values.counts[1] == 0)).tolist()
+        self._is_zero, self._stands_out = (
+            self._values.is_zero.tolist(),
+            stands_out(self._values.spreads.errors).tolist(),
+        )
+        self._worst = list(zip(worst, *found.at_worst(), strict=True))
+        """(row that is furthest off, column of its largest difference, rank that alone holds that, places of the row
+        where one side is not finite)."""
+
+    def examined(self, one: Begun, section: int) -> Examined:
+        """With what values give; raises DataError where they have to be looked at again and are not there."""
+        if self._is_empty[section]:
+            return self._empty(one, section)
+        like, parts, num_unequal = one.like, self._found.begun(section).parts, self._num_unequal[section]
+        row, column, rank, mismatch = self._worst[section]
+        place = place_in(part_at(parts, row), row, None if mismatch else column, rank, like, self._wanted.row_map)
+        step, steps = place.step, None
+        if len(parts) > 1 and len({like.right[each.join.target].records[0].key.step for each in parts}) > 1:
+            steps = steps_of(self._found[section], self._found.seen.errors_of(section), like.right)
+        about, more, spread = one.about, one.more, None
+        if num_unequal or self._wanted.backward:
+            spread, others = self._closely(one, section)
+            if "permuted" in others:
+                more, about = (
+                    structs.replace(more, permuted=True),
+                    structs.replace(about, notes=(PERMUTED, *about.notes)),
+                )
+            more = structs.replace(more, **others) if others else more
+        read = Read(
+            basis="values",
+            num_unequal=num_unequal,
+            worst=place,
+            values=self._values,
+            place=section,
+            step=step,
+            steps=steps,
+            spread=spread,
+        )
+        return Examined(one.pair, one.site, about, read, more)
+
+    def _empty(self, one: Begun, section: int) -> Examined:
+        """A pair of which nothing had to be read: equal by its hashes, or of no elements."""
+        is_known = bool(self._values.counts[1, section])
+        more = structs.replace(one.more, size=recorded_size(one.opened.ready)) if self._wanted.backward else one.more
+        about = one.about if is_known else structs.replace(one.about, notes=(*one.about.notes, EMPTY))
+        read = Read(basis="hash" if is_known else "none", values=self._values, place=section, steps=(), spread=NOTHING)
+        return Examined(one.pair, one.site, about, read, more)
+
+    def _closely(self, one: Begun, section: int) -> tuple[Spread | None, dict[str, Any]]:
+        """(spread, where it is more than the columns say; members of :class:`~.examined.More`) of a pair; of most there
+        is little of that."""
+        found, exact, more, spread = self._found, one.kind.is_exact, dict[str, Any](), None
+        is_unequal, is_off = self._num_unequal[section] > 0, not self._is_zero[section]
+        if exact:
+            odd = _unequal_rows(found[section])
+            more["unequal"] = tuple(found[section].pairs[odd[:MAX_UNEQUAL]].tolist())
+        if is_unequal and _is_same_kind(one) and one.opened.may_be_permuted:
+            more |= {"permuted": True} if _is_permuted(found[section], one.opened.ready) else {}
+        if is_unequal and is_off and not exact:
+            if found.num_rows(section) >= MIN_ROWS and not one.like.layouts[0].keyed:  # else its columns are tokens
+                channel = worst_channel(one.opened, found[section])
+                spread = with_channel(self._values.spread(section), channel)
+            more |= self._of_rows(one, section)
+        if is_parameter(one.site):
+            more["drifts"] = drifts(one.opened, found[section], found.seen[section])
+            more["sways"] = sways(one.opened, found[section], found.seen[section])
+        if self._wanted.backward:
+            more["size"] = math.sqrt(found[section].rows.sum_sq_baseline.sum())
+            if one.site.endswith(".grad") and is_off:
+                sizes = sizes_of(found[section].rows)
+                spread = structs.replace(spread or self._values.spread(section), sizes=sizes)
+        if self._wanted.detail is not None and is_unequal:
+            more["detail"] = self._wanted.detail(one.site, one.opened.ready)
+        return spread, more
+
+    def _of_rows(self, one: Begun, section: int) -> dict[str, Any]:
+        """What the floors of a few kinds of sites depend on beside their errors."""
+        found = dict[str, Any]()
+        if is_lifted(one.site, self._wanted.norms):
+            found["own_errors"] = own_errors(self._found[section].rows)
+        if one.like.layouts[0].keyed:
+            found["sharpness"] = sharpness(one.opened, self._found[section])
+        if self._stands_out[section]:
+            errors = tuple(self._values.spreads.errors[:, section].tolist())
+            found["even_errors"] = even_errors(self._found[section].rows, errors)
         return found
 
 
-class Row(NamedTuple):
-    """What was found of a pair, as far as it is found of many at once."""
-
-    numbers: Numbers
-    spread: Spread
-    worst: int
-    """The row that is furthest off."""
-    column: int
-    """Of its largest difference."""
-    rank: int | None
-    """The rank that alone holds that."""
-    mismatch: int
-    """Its places where one side is not finite."""
-    num_unequal: int
+def _is_same_kind(one: Begun) -> bool:
+    return one.like.left[0].dtype == one.like.right[0].dtype
 
 
-def rows_of(found: Pairs) -> list[Row]:
-    """One a section."""
-    worst, num_unequal = (found.seen.columns[name].tolist() for name in ("worst", "num_unequal"))
-    numbers, spreads = numbers_of(found.seen, found.num_hashed), spreads_of(found.seen, found.widths)
-    return list(map(Row, numbers, spreads, worst, *found.at_worst(), num_unequal))
+def _unequal_rows(measured: Measured) -> Array:
+    return np.flatnonzero(measured.rows.equal < measured.rows.width)
 
 
-def of_values(one: Begun, row: Row, found: Pairs, section: int, wanted: Wanted) -> Facts:
-    """The members of :class:`Examined` that values give."""
-    numbers, num_rows = row.numbers, found.num_rows(section)
-    if not num_rows or not numbers.count:
-        size = recorded_size(one.opened.ready) if wanted.backward else 0.0
-        same: Facts = {"numbers": numbers, "spread": NOTHING, "size": size}
-        return same | ({"basis": "hash"} if numbers.count else {"notes": (*one.notes, EMPTY)})
-    like, parts = one.like, found.begun(section).parts
-    column = None if row.mismatch else row.column
-    part, rows = part_at(parts, row.worst), wanted.row_map
-    steps = {like.right[each.join.target].records[0].key.step for each in parts}
-    read: Facts = {
-        "numbers": numbers,
-        "basis": "values",
-        "spread": row.spread,
-        "worst": place_in(part, row.worst, column, row.rank, like, rows),
-        "num_unequal": row.num_unequal,
-    }
-    if len(steps) == 1:
-        (step,), error, odd = steps, row.spread.errors[-1], numbers.nonfinite_mismatch
-        read["steps"] = (StepResult(step, num_rows, numbers.max_abs, numbers.rel_l2, error, odd),)
-    else:
-        errors = found.seen.errors_of(section)
-        read["steps"] = steps_of(found[section], errors, like.right)
-    if row.num_unequal or wanted.backward:
-        read |= _closely(one, row, found, section, wanted)
-    return read
-
-
-def _closely(one: Begun, row: Row, found: Pairs, section: int, wanted: Wanted) -> Facts:
-    """What some pairs alone are asked for, one by one."""
-    site, like, read, exact = one.facts["site"], one.like, Facts(), one.kind.is_exact
-    is_same_kind = like.left[0].dtype == like.right[0].dtype
-    may_permute = row.num_unequal > 0 and is_same_kind and one.opened.may_be_permuted
-    if may_permute or exact:
-        measured = found[section]
-        odd = np.flatnonzero(measured.rows.equal < measured.rows.width)
-        read["unequal"] = tuple(measured.pairs[odd[:MAX_UNEQUAL]].tolist()) if exact else ()
-        if may_permute and _is_permuted(measured, odd, one.opened.ready):
-            read |= {"permuted": True, "notes": (PERMUTED, *one.notes)}
-    is_keyed = like.layouts[0].keyed  # its columns are tokens
-    spread = row.spread
-    if row.num_unequal and found.num_rows(section) >= MIN_ROWS and not exact and not is_keyed and spread is not NOTHING:
-        spread = with_channel(spread, worst_channel(one.opened, found[section]))
-    if row.num_unequal and not exact and spread is not NOTHING:
-        read |= _of_rows(one, found, section, spread, wanted.norms)
-    if is_parameter(site):
-        read["drifts"] = drifts(one.opened, found[section], found.seen[section])
-        read["sways"] = sways(one.opened, found[section], found.seen[section])
-    if wanted.backward:
-        read["size"] = math.sqrt(found[section].rows.sum_sq_baseline.sum())
-        if site.endswith(".grad") and spread is not NOTHING:
-            spread = structs.replace(spread, sizes=sizes_of(found[section].rows))
-    if wanted.detail is not None and row.num_unequal:
-        read["detail"] = wanted.detail(site, one.opened.ready)
-    return read | {"spread": spread}
-
-
-def _of_rows(one: Begun, found: Pairs, section: int, spread: Spread, norms: frozenset[str]) -> Facts:
-    """What the floors of a few kinds of sites depend on beside their errors."""
-    read = Facts()
-    if is_lifted(one.facts["site"], norms):
-        read["own_errors"] = own_errors(found[section].rows)
-    if one.like.layouts[0].keyed:
-        read["sharpness"] = sharpness(one.opened, found[section])
-    if stands_out(spread.errors):
-        read["even_errors"] = even_errors(found[section].rows, spread.errors)
-    return read
-
-
-def _is_permuted(measured: Measured, odd: "np.ndarray[Any, Any]", ready: Prepared) -> bool:
-    """Whether some firing whose rows ``odd`` are not equal has equal bags: rounding never gives the same elements."""
-    parts = {id(part): part for part in map(measured.part_at, odd.tolist())}
+def _is_permuted(measured: Measured, ready: Prepared) -> bool:
+    """Whether some firing of which rows are not equal has equal bags: rounding never gives the same elements."""
+    parts = {id(part): part for part in map(measured.part_at, _unequal_rows(measured).tolist())}
     return any(ready.equal_by_bag(part.join) for part in parts.values())
