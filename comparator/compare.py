@@ -21,6 +21,7 @@ from tapscope.comparator.models import check_models
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.outcome import Report, header_of
 from tapscope.comparator.overrides import SIDES, assume_meshes, of_baseline, of_side
+from tapscope.comparator.pointwise import with_pointwise
 from tapscope.comparator.rules import Rule, compile_rules
 from tapscope.comparator.seen import Progress, Seen, see
 from tapscope.comparator.set_aside import sound_flips
@@ -129,6 +130,8 @@ def _judge(
         found = judge.findings()
     found = with_identities(found, seen.examined, seen.examiner.preparer)
     found = with_coarse(found, seen.examined, seen.examiner.preparer)
+    pointwise = {node.path for node in judge.graph.nodes if node.is_pointwise}
+    found = with_pointwise(found, seen.examined, seen.examiner.preparer, pointwise)
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     placed = [_placed(each, seen) for each in divergences]
     if not placed:

@@ -14,6 +14,10 @@ CONDITION = 4.0
 """k where no likes are known."""
 CONDITION_TWIN = 2.5
 """k at most where inputs are equal bit for bit and so are the dtypes: there is nothing to amplify but summands."""
+PRODUCTS = 2.0
+"""k is this times larger of a function nobody saw that has parameters of its own (:meth:`.Graph.is_of_many`) where
+errors are all in a few rows: a state space model multiplies what it adds, its step, decay and both gates, all made of
+one row, where attention multiplies two."""
 CONDITION_RANGE = (2.5, 6.0)
 """k is kept within this whatever the likes say."""
 LIKES = 2.5

@@ -90,6 +90,13 @@ class Floors(Struct, frozen=True, eq=False):
         several = np.where(num_rows == 1, peak, element)
         return Floors(np.array((*errors, own + gain, np.full_like(channel, np.inf), several, peak)))
 
+    def of_few(self) -> "Floors":
+        """Of sums of which single rows may have but one term, such as those of an expert that one token chose: such a
+        row is one element of what was summed times a row, and as far off as single elements are."""
+        *others, peak = self.limits
+        last = len(QUANTILES) - 1
+        return Floors(np.array((*others[:last], larger(others[last], peak), *others[last + 1 :], peak)))
+
     def lifted(self, by: Array) -> "Floors":
         """Where rows may be off by that many times as much, [quantiles, sites]."""
         *others, peak = self.limits[len(QUANTILES) :]

@@ -112,6 +112,12 @@ class Graph:
         """The nearest called module around that of the node."""
         return self._enclosing(self.nodes[index].path)
 
+    def is_of_many(self, index: int) -> bool:
+        """Whether it is a value that came out of a function nobody saw in a module with parameters of its own."""
+        if self.all_inputs[index].how != "around" or self.is_backward[index]:
+            return False
+        return any(self.nodes[i].has_params for i in self._given.get(self.enclosing(index), ()))
+
     def value_of(self, index: int) -> int | None:
         """The value that a gradient is beside; None for a value, or where it was not compared."""
         node = self.nodes[index]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct, structs
 
+from tapscope.comparator.conditions import CONDITION
 from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.finding import Finding, Place, StepResult, Verdict
 from tapscope.comparator.graph import Graph
@@ -148,8 +149,9 @@ def _is_clear(finding: Finding) -> bool:
 def _nearly(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int
 ) -> int | None:
-    """The first site in front of a culprit that only just failed to be one, where the culprit only just is; of the
-    values for a value, of the gradients for a gradient."""
+    """The first site in front of a culprit that only just failed to be one, where the culprit only just is and its
+    error is no more than a module may make of that site's; of the values for a value, of the gradients for a gradient.
+    """
     finding = findings[matched[node]]
     if _is_clear(finding) or finding.judged_by not in ("rounding", "twin"):
         return None
@@ -158,8 +160,9 @@ def _nearly(
         front = [i for n in front for i in inputs[n].nodes if i not in seen and not graph.nodes[i].is_state]
         seen.update(front)
         for i in sorted(front, reverse=True):
-            alike = graph.nodes[i].is_backward == graph.nodes[node].is_backward
-            if alike and findings[matched[i]].verdict is Verdict.CLOSE and findings[matched[i]].growth > NEARLY:
+            one, alike = findings[matched[i]], graph.nodes[i].is_backward == graph.nodes[node].is_backward
+            explains = finding.error <= CONDITION * one.error
+            if alike and explains and one.verdict is Verdict.CLOSE and one.growth > NEARLY:
                 found = i if found is None else min(found, i)
     return found
 

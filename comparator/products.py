@@ -75,7 +75,7 @@ def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole] =
     made, squares, scatter = np.zeros((3, width))
     for i, whole in enumerate(outputs):
         factors, lengths = _projected(inputs[i], signs) if inputs else np.ones((2, rows[i], 1))
-        for at, part, columns in _chunks(whole):
+        for at, part, columns in chunks_of(whole):
             terms = part * factors[at]
             made[columns] += terms.sum(0)
             squares[columns] += np.square(terms).sum(0)
@@ -105,7 +105,7 @@ def norm_product(
     made, squares, scatter = np.zeros((3, width))
     bias = vectors[1] if biases else np.zeros(width)
     for whole, value in zip(outputs, values, strict=True):
-        for (_, part, columns), (_, of, _) in zip(_chunks(whole), _chunks(value), strict=True):
+        for (_, part, columns), (_, of, _) in zip(chunks_of(whole), chunks_of(value), strict=True):
             terms = part * (of - bias[columns])
             made[columns] += terms.sum(0)
             squares[columns] += np.square(terms).sum(0)
@@ -133,7 +133,7 @@ def _rows(whole: Whole) -> int:
     return math.prod(whole.shape[:-1])
 
 
-def _chunks(whole: Whole) -> Iterator[tuple[slice, Array, slice]]:
+def chunks_of(whole: Whole) -> Iterator[tuple[slice, Array, slice]]:
     """(rows, their values in float64, columns), some at a time."""
     assert whole.piece is not None
     for block in _blocks(whole):
@@ -158,7 +158,7 @@ def _squares(part: Array) -> Array:
 def _projected(whole: Whole, signs: Array) -> tuple[Array, Array]:
     """[rows, 1] each: every row times the vector, and the row's sum of squares: the first's square on average."""
     found, squares = np.zeros((2, _rows(whole), 1))
-    for rows, part, columns in _chunks(whole):
+    for rows, part, columns in chunks_of(whole):
         found[rows, 0] += part @ signs[columns]
         squares[rows, 0] += np.square(part).sum(1)
     return found, squares
@@ -172,7 +172,7 @@ def _times(gradient: Whole, signs: Array, *, turned: bool) -> tuple[Array, Array
         values = values.astype(np.float64)
         return values, np.abs(values)
     found, squares = np.zeros((2, shape[1] if turned else shape[0]))
-    for rows, part, columns in _chunks(gradient):
+    for rows, part, columns in chunks_of(gradient):
         if turned:
             found[columns] += signs[rows] @ part
             squares[columns] += np.square(part).sum(0)

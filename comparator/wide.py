@@ -8,6 +8,7 @@ import numpy as np
 
 from tapscope.comparator.cases import Cases
 from tapscope.comparator.columns import larger, smaller
+from tapscope.comparator.conditions import PRODUCTS
 from tapscope.comparator.floor import Floors, Terms, local_floors
 from tapscope.comparator.gradients import shared_gain, spilled
 from tapscope.comparator.spread import Spread
@@ -17,6 +18,8 @@ Array = np.ndarray[Any, Any]
 _MOVED = 2.0
 """How much further off a row may be that took another way: as far as a vector of its size that points elsewhere. A row
 that was made of such rows may be so by as much as its condition makes of their error."""
+_MATRIX = 2
+"""Axes of the weight of one linear map; those of experts have one more."""
 
 
 class _Site(NamedTuple):
@@ -28,6 +31,10 @@ class _Site(NamedTuple):
     """By how much a sum is smaller than its terms."""
     stretch: float
     """How much larger the condition may be of single rows."""
+    products: float
+    """How much larger that of all is."""
+    is_of_few: bool
+    """Whether it is a sum of which single rows may have but one term: of what one token gave an expert."""
 
 
 def wide_floors(cases: Cases, rows: Array, condition: Array, mixes: Array) -> tuple[Floors, Array]:
@@ -40,6 +47,7 @@ def wide_floors(cases: Cases, rows: Array, condition: Array, mixes: Array) -> tu
     is_back = np.array([cases.graph.is_backward[node] for node in nodes], bool)
     is_sum = np.array([cases.graph.nodes[node].is_summed for node in nodes], bool)
     cancels = np.array([site.cancels for site in sites])
+    condition = condition * np.array([site.products for site in sites])
     spreads, given = cases.terms.spreads.at(rows), Largest.of([site.inputs for site in sites])
     turned = np.where(cases.is_behind_flips[rows], smaller(_MOVED, condition * given.errors[-1]), 0.0)
     limit = larger(cases.limit[rows], _MOVED * cancels * given.errors[-1], turned)
@@ -50,6 +58,7 @@ def wide_floors(cases: Cases, rows: Array, condition: Array, mixes: Array) -> tu
     terms = Terms(spreads, cases.terms.base[rows], cases.terms.eps[rows], limit, tail_limit)
     stretch = np.array([site.stretch for site in sites])
     found = local_floors(given, terms, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretch)
+    found = found.of_few().where(np.array([site.is_of_few for site in sites], bool), found)
     return found.scaled(np.where(is_back & mixes, shared_gain(spreads), 0.0)), cancels == 1.0
 
 
@@ -59,9 +68,10 @@ def _site(cases: Cases, node: int) -> _Site:
     if graph.inputs(node).how != "same" and not _keeps_rows(cases, node):
         inputs = tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in given)
     shape = cases.params[node].get(this.port[len("param[") :].partition("]")[0], ())
-    is_vector = this.is_summed and len(shape) == 1
-    cancels = cases.backward.cancellation(node) if is_vector else 1.0
-    return _Site(inputs, cancels, cases.backward.stretch(node, given))
+    cancels = cases.backward.cancellation(node) if this.is_summed and len(shape) == 1 else 1.0
+    products = PRODUCTS if graph.is_of_many(node) else 1.0
+    is_of_few = this.is_summed and len(shape) > _MATRIX
+    return _Site(inputs, cancels, cases.backward.stretch(node, given), products, is_of_few)
 
 
 def _keeps_rows(cases: Cases, node: int) -> bool:

@@ -1,40 +1,13 @@
-"""Activations: the target applies another function to the same input (GELU: Hendrycks and Gimpel, arXiv 1606.08415)."""
+"""Activations: the target applies another function to the same input (:mod:`..functions`)."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from tapscope.comparator.explain.damage import Damage
 from tapscope.comparator.explain.relatives import Relative
 from tapscope.comparator.explain.trial import Trial
-
-Array = np.ndarray[Any, Any]
-
-_erf = np.vectorize(math.erf, otypes=[float])
-
-
-def _sigmoid(x: Array) -> Array:
-    found: Array = 1.0 / (1.0 + np.exp(-x))
-    return found
-
-
-def _gelu_tanh(x: Array) -> Array:
-    found: Array = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-    return found
-
-
-FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": lambda x: x * _sigmoid(x),
-    "gelu": lambda x: 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0))),
-    "gelu (tanh)": _gelu_tanh,
-    "gelu (quick)": lambda x: x * _sigmoid(1.702 * x),
-    "relu": lambda x: np.maximum(x, 0.0),
-    "relu squared": lambda x: np.maximum(x, 0.0) ** 2,
-    "sigmoid": _sigmoid,
-    "tanh": np.tanh,
-}
+from tapscope.comparator.functions import FUNCTIONS
 
 
 def activations(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
