@@ -163,7 +163,8 @@ class Finding(Struct, frozen=True):
     test: str = ""
     """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``,
     ``permuted``, ``absent`` (a gradient that one run has not), ``identity`` (one that is not what its run made it of,
-    in units of rounding), ``grid`` (rows of 8-bit numbers in the target alone)."""
+    in units of rounding), ``grid`` (rows of 8-bit numbers in the target alone), ``function`` (an activation that is
+    another one in either run, told by each run's own values)."""
     growth: float = 0.0
     """error / floor of the site alone, given the errors of its own inputs; above 1 it adds error of its own."""
     inputs: str = ""

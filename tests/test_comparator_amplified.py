@@ -8,6 +8,8 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.node import Node
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -195,3 +197,35 @@ def test_one_element_of_an_8_bit_tensor_is_not_lost_in_its_rounding(tmp_path: Pa
     assert found["layers.0.cache:in[x]"].verdict is Verdict.CLOSE
     assert found["layers.0.cache:out"].verdict is (Verdict.DIFFERS if steps > 1 else Verdict.CLOSE)
     assert report.exit_code == (1 if steps > 1 else 0)
+
+
+@pytest.mark.parametrize(("num_experts", "agrees"), [(8, True), (1, False)])
+def test_a_row_of_an_experts_gradient_may_be_one_element_of_one_token(
+    tmp_path: Path, num_experts: int, agrees: bool
+) -> None:
+    """Of experts' weights, [experts, out, in]; a row of a whole linear map's, [out, in], has a term of every token."""
+    x, dy, grad = normal(1, ROWS, WIDTH), normal(1, ROWS, WIDTH), normal(64, WIDTH)
+    off, other = noisy(grad, 1e-6, 1), noisy(dy, 1e-6, 2)
+    off[5] *= 1 + 4e-5
+    other[0, 3, 4] *= 1 + 3e-5
+    shape = (num_experts, 64 // num_experts, WIDTH) if num_experts > 1 else grad.shape
+    for name, values, gradient in (("b", dy, grad), ("t", other, off)):
+        sites = {"mlp.experts:in[x]": x, "mlp.experts:out": x, "mlp.experts:out.grad": values}
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(1, ROWS), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.site("mlp.experts:out", "Experts", params={"up": shape})
+            for site, value in sites.items():
+                run.put(site, value)
+            run.put("mlp.experts:param[up].grad", gradient.reshape(shape))
+    _, found = diff(tmp_path)
+    assert found["mlp.experts:out.grad"].verdict is Verdict.CLOSE
+    assert (found["mlp.experts:param[up].grad"].verdict is Verdict.CLOSE) is agrees
+
+
+@pytest.mark.parametrize("has_params", [True, False])
+def test_an_unseen_function_with_parameters_of_its_own_multiplies_more_than_two(has_params: bool) -> None:
+    given = Node("layers.0.mamba", "in[x]", True, has_params)
+    made = Node("layers.0.mamba.in_proj", "out", True, True)
+    graph = Graph([given, made, Node("layers.0.mamba.norm", "in[x]", True, True)])
+    assert graph.inputs(2).how == "around"
+    assert graph.is_of_many(2) is has_params

@@ -8,6 +8,10 @@ from comparator_toy import LAYERS, Toy, damaged, prompts, weights
 from factories import RunFactory
 
 from tapscope.comparator import Report, Verdict, compare
+from tapscope.comparator.finding import Finding
+from tapscope.comparator.graph import Graph
+from tapscope.comparator.localise import localise
+from tapscope.comparator.node import Inputs, Node
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -180,3 +184,20 @@ def test_going_backward_the_gradient_of_the_output_is_what_a_module_was_given(tm
         report = compare(one, two)
     assert [d.site for d in report.divergences] == ["layers.1.fc:in[x].grad"]
     assert report.divergences[0].module == "layers.1.fc"
+
+
+@pytest.mark.parametrize(("error", "named"), [(0.02, "a"), (0.006, "b")])
+def test_a_site_before_a_culprit_that_is_nearly_one_is_named_where_its_error_explains_the_others(
+    error: float, named: str
+) -> None:
+    """As far as a module may enlarge it, by 4."""
+    graph = Graph([Node("a", "in[x]", True), Node("a", "out", True, True), Node("b", "out", True, True)])
+    inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((1,), "captured")]
+    by: dict[str, object] = {"judged_by": "rounding", "test": "typical", "inputs": "captured"}
+    findings = [
+        Finding("a:in[x]", Verdict.CLOSE, order=0),
+        Finding("a:out", Verdict.CLOSE, order=1, error=error, floor=error / 0.7, growth=0.7, **by),  # type: ignore[arg-type]
+        Finding("b:out", Verdict.DIFFERS, order=2, error=0.036, floor=0.03, growth=1.2, **by),  # type: ignore[arg-type]
+    ]
+    _, (found,) = localise(findings, range(3), graph, inputs)
+    assert (found.module, found.finding.site) == (named, "b:out")
