@@ -8,7 +8,7 @@ backward the same holds of gradients, beside the values of the forward.
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tapscope.comparator.modules import ancestors, common_module, is_within, parent
 from tapscope.comparator.names import PARTIAL
@@ -95,12 +95,15 @@ class Graph:
         inside = any(each.how == "inside" for each in found)
         return Inputs(nodes, "inside" if inside else "captured", max(each.ops for each in found))
 
-    def blamed(self, index: int) -> tuple[str, ...]:
+    def blamed(self, index: int, owners: Collection[str] = ()) -> tuple[str, ...]:
         """The module whose doing a value is, the likeliest first; the enclosing one where it came from between its
-        parts."""
+        parts. ``owners`` have a parameter whose gradient is wrong by itself: a tensor's gradient is then that one's
+        doing among its consumers."""
         node = self.nodes[index]
         if consumers := self._consumers.get(index):
             inner = [c for c in consumers if not any(other != c and is_within(other, c) for other in consumers)]
+            if len(own := {c for c in inner if c in owners}) == 1:
+                return tuple(own)
             common = common_module(inner)
             outer = min(consumers, key=len)
             return (common, outer) if len(set(inner)) == 1 and outer != common else (common,)

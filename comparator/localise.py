@@ -1,6 +1,6 @@
 """Localise: which site adds an error that its inputs do not have (the producer), and which only pass it on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec import Struct, structs
 
@@ -66,7 +66,8 @@ def localise(
     roles = {i: "downstream" for i, f in enumerate(findings) if f.verdict.is_bad} if nodes else {}
     roles |= {matched[n]: "producer" for n in nodes}
     marked = [structs.replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
-    found = [_divergence(marked, matched, graph, inputs, n, bad[n]) for n in nodes]
+    owners = {graph.nodes[n].path for n in nodes if graph.nodes[n].is_summed}
+    found = [_divergence(marked, matched, graph, inputs, n, bad[n], owners) for n in nodes]
     outdone = any(min(d.finding.growth, d.finding.ratio) > OUTDONE for d in found)
     found.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))
     return marked, list({d.module: d for d in reversed(found)}.values())[::-1]
@@ -123,14 +124,22 @@ def _finest(nodes: list[int], graph: Graph) -> list[int]:
 
 
 def _divergence(
-    findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int, step: int
+    findings: Sequence[Finding],
+    matched: Sequence[int],
+    graph: Graph,
+    inputs: Sequence[Inputs],
+    node: int,
+    step: int,
+    owners: Collection[str],
 ) -> Divergence:
     finding, how = findings[matched[node]], inputs[node].how
-    module, *others = graph.blamed(node)
+    module, *others = graph.blamed(node, owners)
     if finding.test == "absent" and (path := graph.nodes[node].path) != module:  # whose gradient it is
         module, others = path, [module, *others]
     before = findings[matched[inputs[node].nodes[-1]]].site if inputs[node].nodes else ""
     evidence = _evidence(finding, how, before, graph.nodes[node].is_input)
+    if module in owners and graph.nodes[node].path != module:
+        evidence += f"; of those that consume it only {module} has a parameter whose gradient is wrong by itself"
     near = _nearly(findings, matched, graph, inputs, node)
     if near is not None:
         others.insert(0, module)

@@ -111,3 +111,45 @@ def test_a_sum_over_rows_has_the_gain_of_the_few_that_are_large() -> None:
     assert even < 2e-3
     assert 0.1 < uneven < 0.3
     assert alike < 1e-9  # what all rows have is no scatter
+
+
+class Detached(nn.Linear):
+    """A linear map through which no gradient goes when it is broken."""
+
+    broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.detach() + 0.0 * y if self.broken else y
+
+
+class Gates(nn.Module):
+    """Three linear maps of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.one, self.two, self.three = (Detached(24, 24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.one(x).tanh() * self.two(x) + self.three(x)
+
+
+@pytest.mark.parametrize("broken", ["one", "two", "three"])
+def test_of_the_consumers_of_a_tensor_that_one_is_named_whose_parameter_has_a_wrong_gradient(
+    tmp_path: Path, broken: str
+) -> None:
+    for name in ("b", "t"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(24, 24), Gates(), nn.Linear(24, 8))
+        getattr(net[1], broken).broken = name == "t"
+        with Dumper(net, tmp_path / name, keep="full", grads=True, params=True) as dumper, dumper.step():
+            net(torch.randn(20, 24)).square().sum().backward()
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    first = report.first_divergence
+    assert first is not None
+    assert (first.module, first.others) == (f"1.{broken}", ())
+    assert f"only 1.{broken} has a parameter whose gradient is wrong" in first.evidence
+    assert len(report.divergences) == 1
