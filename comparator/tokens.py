@@ -1,13 +1,14 @@
 """Tokens: which rows of a divergence are beyond the floor, looked at once more, for the few sites that are to blame."""
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.comparator.examine import Examiner
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, Place
 from tapscope.comparator.measure import Opened, WidthError, measure
 from tapscope.comparator.results import place_of
+from tapscope.comparator.summand_ranks import odd_rank
 from tapscope.errors import DataError
 from tapscope.kernels.native.overview import row_errors
 
@@ -56,7 +57,10 @@ def tokens_of(
         )
         for row in here[:MAX_TOKENS]
     ]
-    return tuple(found), int(beyond.sum()), place_of(measured, worst, ready, examiner.preparer.row_map)
+    place = place_of(measured, worst, ready, examiner.preparer.row_map)
+    if place.rank is None:
+        place = structs.replace(place, rank=odd_rank(measured, worst, ready))
+    return tuple(found), int(beyond.sum()), place
 
 
 def _is_elsewhere(finding: Finding) -> bool:

@@ -201,3 +201,23 @@ def test_a_site_before_a_culprit_that_is_nearly_one_is_named_where_its_error_exp
     ]
     _, (found,) = localise(findings, range(3), graph, inputs)
     assert (found.module, found.finding.site) == (named, "b:out")
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_summand_that_is_wrong_on_one_rank_is_placed_on_that_rank(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    given = rng.standard_normal((12, 16)).astype(np.float32)
+    parts = [rng.standard_normal((12, 16)).astype(np.float32) for _ in range(2)]
+    for name in ("b", "t"):
+        with RunFactory(tmp_path / name, mesh={"tp": 2}) as run:
+            run.step(grid=(12,), rows=[RowRun("a", 0, 12, 0, 0)], token_ids=range(12))
+            run.put("layers.0.o_proj:in[input]", {0: given, 1: given}, dims="t h # tp:replicated")
+            off = [1.1 if name == "t" and rank in ranks else 1.0 for rank in range(2)]
+            held = {rank: np.float32(off[rank]) * parts[rank] for rank in range(2)}
+            run.put("layers.0.o_proj.partial:out", held, dims="t h[tp:partial]")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        first = compare(one, two).first_divergence
+    assert first is not None
+    assert first.module == "layers.0.o_proj"
+    assert first.place is not None
+    assert first.place.rank == (ranks[0] if len(ranks) == 1 else None)
