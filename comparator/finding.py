@@ -7,6 +7,7 @@ from msgspec import Struct
 
 if TYPE_CHECKING:
     from tapscope.comparator.detail import Detail
+    from tapscope.comparator.examined import Examined
 
 
 class Verdict(StrEnum):
@@ -134,25 +135,14 @@ class RowCounts(Struct, frozen=True, gc=False):
     """Both runs computed it, one recorded it here."""
 
 
-class Finding(Struct, frozen=True):
-    """One matched pair of sites, or an orphan, over all steps and firings."""
+class Finding(Struct, frozen=True, gc=False):
+    """One matched pair of sites, or an orphan, over all steps and firings: what was seen of it, and what is said of
+    that."""
 
-    site: str
-    """The baseline's name; the target's for what only it has."""
+    seen: "Examined"
     verdict: Verdict
-    matched_by: str = ""
-    baseline: Side | None = None
-    target: Side | None = None
     order: int = 0
     """Place in execution order, from 0."""
-    basis: str = "none"
-    """What was compared: ``values``, ``hash``, ``stats``, ``value`` (no tensor), or ``none``."""
-    layout: str = "whole"
-    """How token rows were found: ``annotated``, ``inferred`` or ``whole``; the weaker of the two sides."""
-    rows: RowCounts = RowCounts()
-    numbers: Numbers | None = None
-    worst: Place | None = None
-    """The row that is furthest off for its size."""
     error: float = 0.0
     """The error that decided, see :attr:`test`."""
     floor: float = 0.0
@@ -171,13 +161,66 @@ class Finding(Struct, frozen=True):
     """How that was known: ``captured``, ``inside``, ``before`` (the sites that fired before it), or empty."""
     role: str = ""
     """``producer``, ``downstream`` or empty."""
-    steps: tuple[StepResult, ...] = ()
-    notes: tuple[str, ...] = ()
-    detail: "Detail | None" = None
-    """What was measured on demand; None unless the values differ and it was asked for."""
     judged_by: str = ""
     """What decided: ``rounding`` (the model), ``twin``, ``rule REGEX=EXPR``, ``tolerance``, ``identity`` or
     ``equality``."""
+    notes: tuple[str, ...] = ()
+    """What is to be said of it."""
+
+    @property
+    def site(self) -> str:
+        """The baseline's name; the target's for what only it has."""
+        return self.seen.site
+
+    @property
+    def matched_by(self) -> str:
+        """The pass that made the pair, or ``absent``; empty for an orphan."""
+        return self.test if self.test == "absent" else self.seen.pair.matched_by
+
+    @property
+    def baseline(self) -> Side | None:
+        """The baseline's part, where it has the site."""
+        return self.seen.baseline
+
+    @property
+    def target(self) -> Side | None:
+        """The target's part, where it has the site."""
+        return self.seen.target
+
+    @property
+    def basis(self) -> str:
+        """What was compared: ``values``, ``hash``, ``stats``, ``value`` (no tensor), or ``none``."""
+        return self.seen.read.basis
+
+    @property
+    def layout(self) -> str:
+        """How token rows were found: ``annotated``, ``inferred`` or ``whole``; the weaker of the two sides."""
+        return self.seen.about.layout
+
+    @property
+    def rows(self) -> RowCounts:
+        """What became of its token rows."""
+        return self.seen.about.rows
+
+    @property
+    def numbers(self) -> Numbers | None:
+        """Global measures, where values were compared."""
+        return self.seen.numbers
+
+    @property
+    def worst(self) -> Place | None:
+        """The row that is furthest off for its size."""
+        return self.seen.more.replica_place if self.test == "replicas" else self.seen.read.worst
+
+    @property
+    def steps(self) -> tuple[StepResult, ...]:
+        """One result a target step, in order; steps whose hashes are equal have none."""
+        return self.seen.steps
+
+    @property
+    def detail(self) -> "Detail | None":
+        """What was measured on demand; None unless the values differ and it was asked for."""
+        return self.seen.more.detail
 
     @property
     def ratio(self) -> float:
@@ -185,3 +228,10 @@ class Finding(Struct, frozen=True):
         if self.error == 0.0:
             return 0.0
         return self.error / self.floor if self.floor > 0.0 else float("inf")
+
+
+MEMBERS = (
+    *("site", "verdict", "matched_by", "baseline", "target", "order", "basis", "layout", "rows", "numbers", "worst"),
+    *("error", "floor", "row_floor", "test", "growth", "inputs", "role", "steps", "notes", "detail", "judged_by"),
+)
+"""Of a finding, as JSON has them."""

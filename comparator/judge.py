@@ -83,8 +83,7 @@ class Judge:
         if one.more.replicas:
             notes = (one.more.replicas,)
             how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
-            apart = _finding(one, order, Verdict.DIFFERS, **how_far, notes=notes)
-            return structs.replace(apart, worst=one.more.replica_place)
+            return _finding(one, order, Verdict.DIFFERS, **how_far, notes=notes)
         rule = self._rule(one)
         odd = one.num_odd
         if odd and not (rule is not None and rule.sees_nonfinite):
@@ -225,26 +224,10 @@ def _absent(one: Examined, order: int, note: str, how: str) -> Finding:
     (series,) = (side for side in (one.pair.baseline, one.pair.target) if side is not None)
     steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
     by: dict[str, Any] = {"test": "absent", "growth": math.inf, "judged_by": "equality", "inputs": how}
-    found = _finding(one, order, Verdict.DIFFERS, error=1.0, **by, notes=(note,))
-    return structs.replace(found, matched_by="absent", steps=steps)
+    seen = structs.replace(one, read=structs.replace(one.read, steps=steps))
+    return _finding(seen, order, Verdict.DIFFERS, error=1.0, **by, notes=(note,))
 
 
 def _finding(one: Examined, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
     """What was seen of the site, and of what was ``judged``."""
-    return Finding(
-        one.site,
-        verdict,
-        matched_by=one.pair.matched_by,
-        baseline=one.baseline,
-        target=one.target,
-        order=order,
-        basis=one.basis,
-        layout=one.about.layout,
-        rows=one.rows,
-        numbers=one.numbers,
-        worst=one.read.worst,
-        steps=one.steps,
-        detail=one.more.detail,
-        notes=(*notes, *one.notes) if notes else one.notes,
-        **judged,
-    )
+    return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)

@@ -12,7 +12,9 @@ from typing import Any
 
 from tapscope.comparator import Coverage, Divergence, Finding, Header, Place
 from tapscope.comparator.detail import Detail
+from tapscope.comparator.examined import Examined
 from tapscope.comparator.explain.explanation import Explanation
+from tapscope.comparator.finding import MEMBERS
 from tapscope.ledger import Ledger
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -73,7 +75,7 @@ def _closed(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
-    hints, said = typing.get_type_hints(kind, localns={"Detail": Detail}), _said(kind)
+    hints, said = _hints(kind), _said(kind)
     left_out, beside = _RENAMED.get(kind, ((), {}))
     found = {}
     for name in _fields(kind):
@@ -84,20 +86,33 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     return found | beside
 
 
+def _hints(kind: Any) -> dict[str, Any]:
+    """Name -> type, of fields and of properties."""
+    names = {"Detail": Detail, "Examined": Examined}
+    made = {name: one.fget for name, one in vars(kind).items() if isinstance(one, property)}
+    returned = {name: typing.get_type_hints(one, localns=names)["return"] for name, one in made.items()}
+    return returned | typing.get_type_hints(kind, localns=names)
+
+
 def _fields(kind: Any) -> tuple[str, ...]:
     """Of a dataclass or a struct; none of anything else."""
+    if kind is Finding:
+        return MEMBERS
     return getattr(kind, "__struct_fields__", ())
 
 
 @cache
 def _said(kind: Any) -> dict[str, str]:
-    """Field -> the string below it."""
+    """Field -> the string below it; property -> its own."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
     for one, two in zip(body.body, body.body[1:], strict=False):
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(two, ast.Expr):
             found[one.target.id] = " ".join(str(ast.literal_eval(two.value)).split())
+    for one in body.body:
+        if isinstance(one, ast.FunctionDef) and (text := ast.get_docstring(one)):
+            found[one.name] = " ".join(text.split())
     return found
 
 

@@ -283,13 +283,17 @@ def test_histograms_merge(values: list[float], cut: int) -> None:
 # ---- very many findings
 
 
+def _called(finding: Finding, site: str) -> Finding:
+    return structs.replace(finding, seen=structs.replace(finding.seen, site=site))
+
+
 @pytest.fixture
 def many(tmp_path: Path) -> Report:
     one = write(tmp_path / "base", {"a:out": normal(ROWS, 8)})
     two = write(tmp_path / "target", {"a:out": normal(ROWS, 8, seed=1)})
     found = report(one, two)
     sites = (f"model.layers.{i}.mlp:out" for i in range(5_000))
-    return structs.replace(found, findings=tuple(structs.replace(found.findings[0], site=site) for site in sites))
+    return structs.replace(found, findings=tuple(_called(found.findings[0], site) for site in sites))
 
 
 @pytest.mark.parametrize("top", [12, None])

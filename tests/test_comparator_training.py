@@ -11,9 +11,11 @@ from torch import nn
 
 from tapscope import Dumper, open_run
 from tapscope.comparator import Report, compare
+from tapscope.comparator.examined import About, Examined
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.gradients import difference
 from tapscope.comparator.localise import Divergence
+from tapscope.comparator.match import Pair
 from tapscope.comparator.spread import NOTHING, Spread
 from tapscope.comparator.training import beginning
 from tapscope.comparator.updates import of_updates
@@ -128,7 +130,7 @@ def test_the_beginning_is_the_fewest_steps_in_which_anything_is_off(num_steps: i
 
         def judge(last: int, bad: int = bad, asked: list[int] = asked) -> tuple[list[Finding], list[Divergence]]:
             asked.append(last)
-            finding = Finding("a:out", Verdict.DIFFERS)
+            finding = Finding(Examined(Pair(None, None), "a:out", About()), Verdict.DIFFERS)
             divergence = Divergence("a", "a:out", finding, last, None, "close", "")
             return ([finding], [divergence]) if last >= bad else ([], [])
 

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 
 from tapscope.comparator.coverage import Coverage
 from tapscope.comparator.explain.explanation import Explanation
-from tapscope.comparator.finding import Finding, Place, Verdict
+from tapscope.comparator.finding import MEMBERS, Finding, Place, Verdict
 from tapscope.comparator.localise import Divergence
 from tapscope.ledger import Ledger
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tapscope.comparator.outcome import Report
 
 _AS_IT_IS = frozenset((str, int, bool, type(None)))
-_TELLING = (Finding, Place, Explanation, Ledger, Coverage, Divergence)
+_TELLING = (Place, Explanation, Ledger, Coverage, Divergence)
 """What has such."""
 SCHEMA = 1
 """Goes up when a field changes its meaning or goes away; new fields may come at any time."""
@@ -83,12 +83,12 @@ def _fields(kind: type) -> Iterable[str]:
 
 def _members(value: Any) -> dict[str, Any]:
     """The fields, and what a reader would otherwise have to work out."""
+    if isinstance(value, Finding):
+        return {**{name: getattr(value, name) for name in MEMBERS}, "ratio": value.ratio}
     names = () if isinstance(value, Struct) else _fields(type(value))
     found = {name: getattr(value, name) for name in names} if names else asdict(value)
     if not isinstance(value, _TELLING):
         return found
-    if isinstance(value, Finding):
-        return {**found, "ratio": value.ratio}
     if isinstance(value, Place):
         return {**found, "text": value.text()}
     if isinstance(value, Explanation):
