@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tapscope import dtypes
+from tapscope.comparator.angles import angle_error
 from tapscope.comparator.backward import Backward
 from tapscope.comparator.columns import largest_in
 from tapscope.comparator.computed import computed_in
@@ -139,7 +140,8 @@ class Cases:
         summed = 2 if len(one.about.baseline.ranks) != len(one.about.target.ranks) and self.params[node] else 1
         spread = one.read.spread  # else it has no sizes
         lost = math.hypot(underflow(names, spread), drowned(spread)) if spread is not None else 0.0
-        once = math.hypot(unit(*names, reduction), lost)
+        turned = angle_error(self.graph.nodes[node].cls, one.read.worst)
+        once = math.hypot(unit(*names, reduction), lost, turned)
         return once * math.sqrt(inputs.ops * summed), max(ROW_LIMIT, CONDITION * lost)
 
     def _reduction_inside(self, node: int) -> int:
