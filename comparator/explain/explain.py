@@ -15,6 +15,7 @@ from tapscope.comparator.explain.explanation import Explanation, Tested
 from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
+from tapscope.comparator.explain.masks import masks
 from tapscope.comparator.explain.moves import moves, shifts
 from tapscope.comparator.explain.norms import norms
 from tapscope.comparator.explain.order import orders
@@ -80,9 +81,13 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
         return None
     one, node = context.examined[order], context.matched.index(order)
     ready = context.preparer.prepare(one.pair)
-    if not ready.plan.joins or "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
+    if not ready.plan.joins:
         return None
     try:
+        if (found := masks(one.site, ready)) is not None:
+            return found
+        if "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
+            return None
         if not has_one_width(ready):
             return None
         sample = take(ready, context.preparer.row_map, divergence.place, is_integer=one.is_exact)
