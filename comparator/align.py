@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,13 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows
 from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.grids import SideRows, StepRows
+from tapscope.comparator.joins import Join, Rowed, compact, indices, joined
 from tapscope.comparator.layout import Layout, is_mask, is_parameter, slots_of
-from tapscope.comparator.meet import meet
 from tapscope.comparator.rowmap import FORKED, PADDING, UNALIGNED, RowMap
 from tapscope.comparator.steps import StepPartners
 from tapscope.site import compact_ranges
 
 Array = np.ndarray[Any, Any]
-
-
-class Join(Struct, frozen=True):
-    """Rows of one firing that meet rows of another."""
-
-    baseline: int
-    """Index of the firing."""
-    target: int
-    baseline_rows: Rows = slice(None)
-    target_rows: Rows = slice(None)
-    pairs: Array | None = None
-    """Their row pairs in the RowMap; None when the tensors are compared whole."""
-    aligned: bool = True
-    """Whether every valid row meets the row at its own index, so that equal bytes are equal rows."""
 
 
 class Plan(Struct, frozen=True):
@@ -83,16 +68,14 @@ class Aligner:
     def _plan_rows(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
         left = _side(baseline, layouts[0], self.rows.baseline, self.rows.num_pairs)
         right = _side(target, layouts[1], self.rows.target, self.rows.num_pairs)
-        first, second = meet(left.keys, right.keys)
-        order = np.lexsort((left.rows[first], left.firing[first], right.firing[second]))
-        first, second = first[order], second[order]
-        joins = _joins(left, right, first, second, self.rows.num_pairs)
-        absent = len(left.keys) + len(right.keys) - 2 * len(first)
+        joins = joined(left, right, self.rows.num_pairs)
+        met = sum(len(join.pairs) for join in joins if join.pairs is not None)
+        absent = len(left.keys) + len(right.keys) - 2 * met
         subset = any(w.records[0].rows is not None for side in (baseline, target) for w in side)
         lone = {(0, int(f)) for f in left.firing} - {(0, join.baseline) for join in joins}
         lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
         counts = RowCounts(
-            len(first), max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned, absent
+            met, max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned, absent
         )
         note = _cached_note(zip((baseline, target), layouts, (left, right), strict=True))
         return Plan(tuple(joins), counts, 0 if subset else len(lone), note=note)
@@ -140,21 +123,7 @@ class Aligner:
         return slice(None) if tokens.all() or not tokens.any() else np.flatnonzero(tokens)
 
 
-class _Side(Struct):
-    """The comparable rows of one side as columns of equal length, and counts of the others."""
-
-    keys: Array
-    firing: Array
-    rows: Array
-    valid: dict[int, int]
-    """Firing -> its rows that are no padding."""
-    num_forked: int
-    num_unaligned: int
-    slots: dict[int, int]
-    """Firing -> slots of its step, padding included."""
-
-
-def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: int) -> _Side:
+def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: int) -> Rowed:
     keys, firing, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     valid: dict[int, int] = {}
     num_slots: dict[int, int] = {}
@@ -174,29 +143,7 @@ def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: i
         forked, unaligned = forked + here[0], unaligned + here[1]
         valid[i], num_slots[i] = int(use.sum()) + sum(here), len(slots)
     one, two, three = map(np.concatenate, (keys, firing, rows))
-    return _Side(one, two, three, valid, forked, unaligned, num_slots)
-
-
-def _joins(left: _Side, right: _Side, first: Array, second: Array, num_pairs: int) -> list[Join]:
-    """Split the paired rows where the firing of either side changes."""
-    pair_of = np.stack([left.firing[first], right.firing[second]])
-    cuts = [0, *(np.flatnonzero(np.any(pair_of[:, 1:] != pair_of[:, :-1], axis=0)) + 1).tolist(), len(first)]
-    joins = []
-    for start, end in pairwise(cuts):
-        if start == end:
-            continue
-        mine, other = first[start:end], second[start:end]
-        b, t = int(pair_of[0, start]), int(pair_of[1, start])
-        rows_b, rows_t = left.rows[mine], right.rows[other]
-        same = left.valid[b] == right.valid[t] == len(mine) and np.array_equal(rows_b, rows_t)
-        joins.append(Join(b, t, _compact(rows_b), _compact(rows_t), left.keys[mine] % num_pairs, same))
-    return joins
-
-
-def _compact(rows: Array) -> Rows:
-    first, last = int(rows[0]), int(rows[-1])
-    neighbours = last - first == len(rows) - 1 and bool(np.all(rows[1:] - rows[:-1] == 1))
-    return slice(first, last + 1) if neighbours else rows
+    return Rowed(one, two, three, valid, forked, unaligned, num_slots)
 
 
 def without_rows(plan: Plan, left_out: frozenset[int]) -> Plan:
@@ -209,14 +156,10 @@ def without_rows(plan: Plan, left_out: frozenset[int]) -> Plan:
             continue
         count += int((~keep).sum())
         if keep.any():
-            one, two = (_compact(_indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
+            one, two = (compact(indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
             joins.append(Join(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
     counts = structs.replace(plan.counts, compared=plan.counts.compared - count)
     return structs.replace(plan, joins=tuple(joins), counts=counts)
-
-
-def _indices(rows: Rows) -> Array:
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def _place(whole: Whole) -> tuple[int, tuple[int, int]]:
@@ -235,7 +178,7 @@ def _signature(whole: Whole, layout: Layout) -> tuple[object, ...]:
     return (*_place(whole), whole.records[0].key.rank, whole.records[0].rows, held)
 
 
-def _cached_note(sides: Iterable[tuple[Sequence[Whole], Layout, _Side]]) -> str:
+def _cached_note(sides: Iterable[tuple[Sequence[Whole], Layout, Rowed]]) -> str:
     """What is said of rows that a side holds once more in every step."""
     for name, (wholes, layout, side) in zip(("baseline", "target"), sides, strict=True):
         if layout.cached:

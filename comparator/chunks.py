@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.align import Join
 from tapscope.comparator.blocks import Block, Rows, blocks
 from tapscope.comparator.joined_rows import overlaps, part_of
+from tapscope.comparator.joins import Join
 from tapscope.comparator.prepare import Prepared
 
 Array = np.ndarray[Any, Any]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.align import Join
 from tapscope.comparator.blocks import Block, Columns, Rows
+from tapscope.comparator.joins import Join
 from tapscope.kernels.native import Compared, RowMeasures, Strip, compare_strips
 
 Array = np.ndarray[Any, Any]

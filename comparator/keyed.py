@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.align import Join, Plan
+from tapscope.comparator.align import Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows, StepRows
+from tapscope.comparator.joins import Join
 from tapscope.comparator.pieces import Cut
 from tapscope.comparator.rowmap import PADDING, RowMap
 from tapscope.comparator.steps import StepPartners

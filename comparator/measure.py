@@ -9,10 +9,10 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope import dtypes
-from tapscope.comparator.align import Join
 from tapscope.comparator.alike import Alike, alike_of
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.joined_rows import JoinedRows, Part, part_at
+from tapscope.comparator.joins import Join
 from tapscope.comparator.layout import Layout, is_mask
 from tapscope.comparator.opened import Opened as Opened
 from tapscope.comparator.prepare import Prepared

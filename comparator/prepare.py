@@ -1,12 +1,15 @@
-"""Prepare: put both sides of a pair together and decide which rows meet, without reading a value."""
+"""Prepare: put both sides of a pair together and decide which rows meet, without reading values but those of experts'
+choices and of a few of their rows."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from msgspec import Struct
 
-from tapscope.comparator.align import Aligner, Join, Plan, without_rows
+from tapscope.comparator.align import Aligner, Plan, without_rows
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.expert_rows import LAYOUT, plan_experts
 from tapscope.comparator.forms import form_of, is_typical, made_alike
+from tapscope.comparator.joins import Join
 from tapscope.comparator.keyed import with_keys
 from tapscope.comparator.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.match import Pair
@@ -14,11 +17,12 @@ from tapscope.comparator.pieces import same_form
 from tapscope.comparator.places import Places, places_of
 from tapscope.comparator.readings import settle
 from tapscope.comparator.realise import realise
-from tapscope.comparator.routed import Choices, with_order
+from tapscope.comparator.routed import Choices
 from tapscope.comparator.rowmap import RowMap
 from tapscope.comparator.series import Key, Series, key_of
 from tapscope.comparator.split import split_series
 from tapscope.comparator.turn import turned
+from tapscope.errors import DataError
 from tapscope.run import Run
 
 
@@ -128,12 +132,11 @@ class Preparer:
         left, right, odd = turned(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in (*problems, odd) if p), "")
-        order = self._choices[0].tables(left), self._choices[1].tables(right)
-        is_ordered = any(order) and not any(layout.source == "annotated" for layout in layouts)
-        if is_ordered:
-            layouts, problem = (Layout(), Layout()), next((p for p in problems[:2] if p), "")
-        plan = Plan() if problem else self._aligner.plan(left, right, layouts)
-        plan = with_order(plan, order, (left, right)) if is_ordered and not problem else plan
+        plan = None if any(layout.source == "annotated" for layout in layouts) else self._routed(left, right)
+        if plan is not None:
+            layouts, problem = (LAYOUT, LAYOUT), ""
+        else:
+            plan = Plan() if problem else self._aligner.plan(left, right, layouts)
         if layouts[0].keyed and plan.joins:
             keyed = with_keys(plan, left, right, self.row_map, self._aligner.steps)
             plan, left, right = keyed.plan, keyed.left, keyed.right
@@ -145,6 +148,17 @@ class Preparer:
         notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
         notes += (plan.note,) if plan.note else ()
         return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
+
+    def _routed(self, left: Sequence[Whole], right: Sequence[Whole]) -> Plan | None:
+        """The plan of rows that lie in the order of a choice of experts; None where none orders them."""
+        if left[0].problem or right[0].problem:
+            return None
+        num_pairs = self.row_map.num_pairs
+        try:
+            entries = self._choices[0].entries(left, num_pairs), self._choices[1].entries(right, num_pairs)
+            return plan_experts(entries, (left, right), num_pairs) if any(entries) else None
+        except DataError as error:
+            return Plan(problem=str(error))
 
     def _laid_out(self, side: int, series: Series) -> tuple[tuple[Whole, ...], list[Whole], Layout]:
         """(sound firings, broken ones, where their token rows are); ranks that hold other rows are firings apart."""

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tapscope import dtypes
-from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import blocks
 from tapscope.comparator.finding import Place
 from tapscope.comparator.joined_rows import compare_blocks
+from tapscope.comparator.joins import Join
 from tapscope.comparator.pieces import Piece, leaves
 from tapscope.kernels.native import RowMeasures
 

@@ -1,35 +1,63 @@
 """Routed rows: what a module of experts holds row by row in an order that its choice of experts decides.
 
-Experts work on (token, choice) pairs, sorted by expert or expert after expert: which row is which token's follows from
-the whole table of choices, that of padding included. Row i of one run is row i of the other where there is no padding
-and the tables are equal bit for bit; else nobody has said which rows meet, and none do.
+Experts work on (token, choice) pairs. Which row is which pair's follows from the whole table of choices, that of
+padding included, and from how the pairs are laid out: sorted by expert, or left as they are, tokens or choices first.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from msgspec import structs
+import numpy as np
+from msgspec import Struct
 
-from tapscope.comparator.align import Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.grids import SideRows
+from tapscope.comparator.joins import Rowed
 from tapscope.comparator.layout import is_parameter
-from tapscope.comparator.rowmap import PADDING
+from tapscope.comparator.rowmap import FORKED, UNALIGNED
 from tapscope.record import FORWARD, Record
 from tapscope.run import Run
 
+Array = np.ndarray[Any, Any]
 _Place = tuple[str, int, int, int]
 """(model, step, micro-batch, rank)."""
-Table = tuple[str, ...]
-"""Hashes of the choices that decide an order, one a call."""
-Wholes = Sequence[Whole]
+_MAX_EXPERTS = 1 << 20
+BY_EXPERT = range(4)
+"""Those of the layouts that are sorted by expert; see :func:`_layouts`."""
+
+
+class Entries(Struct, frozen=True):
+    """The (token, choice) pairs of a site, and where each lies in its firings."""
+
+    keys: Array
+    """[entries] int64: row pair and expert as one number; below 0 a code of :mod:`.rowmap`."""
+    experts: Array
+    """[entries] int64: the expert, and which micro-batch it works on."""
+    at: tuple[Array, ...]
+    """For each layout of :func:`_layouts`, [entries]: index into the next two."""
+    firing: Array
+    """[rows] of all firings."""
+    row: Array
+    """[rows] within the firing."""
+
+    def rowed(self, layout: int) -> Rowed:
+        """The rows to be met, by layout."""
+        at = self.at[layout]
+        use, forked, unaligned = (self.keys >= 0), (self.keys == FORKED), (self.keys == UNALIGNED)
+        valid = np.bincount(self.firing[at[use | forked | unaligned]], minlength=1)
+        counts = dict(enumerate(valid.tolist()))
+        rows = at[use]
+        return Rowed(
+            self.keys[use], self.firing[rows], self.row[rows], counts, int(forked.sum()), int(unaligned.sum()), {}
+        )
 
 
 class Choices:
     """The integers that modules of one run were given, several for each token."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:
-        self._rows = rows
+        self._run, self._rows = run, rows
         self._tables: dict[str, dict[_Place, list[Record]]] = {}
         for record in run.records:
             if record.dtype is not None and "int" in record.dtype and _is_table(record, rows):
@@ -39,47 +67,61 @@ class Choices:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def tables(self, wholes: Sequence[Whole]) -> tuple[Table | None, ...]:
-        """The choice that orders the rows of each firing, None where that does not tell; empty unless one orders all
-        of them: a step's firings then have as many rows as the choice has entries."""
+    def entries(self, wholes: Sequence[Whole], num_pairs: int) -> Entries | None:
+        """What the rows of the firings are of, where a choice says: a step's firings then have as many rows as it has
+        entries. Raises DataError where the choice cannot be read."""
         path = _path(wholes[0].records[0])
         while path and self._tables:
             path = path.rpartition(".")[0]
             if path in self._tables and _fits(self._tables[path], wholes):
-                return tuple(self._hashes(self._tables[path][_place(whole)]) for whole in wholes)
-        return ()
+                return self._entries(self._tables[path], wholes, num_pairs)
+        return None
 
-    def _hashes(self, tables: Iterable[Record]) -> Table | None:
-        found = [None if _is_padded(table, self._rows) else table.hash for table in tables]
-        return tuple(h for h in found if h is not None) if None not in found else None
+    def _entries(self, tables: Mapping[_Place, list[Record]], wholes: Sequence[Whole], num_pairs: int) -> Entries:
+        firings: dict[_Place, list[int]] = {}
+        for i, whole in enumerate(wholes):
+            firings.setdefault(place_of(whole), []).append(i)
+        order = [i for found in firings.values() for i in found]
+        parts = [part for place in firings for part in self._parts(tables[place], num_pairs)]
+        starts = np.cumsum([0, *(len(part.keys) for part in parts)])[:-1].tolist()
+        at = [[start + rows for rows in part.at] for start, part in zip(starts, parts, strict=True)]
+        sizes = [wholes[i].shape[0] for i in order]
+        return Entries(
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.experts for part in parts]),
+            tuple(map(np.concatenate, zip(*at, strict=True))),
+            np.repeat(np.array(order, np.int64), sizes),
+            np.concatenate([np.arange(size) for size in sizes]),
+        )
+
+    def _parts(self, tables: Iterable[Record], num_pairs: int) -> Iterator["_Part"]:
+        for table in tables:
+            grid = self._rows.of(table)
+            assert grid is not None  # of every table that was taken, see _is_table
+            experts = self._run.array(table).reshape(-1, table.shape[-1]).astype(np.int64)
+            turn = table.key.micro * _MAX_EXPERTS if grid.whole_step else 0
+            known = turn + experts.reshape(-1) % _MAX_EXPERTS
+            pairs = np.repeat(grid.pairs, experts.shape[1])
+            yield _Part(np.where(pairs < 0, pairs, pairs + num_pairs * known), known, _layouts(experts))
 
 
-def with_order(
-    plan: Plan, tables: tuple[Sequence[Table | None], Sequence[Table | None]], wholes: tuple[Wholes, Wholes]
-) -> Plan:
-    """The plan without the firings whose rows lie in orders of two different choices, or on one side only in one; with
-    none where experts lie on ranks of their own, each of which has rows for its own experts first."""
-    left, right = tables
-    if plan.joins and any(_is_by_expert(*pair) for pair in _pairs(plan, wholes)):
-        return structs.replace(plan, joins=(), apart="rows of experts that lie on other ranks in one of the runs")
-    both = plan.joins if left and right else ()
-    kept = [j for j in both if left[j.baseline] is not None and left[j.baseline] == right[j.target]]
-    if plan.joins and len(kept) == len(plan.joins):
-        return plan
-    said = "rows that lie in the order of a choice of experts, which is not the same in both runs, or holds padding"
-    if kept:
-        return structs.replace(plan, joins=tuple(kept), note=f"left out {said}")
-    return structs.replace(plan, joins=(), apart=said)
+class _Part(Struct, frozen=True):
+    """What one table of choices says, as :class:`Entries`."""
+
+    keys: Array
+    experts: Array
+    at: tuple[Array, ...]
 
 
-def _pairs(plan: Plan, wholes: tuple[Wholes, Wholes]) -> Iterable[tuple[Whole, Whole]]:
-    return ((wholes[0][join.baseline], wholes[1][join.target]) for join in plan.joins)
-
-
-def _is_by_expert(one: Whole, other: Whole) -> bool:
-    """Whether shards were put together to rows of more columns than there are on the other side."""
-    wide = max(one, other, key=lambda whole: whole.shape[1:])
-    return one.shape[1:] != other.shape[1:] and len(wide.records) > 1
+def _layouts(experts: Array) -> tuple[Array, ...]:
+    """``experts`` [tokens, choices]; for each layout that is known, [tokens * choices] the row of each entry: sorted by
+    expert, then token (a grouped product), or then choice (a loop over experts), the experts backwards (what such a
+    loop gives in a backward pass); tokens first; choices first."""
+    flat, num = experts.reshape(-1), experts.size
+    by_choice = np.arange(num).reshape(experts.shape).T.reshape(-1)
+    orders = [np.argsort(by, kind="stable") for by in (flat, -flat)]
+    orders += [by_choice[np.argsort(by[by_choice], kind="stable")] for by in (flat, -flat)]
+    return tuple(np.argsort(order) for order in (*orders, np.arange(num), by_choice))
 
 
 def _is_table(record: Record, rows: SideRows) -> bool:
@@ -91,17 +133,12 @@ def _is_table(record: Record, rows: SideRows) -> bool:
     return grid is not None and math.prod(shape[:-1]) == grid.num_slots
 
 
-def _is_padded(record: Record, rows: SideRows) -> bool:
-    grid = rows.of(record)
-    return grid is None or bool((grid.pairs == PADDING).any())
-
-
 def _fits(tables: Mapping[_Place, list[Record]], wholes: Sequence[Whole]) -> bool:
     if is_parameter(wholes[0].records[0].key.site):
         return False
     rows: dict[_Place, int] = {}
     for whole in wholes:
-        rows[_place(whole)] = rows.get(_place(whole), 0) + (whole.shape[0] if len(whole.shape) > 1 else 0)
+        rows[place_of(whole)] = rows.get(place_of(whole), 0) + (whole.shape[0] if len(whole.shape) > 1 else 0)
     return all(place in tables and _orders(tables[place], count) for place, count in rows.items())
 
 
@@ -109,7 +146,8 @@ def _orders(tables: Iterable[Record], rows: int) -> bool:
     return rows > 0 and rows == sum(math.prod(table.shape) for table in tables)
 
 
-def _place(whole: Whole) -> _Place:
+def place_of(whole: Whole) -> _Place:
+    """Where a choice and the rows that it orders were recorded."""
     key = whole.records[0].key
     return key.model, key.step, key.micro, key.rank
 

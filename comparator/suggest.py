@@ -8,11 +8,12 @@ from itertools import islice
 from msgspec import Struct, field, structs
 
 from tapscope.axes import STAGES, Dims
-from tapscope.comparator.align import Join, Plan
+from tapscope.comparator.align import Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.candidates import candidates, fused_candidates, turned_candidates
 from tapscope.comparator.fused import annotated
 from tapscope.comparator.hints import Hints
+from tapscope.comparator.joins import Join
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import Opened, WidthError, measure
 from tapscope.comparator.pieces import leaves

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.align import Join
 from tapscope.comparator.blocks import Block
 from tapscope.comparator.channels import sample
 from tapscope.comparator.joined_rows import JoinedRows, overlaps
+from tapscope.comparator.joins import Join
 from tapscope.comparator.layout import is_parameter
 from tapscope.comparator.measure import Measured, Opened
 from tapscope.comparator.spread import NOTHING, QUANTILES, Drift, Quantiles, Spread, spread_of

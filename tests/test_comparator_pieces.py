@@ -10,9 +10,9 @@ from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.comparator.align import Join
 from tapscope.comparator.blocks import blocks
 from tapscope.comparator.joined_rows import compare_blocks
+from tapscope.comparator.joins import Join
 from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned, is_joined, leaves
 from tapscope.comparator.read import read, view
 from tapscope.dims import parse

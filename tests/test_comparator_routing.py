@@ -16,6 +16,7 @@ _RNG = np.random.default_rng(11)
 HIDDEN = _RNG.standard_normal((ROWS, WIDTH)).astype(np.float32)
 ROUTER = _RNG.standard_normal((EXPERTS, WIDTH)).astype(np.float32) / np.sqrt(WIDTH, dtype=np.float32)
 UP = _RNG.standard_normal((EXPERTS, WIDTH, WIDTH)).astype(np.float32) / np.sqrt(WIDTH, dtype=np.float32)
+INNER = "layers.0.mlp.experts.act_fn:in[input]"
 TIED = 9
 """The token whose second and third expert are a near tie."""
 
@@ -30,6 +31,17 @@ def tied(gap: float) -> np.ndarray:
     return found
 
 
+def laid_out(chosen: np.ndarray, layout: str) -> list[np.ndarray]:
+    """Which (token, choice) entries each call of the experts' inner module holds, in order."""
+    flat, entries = chosen.reshape(-1), np.arange(chosen.size)
+    by_choice = entries.reshape(chosen.shape).T.reshape(-1)
+    if layout == "loop":  # over experts: a call each
+        return [by_choice[flat[by_choice] == expert] for expert in np.unique(flat)]
+    if layout == "unstable":  # of an expert in any order
+        return [np.lexsort((np.random.default_rng(5).permutation(len(flat)), flat))]
+    return [{"grouped": np.argsort(flat, kind="stable"), "batched": entries, "choices": by_choice}[layout]]
+
+
 def write(
     path: Path,
     hidden: np.ndarray,
@@ -37,18 +49,27 @@ def write(
     nudge: float = 0.0,
     wrong: bool = False,
     harm: float = 1.0,
+    inner_harm: float = 1.0,
     padded: bool = False,
-    major: bool = False,
+    layout: str = "grouped",
     bias: float = 0.0,
     sets: int | None = None,
 ) -> None:
     """One layer of experts over all rows; `nudge` is what one score of the tied token is off by, `bias` what is added
     to the scores of the first expert before the choice and recorded nowhere; with `sets` choices are in no order (the
-    tied token's is its best one at that place)."""
-    x = np.vstack([hidden, np.full((2, WIDTH), 3.0 if major else 2.0, np.float32)]) if padded else hidden
+    tied token's is its best one at that place). `harm` and `inner_harm` are factors of what experts give and of what
+    the second of them holds inside."""
+    tokens, x, tied_at = ROWS // 2, hidden, TIED
+    grid: tuple[int, ...] = (ROWS,)
+    rows = [RowRun("a", 0, ROWS, 0, 0)]
+    if padded:  # each request has one place before its tokens that nobody asked for
+        grid, tied_at = (2, tokens + 1), TIED + 1
+        rows = [RowRun("a", 0, tokens, 0, 1), RowRun("a", tokens, tokens, 0, tokens + 2)]
+        pad = np.full((1, WIDTH), 2.0, np.float32)
+        x = np.vstack([pad, hidden[:tokens], pad, hidden[tokens:]])
     logits = x @ ROUTER.T
-    third = np.argsort(-logits[TIED])[2]
-    logits[TIED, third] += np.float32(nudge)
+    third = np.argsort(-logits[tied_at])[2]
+    logits[tied_at, third] += np.float32(nudge)
     chosen = np.argsort(-(logits + np.float32(bias) * (np.arange(EXPERTS) == 0)), axis=1)[:, :TOP]
     if wrong:
         chosen[3, 1] = np.argsort(-logits[3])[-1]
@@ -56,18 +77,9 @@ def write(
         chosen = np.sort(chosen, axis=1)
         chosen[TIED] = np.roll(np.argsort(-logits[TIED])[:TOP], sets)
     flat = chosen.reshape(-1)
-    order = np.arange(len(flat)) if major else np.argsort(flat, kind="stable")
-    inner = np.einsum("nd,nod->no", np.repeat(x, TOP, 0)[order], UP[flat[order]])
-    back = np.empty_like(inner)
-    back[order] = inner
-    mixed = (back.reshape(len(x), TOP, WIDTH).mean(1) * np.float32(harm)).astype(np.float32)
-    tokens = ROWS // 2
-    grid = (2, tokens + 1) if padded else (ROWS,)
-    rows = [RowRun("a", 0, ROWS, 0, 0)]
-    if padded:  # each request has one place behind its tokens that nobody asked for
-        rows = [RowRun("a", 0, tokens, 0, 0), RowRun("b", 0, tokens, 0, tokens + 1)]
-        places = np.array([*range(tokens), ROWS, *range(tokens, ROWS), ROWS + 1])
-        x, logits, chosen, mixed = (side[places] for side in (x, logits, chosen, mixed))
+    inner = np.einsum("nd,nod->no", np.repeat(x, TOP, 0), UP[flat]).astype(np.float32)
+    mixed = (inner.reshape(len(x), TOP, WIDTH).mean(1) * np.float32(harm)).astype(np.float32)
+    inner[flat == 1] *= np.float32(inner_harm)
     with RunFactory(path) as run:
         run.step(grid=grid, rows=rows, token_ids=range(ROWS))
         run.put("layers.0.mlp:in[hidden_states]", x)
@@ -77,7 +89,8 @@ def write(
         run.put("layers.0.mlp.gate:out[1]", chosen)
         run.put("layers.0.mlp.experts:in[hidden_states]", x)
         run.put("layers.0.mlp.experts:in[top_k_index]", chosen)
-        run.put("layers.0.mlp.experts.act_fn:in[input]", inner.astype(np.float32))
+        for call in laid_out(chosen, layout):
+            run.put(INNER, inner[call])
         run.put("layers.0.mlp.experts:out", mixed)
         run.put("layers.0.mlp:out", mixed)
         run.put("layers.0:out", x + mixed)
@@ -98,8 +111,7 @@ def test_an_expert_chosen_at_a_near_tie_is_a_flip_and_its_row_is_left_out(tmp_pa
     assert found["mlp.experts:in[top_k_index]"].verdict is Verdict.CLOSE
     assert found["mlp.experts:out"].rows.compared == ROWS - 1
     assert "1 token rows left out" in found["mlp.experts:out"].notes[0]
-    assert "mlp.experts.act_fn:in[input]" not in found
-    assert any("order of a choice of experts" in note for note in report.coverage.warnings)
+    assert found["mlp.experts.act_fn:in[input]"].rows.compared == (ROWS - 1) * TOP
     assert found["layers.0:out"].worst is not None
     assert found["layers.0:out"].worst.position == TIED
     assert report.exit_code == 0
@@ -140,12 +152,26 @@ def test_a_flip_behind_wrong_scores_is_the_scores_doing(tmp_path: Path) -> None:
     assert [d.module for d in report.divergences] == ["layers.0.mlp.gate"]
 
 
-def test_rows_sorted_by_expert_meet_where_the_choices_are_the_same(tmp_path: Path) -> None:
-    write(tmp_path / "b", HIDDEN)
-    write(tmp_path / "t", HIDDEN * np.float32(1 + 1e-7))
-    _, found = diff(tmp_path)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layout", ["grouped", "loop", "batched", "choices"])
+def test_rows_of_experts_meet_by_token_and_expert_however_they_lie(tmp_path: Path, layout: str, padded: bool) -> None:
+    write(tmp_path / "b", HIDDEN, padded=not padded)
+    write(tmp_path / "t", HIDDEN * np.float32(1 + 1e-7), padded=padded, layout=layout)
+    report, found = diff(tmp_path)
     inner = found["mlp.experts.act_fn:in[input]"]
-    assert (inner.verdict, inner.basis) == (Verdict.CLOSE, "values")
+    assert (inner.verdict, inner.basis, inner.rows.compared) == (Verdict.CLOSE, "values", ROWS * TOP)
+    assert report.exit_code == 0
+    write(tmp_path / "w" / "b", HIDDEN, padded=not padded, layout="loop")
+    write(tmp_path / "w" / "t", HIDDEN, padded=padded, layout=layout, inner_harm=1.05)
+    _, found = diff(tmp_path / "w")
+    if layout == "grouped":  # it might as well be a sort that is not stable
+        assert "mlp.experts.act_fn:in[input]" not in found
+        return
+    inner = found["mlp.experts.act_fn:in[input]"]
+    chosen = np.argsort(-(HIDDEN @ ROUTER.T), axis=1)[:, :TOP]
+    assert inner.verdict is Verdict.DIFFERS
+    assert inner.worst is not None
+    assert inner.worst.position in np.flatnonzero((chosen == 1).any(1))
 
 
 def test_rows_of_experts_that_lie_on_other_ranks_are_left_out_and_said(tmp_path: Path) -> None:
@@ -168,12 +194,21 @@ def test_rows_of_experts_that_lie_on_other_ranks_are_left_out_and_said(tmp_path:
     assert any("experts that lie on other ranks" in note for note in report.coverage.warnings)
 
 
-def test_rows_sorted_by_expert_with_padding_among_them_are_left_out(tmp_path: Path) -> None:
-    write(tmp_path / "b", HIDDEN, padded=True)
-    write(tmp_path / "t", HIDDEN * np.float32(1 + 1e-7), padded=True)
+@pytest.mark.parametrize("harm", [1.0, 1.5])
+def test_rows_of_an_expert_in_any_order_are_left_out(tmp_path: Path, harm: float) -> None:
+    write(tmp_path / "b", HIDDEN)
+    write(tmp_path / "t", HIDDEN, layout="unstable", harm=harm)
     report, found = diff(tmp_path)
     assert "mlp.experts.act_fn:in[input]" not in found
-    assert report.exit_code == 0
+    assert any("those of one expert in an order that nobody knows" in note for note in report.coverage.warnings)
+    assert report.exit_code == int(harm != 1.0)
+
+
+def test_what_is_wrong_in_an_expert_is_no_other_order(tmp_path: Path) -> None:
+    write(tmp_path / "b", HIDDEN)
+    write(tmp_path / "t", HIDDEN, inner_harm=-1.0)
+    _, found = diff(tmp_path)
+    assert found["mlp.experts.act_fn:in[input]"].verdict is Verdict.DIFFERS
 
 
 @pytest.mark.parametrize("is_rounded", [True, False])

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.align import Join
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Block, Rows, blocks
 from tapscope.comparator.finding import Place
+from tapscope.comparator.joins import Join
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.pieces import Piece
 from tapscope.comparator.prepare import Prepared

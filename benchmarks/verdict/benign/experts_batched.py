@@ -1,18 +1,8 @@
-"""Another implementation of the same experts: batched matrix products instead of a loop."""
+"""Experts computed in one batched product in place of a grouped one."""
 
-from benchmarks.verdict.tools import around
-
-FAMILY = ["qwen3-moe", "mixtral"]
+FAMILY = ["qwen3-moe", "mixtral", "deepseek-v3"]
+TARGET = [{}, {"dtype": "bfloat16"}]
 
 
 def patch(model):
-    for layer in model.model.layers:
-        experts = layer.mlp.experts
-        around(experts, lambda forward, x, index, weights, experts=experts: _batched(experts, x, index, weights))
-
-
-def _batched(experts, x, index, weights):
-    both = (experts.gate_up_proj[index] @ x[:, None, :, None])[..., 0]
-    gate, up = both.chunk(2, dim=-1)
-    down = (experts.down_proj[index] @ (experts.act_fn(gate) * up)[..., None])[..., 0]
-    return (down * weights[..., None]).sum(1).to(x.dtype)
+    model.set_experts_implementation("batched_mm")

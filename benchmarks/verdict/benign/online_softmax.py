@@ -15,8 +15,8 @@ def patch(model):
 
     def attention(layer, query, key, value, mask, scaling, dropout=0.0, **kwargs):
         key, value = (module.repeat_kv(each, layer.num_key_value_groups) for each in (key, value))
-        most = torch.full((*query.shape[:3], 1), -1e30)
-        total, summed = torch.zeros_like(most), torch.zeros(query.shape)
+        most = torch.full((*query.shape[:3], 1), -1e30, device=query.device)
+        total, summed = torch.zeros_like(most), torch.zeros_like(query, dtype=torch.float32)
         for start in range(0, key.shape[2], 4):
             part = slice(start, start + 4)
             scores = (query @ key[:, :, part].transpose(2, 3)).float() * scaling

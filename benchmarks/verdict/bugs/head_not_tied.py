@@ -10,5 +10,5 @@ TARGET = [{}, {"dtype": "bfloat16"}]
 
 def patch(model):
     weight = model.lm_head.weight.data
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.float().std() * 0.2
-    model.lm_head.weight = torch.nn.Parameter(weight + noise.to(weight.dtype))
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.device)
+    model.lm_head.weight = torch.nn.Parameter(weight + (noise * weight.float().std() * 0.2).to(weight.dtype))

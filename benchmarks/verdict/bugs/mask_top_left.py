@@ -17,7 +17,7 @@ def patch(model):
         length = hidden_states.shape[1]
         if length > 1:
             seen = past_key_values.get_seq_length(1) + length
-            kwargs["attention_mask"] = torch.ones(length, seen, dtype=torch.bool).tril()[None, None]
+            kwargs["attention_mask"] = hidden_states.new_ones(length, seen, dtype=torch.bool).tril()[None, None]
         return forward(hidden_states, past_key_values=past_key_values, **kwargs)
 
     around(model.model.layers[1].self_attn, call)

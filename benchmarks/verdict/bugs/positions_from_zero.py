@@ -11,7 +11,7 @@ BOTH = {"schedule": "whole"}
 
 
 def counted(forward, *args, position_ids, **kwargs):
-    count = torch.arange(position_ids.shape[1]).expand_as(position_ids)
+    count = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
     return forward(*args, position_ids=count, **kwargs)
 
 

@@ -9,4 +9,4 @@ VISIBILITY = "subtle"
 
 def patch(model):
     inv_freq = model.model.rotary_emb.inv_freq
-    inv_freq.mul_((10200 / 10000) ** -(torch.arange(len(inv_freq)) / len(inv_freq)))
+    inv_freq.mul_((10200 / 10000) ** -(torch.arange(len(inv_freq), device=inv_freq.device) / len(inv_freq)))

@@ -13,7 +13,7 @@ def patch(model):
     gate = model.model.layers[1].mlp.gate
 
     def call(forward, hidden):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(hidden.device.type, torch.bfloat16):
             return tuple(x.float() if x.is_floating_point() else x for x in forward(hidden))
 
     around(gate, call)

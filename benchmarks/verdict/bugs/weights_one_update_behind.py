@@ -9,5 +9,5 @@ VISIBILITY = "subtle"
 
 def patch(model):
     weight = model.model.layers[2].mlp.up_proj.weight
-    step = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).sign()
+    step = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).sign().to(weight.device)
     weight.data += 2e-3 * weight.data.square().mean().sqrt() * step

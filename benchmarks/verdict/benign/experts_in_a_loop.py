@@ -1,0 +1,8 @@
+"""Experts computed one after the other in place of one grouped product."""
+
+FAMILY = ["qwen3-moe", "mixtral", "deepseek-v3", "qwen2-moe"]
+TARGET = [{}, {"dtype": "bfloat16"}, {"batch": "separate"}]
+
+
+def patch(model):
+    model.set_experts_implementation("eager")
