@@ -1,0 +1,22 @@
+"""In later chunks of a prompt a token does not see itself."""
+
+from unittest import mock
+
+from tapscope.engine import attention
+
+PATCHES = "engine"
+FAMILY = ["llama", "mixtral"]
+MODEL = {"num_hidden_layers": 5, "seed": 2}
+BOTH = {"engine": {"max_tokens_per_step": 8}}
+BASELINE = [{}, {"framework": "transformers", "engine": {}}]
+EXPECT = ["model.layers.0.self_attn.attn", "model.layers.0.self_attn"]
+VISIBILITY = "strong"
+
+
+def patch(model):
+    one = attention.attend_one
+
+    def call(query, keys, values, diagonal, spec):
+        return one(query, keys, values, diagonal - 1 if diagonal and len(query) > 1 else diagonal, spec)
+
+    return mock.patch.object(attention, "attend_one", call)
