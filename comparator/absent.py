@@ -23,7 +23,7 @@ def absent_gradients(examined: Sequence[Examined], runs: tuple[Run, Run]) -> dic
     told = [_told(run) for run in runs]
     if told[0] is None or told[0] != told[1]:
         return {}
-    met = {one.site for one in examined if one.is_matched and not one.problem}
+    met = {one.site for one in examined if one.baseline is not None and one.target is not None and not one.problem}
     fired = {site.rpartition(":")[0] for site in met if not _is_state(site)}
     kinds = {_kind(site) for site in met if site.endswith(_GRAD)}
     found = {}
@@ -48,7 +48,7 @@ def _told(run: Run) -> Mapping[str, Any] | None:
 
 def _alone(one: Examined) -> Side | None:
     """What the only run holds that has the site; None where both do."""
-    return None if one.is_matched else one.baseline or one.target
+    return (one.baseline or one.target) if one.baseline is None or one.target is None else None
 
 
 def _kind(site: str) -> str:

@@ -70,10 +70,14 @@ class Alike(Struct, frozen=True, eq=False):
 
     def fits(self, pair: Pair) -> bool:
         """Whether all values of a pair of the form are there and have to be read."""
-        left, right = ([f.records[0] for f in side.firings] for side in (pair.baseline, pair.target) if side)
-        if any(one.entry is None for one in left) or any(one.entry is None for one in right):
+        assert pair.baseline is not None
+        assert pair.target is not None
+        if any(span[0] is None for one in (pair.baseline, pair.target) for span in one.spans):
             return False
-        return not any(left[i].hash is not None and left[i].hash == right[j].hash for i, j in self.excused)
+        if not self.excused:
+            return True
+        left, right = pair.baseline.hashes, pair.target.hashes
+        return not any(left[i] is not None and left[i] == right[j] for i, j in self.excused)
 
     def has_equal_bags(self, pair: Pair) -> bool:
         """Whether firings that meet may hold the same elements in another order."""
@@ -150,18 +154,17 @@ class _Rows(NamedTuple):
 
 
 def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
-    records = [firing.records[0] for one in series for firing in one.firings]
-    entries = [record.entry for record in records if record.entry is not None]
-    offsets, size = np.array([entry.offset for entry in entries]), side.dtype.itemsize
-    if [entry.nbytes for entry in entries] != side.nbytes * len(series) or offsets.min() < 0 or (offsets % size).any():
+    names, starts, sizes = zip(*(span for one in series for span in one.spans), strict=True)
+    offsets, size = np.array(starts), side.dtype.itemsize
+    if list(sizes) != side.nbytes * len(series) or offsets.min() < 0 or (offsets % size).any():
         return None
     last: dict[str, tuple[int, int]] = {}  # of each file the record that ends last
-    for i, entry in enumerate(entries):
-        end = entry.offset + entry.nbytes
-        if end > last.get(entry.file, (0, 0))[0]:
-            last[entry.file] = end, i
+    for i, (name, end) in enumerate(zip(names, (offsets + sizes).tolist(), strict=True)):
+        if end > last.get(name, (0, 0))[0]:
+            last[name] = end, i
+    num = len(side.nbytes)
     try:
-        data = [side.run.file(records[i], end) for end, i in last.values()]
+        data = [side.run.file(series[i // num].firings[i % num].records[0], end) for end, i in last.values()]
     except DataError:
         return None
     found = [one for one in data if one is not None]
@@ -171,6 +174,6 @@ def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
         np.ndarray(((d.nbytes // size) - side.width + 1, side.width), side.dtype, d, 0, (size, size)) for d in found
     ]
     place = {name: i for i, name in enumerate(last)}
-    file = np.array([place[entry.file] for entry in entries]) if len(files) > 1 else np.zeros(len(entries), np.int64)
+    file = np.array([place[name] for name in names]) if len(files) > 1 else np.zeros(len(names), np.int64)
     first = (offsets // size).reshape(len(series), -1)[:, side.firing] + side.element
     return _Rows(files, file.reshape(len(series), -1)[:, side.firing].reshape(-1), first.reshape(-1))

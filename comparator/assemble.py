@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from tapscope import dims as dims_grammar
+from tapscope.comparator.firings import Firing
 from tapscope.comparator.merge import is_plain, merge
 from tapscope.comparator.numbered_rows import with_rows
 from tapscope.comparator.pieces import Leaf, Piece, digest, is_joined, leaves
 from tapscope.comparator.places import Places
-from tapscope.comparator.series import Firing
 from tapscope.comparator.shards import UnassembledError
 from tapscope.comparator.split import without
 from tapscope.dims import Dims

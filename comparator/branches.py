@@ -17,7 +17,7 @@ _SAID = "the gradient of a copy in one run, and in the other that of the tensor 
 
 def without_branches(everything: Sequence[Examined]) -> list[Examined]:
     """The sites, those set apart that are the gradient of a tensor on one side and of a cast copy on the other."""
-    values = {one.site: one for one in everything if one.is_matched}
+    values = {one.site: one for one in everything if one.baseline and one.target}
     gradients = [one for one in values.values() if one.site.endswith(_GRADIENT) and not one.problem]
     if not gradients:
         return list(everything)

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from tapscope.comparator.stages import Numbered
 from tapscope.record import Record
+from tapscope.records import Records
 
 _Place = tuple[str, str, int, int, str, int]
 """(path, model, step, micro, pass, rank)."""
@@ -26,11 +27,11 @@ def by_argument(given: tuple[Numbered, Numbered]) -> tuple[Numbered, Numbered]:
     )
 
 
-def _named_calls(records: Iterable[Record]) -> dict[str, _Calls]:
+def _named_calls(records: Records) -> dict[str, _Calls]:
     """Port -> the calls of every place that was called with two strings or more under that name."""
     found: dict[str, _Calls] = {}
-    for record in records:
-        if record.dtype is None and isinstance(record.value, Mapping) and record.value.get("type") == "str":
+    for record in records.take(records.which(lambda kind: kind.dtype is None)):
+        if isinstance(record.value, Mapping) and record.value.get("type") == "str":
             path, _, port = record.key.site.rpartition(":")
             if port.startswith("in["):
                 at = found.setdefault(port, {}).setdefault(_place(path, record), {})
@@ -58,7 +59,7 @@ def _renumbered(given: Numbered, named: Iterable[_Calls]) -> Numbered:
         path = record.key.site.rpartition(":")[0]
         turn = turns.get(_place(path, record), {}).get(record.key.occurrence) if path in paths else None
         records.append(record if turn is None else record._replace(key=record.key._replace(occurrence=turn)))
-    return structs.replace(given, records=records)
+    return structs.replace(given, records=Records(records))
 
 
 def _place(path: str, record: Record) -> _Place:

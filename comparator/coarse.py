@@ -64,7 +64,9 @@ def with_coarse(findings: Sequence[Finding], examined: Sequence[Examined], prepa
 
 def _is_near(finding: Finding) -> bool:
     passed = finding.verdict is Verdict.CLOSE and finding.basis == "values" and finding.judged_by == "rounding"
-    return passed and finding.ratio >= _NEAR and _WIDE.issuperset(finding.seen.dtypes)
+    if not passed or finding.ratio < _NEAR or finding.baseline is None or finding.target is None:
+        return False
+    return finding.baseline.dtype in _WIDE and finding.target.dtype in _WIDE
 
 
 def _is_narrow(name: str) -> bool:

@@ -153,7 +153,8 @@ def _from_the_beginning(
     steps = trained_steps(seen.examined)
     if len(steps) < 2 or options.floor is not None or options.tolerance is not None:
         return findings, divergences
-    both = {r.key.step for r in baseline.records} & {r.key.step - options.shift_steps for r in target.records}
+    both = {step for _, step in baseline.records.per_step()}
+    both &= {step - options.shift_steps for _, step in target.records.per_step()}
     both &= options.steps if options.steps is not None else both
 
     def judge(last: int) -> tuple[list[Finding], list[Divergence]]:

@@ -14,6 +14,7 @@ from tapscope.errors import DataError, DimsError, RunCorruptError
 from tapscope.kernels.native import summarize_array
 from tapscope.manifest import HASH_VERSION
 from tapscope.record import Key, Record
+from tapscope.records import Records
 from tapscope.run import Run
 from tapscope.text import plural
 
@@ -31,23 +32,23 @@ class Damage(Struct):
     """Records left out, sound ones of the same firing included."""
     num_copied: int = 0
     """Of those, damaged ones of which another rank holds a copy."""
-    _compared: list[Record] = field(default_factory=list)
+    _compared: Records = field(default_factory=Records)
 
-    def sound(self, records: Sequence[Record]) -> list[Record]:
+    def sound(self, records: Records) -> Records:
         """Without what is damaged; raises RunCorruptError when nothing is left.
 
         Here only what need not be read is looked at: whether the bytes are there.
         """
-        for record in records:
-            if record.entry is not None and (reason := self.run.lacks(record)):
+        for record in self.run.suspects(records):
+            if reason := self.run.lacks(record):
                 self.reasons.setdefault(record.key, reason)
-        kept = self._without(records) if self.reasons else list(records)
+        kept = self._without(records) if self.reasons else records
         self.num_records, self._compared = len(records) - len(kept), kept
         if not kept and self.reasons:
             raise RunCorruptError(f"{self.run.path}: not one value of what is to be compared is whole: {self._first()}")
         return kept
 
-    def _without(self, records: Sequence[Record]) -> list[Record]:
+    def _without(self, records: Records) -> Records:
         odd = {_firing(key) for key in self.reasons}
         firings: dict[Key, list[Record]] = {}
         for record in records:
@@ -56,7 +57,9 @@ class Damage(Struct):
         lost = {firing: [r for r in every if r.key in self.reasons] for firing, every in firings.items()}
         gone = {firing for firing, some in lost.items() if not all(self._has_copy(r, firings[firing]) for r in some)}
         self.num_copied = sum(len(some) for firing, some in lost.items() if firing not in gone)
-        return [r for r in records if r.key not in self.reasons and _firing(r.key) not in gone]
+        keys = [record.key for record in records]
+        kept = [at for at, key in enumerate(keys) if key not in self.reasons and _firing(key) not in gone]
+        return records.take(np.array(kept, np.int64))
 
     def _has_copy(self, lost: Record, firing: Iterable[Record]) -> bool:
         return any(other.key not in self.reasons and self._is_copy(lost, other) for other in firing)

@@ -64,7 +64,7 @@ class Examiner:
         """A pair as it is before its values are read, or with all that can be known where there is nothing to read."""
         if pair.baseline is None or pair.target is None:
             return Look(_alone(pair))
-        if pair.baseline.first.dtype is None or pair.target.first.dtype is None:
+        if not (pair.baseline.is_tensor and pair.target.is_tensor):
             return Look(examine_values(pair, self.preparer.shift_steps))
         form, site = self.preparer.form(pair), pair.site or pair.baseline.site
         kind = self._kinds.get(form)

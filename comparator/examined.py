@@ -10,7 +10,7 @@ from tapscope import dtypes
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import are_masks
-from tapscope.comparator.series import named_side, recorded
+from tapscope.comparator.series import named_side
 from tapscope.comparator.spread import Drift, Quantiles, Spread
 from tapscope.comparator.values import Values
 
@@ -115,12 +115,6 @@ class Examined(Struct, frozen=True, gc=False):
     def target(self) -> Side | None:
         """The same of the target."""
         return named_side(self.about.target, self.pair.target)
-
-    @property
-    def names(self) -> list[str]:
-        """As each run that has it recorded it, see :attr:`.finding.Side.site`."""
-        sides = ((self.about.baseline, self.pair.baseline), (self.about.target, self.pair.target))
-        return [recorded(one)[0].site for side, one in sides if side is not None and one is not None]
 
     @property
     def dtypes(self) -> tuple[str, str]:

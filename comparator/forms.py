@@ -11,9 +11,10 @@ from functools import lru_cache
 from msgspec import structs
 
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.firings import Firing, Firings
 from tapscope.comparator.layout import is_mask, is_parameter
 from tapscope.comparator.pieces import Joined, Leaf, Piece
-from tapscope.comparator.series import Firing, Series
+from tapscope.comparator.series import Series
 from tapscope.record import Record
 
 
@@ -21,7 +22,10 @@ def form_of(series: Series) -> Hashable:
     """Equal forms are put together and laid out alike; None for what is made of several sites."""
     if series.recipe is not None:
         return None
-    return _kind(series.site.rpartition(":")[2]), *map(_form, series.firings)
+    kind = _kind(series.site.rpartition(":")[2])
+    if isinstance(series.firings, Firings) and (form := series.firings.form) is not None:
+        return kind, *form
+    return kind, *map(_form, series.firings)
 
 
 @lru_cache

@@ -90,7 +90,7 @@ def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], p
 
 
 def _is_known(finding: Finding) -> bool:
-    return _is_summed(finding.site) and finding.basis == "values" and finding.judged_by == "rounding"
+    return finding.basis == "values" and finding.judged_by == "rounding" and _is_summed(finding.site)
 
 
 def _is_loose(finding: Finding) -> bool:
@@ -114,7 +114,7 @@ def _is_summed(site: str) -> bool:
 
 def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> Iterator[_Checked]:
     """The parameters that can be made anew, those with the widest floors first, as many as may be read."""
-    sites = {one.site: one for one in examined if one.is_matched and not one.problem}
+    sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
     inputs: dict[str, list[Examined]] = {}
     for site, one in sites.items():
         path, _, port = site.rpartition(":")

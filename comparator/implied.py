@@ -55,7 +55,7 @@ def _routers(everything: Sequence[Examined]) -> dict[str, list[Examined]]:
 
 def _is_scores(one: Examined, num_experts: int) -> bool:
     is_compared = one.spread is not None and not one.is_exact and one.rows.compared > 0 and not one.apart
-    return is_compared and one.about.baseline is not None and one.about.baseline.shape[-1] == num_experts
+    return is_compared and one.baseline is not None and one.baseline.shape[-1] == num_experts
 
 
 def _decides(one: Examined) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from sys import intern
 from typing import Any
 
 from msgspec import Struct, field, structs
@@ -62,21 +61,16 @@ class Judge:
 
     def findings(self) -> list[Finding]:
         """One finding a site, in execution order."""
+        nodes = {index: n for n, index in enumerate(self.matched)}
         found: list[Finding] = []
-        scores = {flip.scores for flip in self._standards.flips.values()}
-        within: set[str] = set()  # those of the sites judged so far that rounding explains
-        matched = enumerate((*self.matched, -1))
-        node, index = next(matched)
+        within: set[str] = set()  # sites judged so far that rounding explains
         for i, one in enumerate(self._examined):
-            is_matched = i == index
-            found.append(self._judge_matched(one, node, i, found, within) if is_matched else _unmatched(one, i))
+            found.append(self._judge_matched(one, nodes[i], i, found, within) if i in nodes else _unmatched(one, i))
             is_bad = found[-1].verdict.is_bad
-            if not is_bad and one.site in scores:
+            if not is_bad:
                 within.add(one.site)
-            if is_matched:
-                if is_bad or self._is_behind(node):
-                    self._behind.add(node)
-                node, index = next(matched)
+            if i in nodes and (is_bad or self._is_behind(nodes[i])):
+                self._behind.add(nodes[i])
         return found
 
     def _is_behind(self, node: int) -> bool:
@@ -113,7 +107,7 @@ class Judge:
     def _rule(self, one: Examined) -> Rule | None:
         if not self._standards.rules:
             return None
-        return find_rule(self._standards.rules, (one.site, *one.names))
+        return find_rule(self._standards.rules, (one.site, *(side.site for side in (one.baseline, one.target) if side)))
 
     def _by_rule(self, one: Examined, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
         judged = (
@@ -187,13 +181,12 @@ def _node(one: Examined, has_params: bool, sites: Mapping[str, SiteInfo]) -> Nod
     path, _, port = one.site.rpartition(":")
     numeric = not one.is_exact and one.has_spread
     identities = identity(one.pair.baseline), identity(one.pair.target)
-    path, port = intern(path), intern(port)  # one object for all sites of a module, and all of a port
     return Node(path, port, numeric, has_params, _class(one, sites), bool(one.more.drifts), identities)
 
 
 def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:
-    for name in one.names if sites else ():
-        info = sites.get(name)
+    for side in (one.baseline, one.target):
+        info = sites.get(side.site) if side else None
         if info is not None and info.cls:
             return info.cls
     return ""

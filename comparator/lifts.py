@@ -61,7 +61,7 @@ def unmet(everything: Sequence[Examined], norms: Collection[str]) -> frozenset[s
     found = set()
     for one in everything:
         path, _, port = one.site.rpartition(":")
-        if one.apart and one.is_matched and path in norms and port.startswith("out"):
+        if one.apart and one.baseline and one.target and path in norms and port.startswith("out"):
             found.add(path.rpartition(".")[0])
     return frozenset(found)
 

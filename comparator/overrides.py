@@ -10,6 +10,7 @@ from tapscope.comparator.mapfile import DimsEntry
 from tapscope.comparator.stages import Numbered
 from tapscope.dims import parse
 from tapscope.errors import ConfigError, DimsError, RuleError
+from tapscope.records import Records
 from tapscope.run import Run
 from tapscope.site import Glob, describe_layers
 
@@ -85,7 +86,7 @@ def override_dims(
     lost = next((entry for i, entry in enumerate(entries) if i not in used), None)
     if lost is not None:
         paths = [str(run.path) for run, side in zip(runs, SIDES, strict=True) if lost.side in (side, "both")]
-        sites = {r.key.site for numbered in given for r in numbered.records}
+        sites = {site for numbered in given for site in numbered.records.sites}
         raise RuleError(
             f"{lost.where}: no tensor of {' or '.join(paths)} is at {lost.site!r} (or earlier dims already cover it); "
             f"{describe_layers(sites)} (see: tapscope ls {paths[0]})"
@@ -119,4 +120,4 @@ def _overridden(numbered: Numbered, entries: Sequence[DimsEntry], side: str, use
             used |= {first[0]} if first else set()
         dims = chosen.get(site)
         records.append(record if dims is None or record.dtype is None else record._replace(dims=dims))
-    return structs.replace(numbered, records=records)
+    return structs.replace(numbered, records=Records(records))

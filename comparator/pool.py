@@ -67,5 +67,5 @@ def _num_bytes(pair: Pair) -> int:
     """Of a firing on one rank."""
     if pair.baseline is None or pair.target is None:
         return 0
-    first = pair.baseline.first
-    return 0 if first.dtype is None else math.prod(first.shape) * dtypes.itemsize(first.dtype)
+    dtype = pair.baseline.dtype
+    return 0 if dtype is None else math.prod(pair.baseline.shape) * dtypes.itemsize(dtype)

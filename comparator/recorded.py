@@ -38,7 +38,9 @@ def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
     A step of several micro-batches counts as not told where the token ids of each were recorded: a host that calls the
     model more than once a step tells the rows of the first call.
     """
-    found = [(what, r) for r in run.records if (what := _meaning(r)) and (steps is None or r.key.step in steps)]
+    near = [at for at, site in enumerate(run.records.sites) if site.startswith((":in[", ":tap["))]
+    told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
+    found = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
     several = {record.key.step for what, record in found if what == "ids" and record.key.micro}
     calls: dict[int, dict[tuple[int, int], _Call]] = {}
     for what, record in found:
@@ -50,8 +52,9 @@ def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
 
 def called_again(run: Run, told: frozenset[int]) -> list[str]:
     """A sentence on steps whose rows were told, but whose model was called more than once in one micro-batch."""
-    keys = (record.key for record in run.records if record.key.occurrence)
-    again = sorted({key.step for key in keys if key.pass_ == FORWARD and key.site.startswith(":in[")} & told)
+    records = run.records
+    later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
+    again = sorted({int(records.step[at]) for at in later if records.sites[at].startswith(":in[")} & told)
     if not again:
         return []
     steps = text.plural(len(again), "step")

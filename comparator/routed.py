@@ -59,8 +59,8 @@ class Choices:
     def __init__(self, run: Run, rows: SideRows) -> None:
         self._run, self._rows = run, rows
         self._tables: dict[str, dict[_Place, list[Record]]] = {}
-        for record in run.records:
-            if record.dtype is not None and "int" in record.dtype and _is_table(record, rows):
+        for record in run.records.take(run.records.which(lambda kind: "int" in (kind.dtype or ""))):
+            if _is_table(record, rows):
                 place = (record.key.model, record.key.step, record.key.micro, record.key.rank)
                 self._tables.setdefault(_path(record), {}).setdefault(place, []).append(record)
 

@@ -23,7 +23,7 @@ from tapscope.comparator.prepare import Preparer
 from tapscope.comparator.rowmap import RowMap
 from tapscope.comparator.rows import map_rows
 from tapscope.comparator.rules import Rule, check_rules
-from tapscope.comparator.selection import is_object, num_objects, num_selected, select, select_pairs
+from tapscope.comparator.selection import num_objects, num_selected, select, select_pairs, without_objects
 from tapscope.comparator.series import series_of
 from tapscope.comparator.set_aside import set_aside
 from tapscope.comparator.stages import numbered
@@ -72,7 +72,7 @@ def see(
     given = override_dims((baseline, target), given, dims)
     chosen = select((baseline, target), given, options)
     runs = (baseline, target)
-    kept = [filled(run, damage[i].sound([r for r in chosen[i] if not is_object(r)])) for i, run in enumerate(runs)]
+    kept = [filled(run, damage[i].sound(without_objects(chosen[i]))) for i, run in enumerate(runs)]
     rows = map_rows(baseline, target, options)
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)

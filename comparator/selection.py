@@ -2,25 +2,25 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
+
 from tapscope.comparator.match import Pair
 from tapscope.comparator.options import CompareOptions
 from tapscope.comparator.series import Key, key_of, recorded
 from tapscope.comparator.stages import Numbered
 from tapscope.errors import RuleError
-from tapscope.record import Record
+from tapscope.records import Records
 from tapscope.run import Run
 from tapscope.site import Glob, compact_ranges, describe_layers, layer_of
 
 
-def select(
-    runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: CompareOptions
-) -> tuple[list[Record], list[Record]]:
+def select(runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: CompareOptions) -> tuple[Records, Records]:
     """The records of both runs in the steps and ranks asked for.
 
     A glob that matches a site of neither run raises RuleError, and so do steps or ranks of which one has none: a typing
     error must not look like sameness.
     """
-    every = {r.key.site for one in given for r in one.records}
+    every = {*given[0].records.sites, *given[1].records.sites}
     where = f"{runs[0].path} or {runs[1].path}"
     choice = Choice(options)
     for glob in (*choice.wanted, *choice.unwanted):
@@ -31,9 +31,12 @@ def select(
     if every and not any(choice.means((site,)) for site in every):
         raise RuleError(f"the selection leaves no site of {where}; {describe_layers(every)}")
     for side, (run, one) in enumerate(zip(runs, given, strict=True)):
-        _check_numbers(run, "step", options.steps_of(side), {r.key.step for r in one.records})
-        _check_numbers(run, "rank", options.ranks, {r.key.rank for r in one.records})
-    return _records(given[0], options, 0), _records(given[1], options, 1)
+        known = one.records.per_step()
+        _check_numbers(run, "step", options.steps_of(side), {step for _, step in known})
+        _check_numbers(run, "rank", options.ranks, {rank for rank, _ in known})
+    return given[0].records.of(options.steps_of(0), options.ranks), given[1].records.of(
+        options.steps_of(1), options.ranks
+    )
 
 
 def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: set[int]) -> None:
@@ -68,15 +71,23 @@ class Choice:
         return not any(glob.matches(name) for glob in self.unwanted for name in names)
 
 
-def is_object(record: Record) -> bool:
-    """Whether it is of an object that has no value to compare: a cache, a config."""
-    return record.dtype is None and not (isinstance(record.value, dict) and "value" in record.value)
+def objects(records: Records) -> list[int]:
+    """The places of records of objects that have no value to compare: of a cache, a config."""
+    plain = records.which(lambda kind: kind.dtype is None).tolist()
+    values = ((at, records[at].value) for at in plain)
+    return [at for at, value in values if not (isinstance(value, dict) and "value" in value)]
 
 
-def num_objects(records: Iterable[Record], options: CompareOptions) -> int:
+def without_objects(records: Records) -> Records:
+    """The records but for those of :func:`objects`."""
+    left_out = objects(records)
+    return records.take(np.delete(np.arange(len(records)), left_out)) if left_out else records
+
+
+def num_objects(records: Records, options: CompareOptions) -> int:
     """Records of objects without a value that the selection means."""
     choice = Choice(options)
-    return sum(is_object(record) and choice.means((record.key.site,)) for record in records)
+    return sum(choice.means((records.sites[at],)) for at in objects(records))
 
 
 def num_selected(pairs: Iterable[Pair], side: int) -> int:
@@ -87,12 +98,3 @@ def num_selected(pairs: Iterable[Pair], side: int) -> int:
         for source in recorded(one) if one else ():
             found[key_of(source)] = source.num_records
     return sum(found.values())
-
-
-def _records(given: Numbered, options: CompareOptions, side: int) -> list[Record]:
-    steps = options.steps_of(side)
-    return [
-        r
-        for r in given.records
-        if (steps is None or r.key.step in steps) and (options.ranks is None or r.key.rank in options.ranks)
-    ]

@@ -2,27 +2,15 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
-from typing import Any
 
 from msgspec import Struct, structs
 
 from tapscope.comparator.finding import Side
+from tapscope.comparator.firings import Firing, Firings, FiringTable
 from tapscope.comparator.recipe import Recipe
 from tapscope.record import Record
+from tapscope.records import Records
 from tapscope.run import Run
-
-
-class Firing(Struct, frozen=True, gc=False):
-    """One firing of a site, on all ranks."""
-
-    step: int
-    turn: tuple[int, int]
-    """(micro-batch, occurrence) within the step."""
-    records: tuple[Record, ...]
-    """One a rank, in rank order."""
-    apart: frozenset[str] = frozenset()
-    """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
 
 
 class Series(Struct, frozen=True, gc=False):
@@ -35,7 +23,7 @@ class Series(Struct, frozen=True, gc=False):
     """Pipeline stage of the first firing."""
     seq: int
     """Of its first record."""
-    firings: tuple[Firing, ...]
+    firings: Sequence[Firing]
     recipe: Recipe | None = None
     """How its values are made of those of :attr:`sources`; None for a site as it was recorded."""
     sources: tuple["Series", ...] = ()
@@ -46,6 +34,31 @@ class Series(Struct, frozen=True, gc=False):
         return self.firings[0].records[0]
 
     @property
+    def dtype(self) -> str | None:
+        """Of the first record."""
+        return self.firings.kind.dtype if isinstance(self.firings, Firings) else self.first.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first record."""
+        return self.firings.kind.shape if isinstance(self.firings, Firings) else self.first.shape
+
+    @property
+    def hashes(self) -> list[str | None]:
+        """Of all records."""
+        if isinstance(self.firings, Firings):
+            return self.firings.hashes
+        return [record.hash for firing in self.firings for record in firing.records]
+
+    @property
+    def spans(self) -> list[tuple[str | None, int, int]]:
+        """(file, first byte, bytes) of the payloads of all records; no file without one."""
+        if isinstance(self.firings, Firings):
+            return self.firings.spans
+        entries = [record.entry for firing in self.firings for record in firing.records]
+        return [(None, 0, 0) if entry is None else (entry.file, entry.offset, entry.nbytes) for entry in entries]
+
+    @property
     def order(self) -> tuple[int, int]:
         """Its place in execution order."""
         return self.stage, self.seq
@@ -53,17 +66,19 @@ class Series(Struct, frozen=True, gc=False):
     @property
     def num_records(self) -> int:
         """Records on all ranks."""
+        if isinstance(self.firings, Firings):
+            return self.firings.num_records
         return sum([len(f.records) for f in self.firings])
 
     @property
     def is_tensor(self) -> bool:
         """Whether it holds tensors, and no plain values."""
-        return self.first.dtype is not None
+        return self.dtype is not None
 
     @property
     def is_float(self) -> bool:
         """Whether it holds floating-point tensors."""
-        return (self.first.dtype or "").startswith(("float", "bfloat"))
+        return (self.dtype or "").startswith(("float", "bfloat"))
 
 
 Key = tuple[tuple[str, str], str]
@@ -127,44 +142,23 @@ def _shared(sources: Sequence[Series]) -> set[tuple[int, tuple[int, int]]]:
     return set.intersection(*({(f.step, f.turn) for f in one.firings} for one in sources))
 
 
-def series_of(run: Run, records: Sequence[Record]) -> list[Series]:
+def series_of(run: Run, records: Records) -> list[Series]:
     """Group records into series, in execution order."""
-    piles: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        key = record.key
-        piles.setdefault((key.site, key.model, key.pass_), []).append(record)
+    if not records:
+        return []
     stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
+    groups: dict[tuple[str, str], tuple[str, str]] = {}  # equal ones are one object: there are as many as records
     found = []
-    shared: dict[tuple[object, ...], Any] = {}  # equal groups and turns are one object: there are as many as records
-    for (site, model, pass_), pile in piles.items():
-        firings = tuple(
-            [
-                Firing(step, shared.setdefault((micro, turn), (micro, turn)), ranks)
-                for (step, micro, turn), ranks in _by_turn(pile)
-            ]
-        )
-        first, group = firings[0].records[0], shared.setdefault((model, pass_), (model, pass_))
-        found.append(Series(site, group, stages.get(first.key.rank, 0), first.seq, firings))
+    for place, firings in FiringTable(records).series():
+        kind = records.kind_at(place)
+        group = groups.setdefault((kind.model, kind.pass_), (kind.model, kind.pass_))
+        found.append(Series(records.sites[place], group, stages.get(kind.rank, 0), records.seq_at(place), firings))
     return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
-
-
-def _by_turn(records: list[Record]) -> Iterator[tuple[tuple[int, int, int], tuple[Record, ...]]]:
-    """(step, micro-batch, occurrence) and the records of all ranks, in order."""
-    if len(records) == 1:
-        yield _turn(records[0]), tuple(records)
-        return
-    for turn, ranks in groupby(sorted(records, key=lambda r: (*_turn(r), r.key.rank)), _turn):
-        yield turn, tuple(ranks)
-
-
-def _turn(record: Record) -> tuple[int, int, int]:
-    key = record.key
-    return key.step, key.micro, key.occurrence
 
 
 def identity(series: Series | None) -> Hashable:
     """What is equal where the series hold equal values, by their hashes; None where one is not known."""
-    found = [r.hash for f in series.firings for r in f.records] if series else []
+    found = series.hashes if series else []
     if len(found) == 1:
         return found[0]
     return None if None in found or not found else tuple(found)

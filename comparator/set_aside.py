@@ -77,7 +77,7 @@ def _without_places(one: Examined, scores: str) -> Examined:
 
 
 def _is_of_choices(one: Examined, flip: Flip) -> bool:
-    return one.about.baseline is not None and one.about.baseline.shape[-1:] == (flip.width,)
+    return one.baseline is not None and one.baseline.shape[-1:] == (flip.width,)
 
 
 def _parent_site(site: str) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
+from tapscope.comparator.firings import Firing
 from tapscope.comparator.grids import SideRows
-from tapscope.comparator.series import Firing, Series
+from tapscope.comparator.series import Series
 from tapscope.dims import Dims
 from tapscope.record import Record
 

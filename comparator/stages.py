@@ -17,6 +17,7 @@ from tapscope.dims import parse
 from tapscope.errors import DimsError
 from tapscope.index import SiteInfo
 from tapscope.record import Record
+from tapscope.records import Records
 from tapscope.run import Run
 from tapscope.site import Glob
 
@@ -47,7 +48,7 @@ KINDS = (
 class Numbered(Struct, frozen=True):
     """A run's records with numbers that are the model's."""
 
-    records: list[Record]
+    records: Records
     sites: Mapping[str, SiteInfo]
     notes: tuple[str, ...] = ()
     """What was assumed, or could not be known."""
@@ -62,13 +63,13 @@ def numbered(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Numbered:
             found = _renumbered(run, kind, found, _replicated(found.records, kind.axis, given))
     if run.mesh.get("pp", 1) > 1:
         stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
-        found = structs.replace(found, records=passages(found.records, stage, _holders(found.records)))
+        found = structs.replace(found, records=Records(passages(found.records, stage, _holders(found.records))))
     return found
 
 
-def _holders(records: Iterable[Record]) -> set[str]:
+def _holders(records: Records) -> set[str]:
     """Paths of the modules around the layers, the root among them."""
-    lists = {match[1] for site in {r.key.site for r in records} if (match := KINDS[0].pattern.match(site))}
+    lists = {match[1] for site in set(records.sites) if (match := KINDS[0].pattern.match(site))}
     paths = {path.rstrip(".").rpartition(".")[0] for path in lists}
     return {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 2)}
 
@@ -118,7 +119,7 @@ def _renumbered(run: Run, kind: Kind, given: Numbered, replicated: set[str]) -> 
                 sites.setdefault(name, given.sites[record.key.site])
             record = record._replace(key=record.key._replace(site=name))
         records.append(record)
-    return Numbered(records, sites, (*given.notes, note))
+    return Numbered(Records(records), sites, (*given.notes, note))
 
 
 def _shifted(site: str, kind: Kind, start: int) -> str:

@@ -112,9 +112,10 @@ def account_of(run: Run) -> Account:
     phases: dict[str, list[int]] = defaultdict(list)
     for step, by_rank in run.steps.items():
         phases[by_rank[min(by_rank)].info.phase].append(step)
-    sites = {record.key.site for record in run.records}
+    records = list(run.records)
+    sites = set(run.records.sites)
     layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
-    entries = {(r.key.rank, r.entry) for r in run.records if r.entry is not None}
+    entries = {(r.key.rank, r.entry) for r in records if r.entry is not None}
     return Account(
         run=str(run.path),
         manifest=run.manifest,
@@ -123,14 +124,14 @@ def account_of(run: Run) -> Account:
         phases=dict(phases),
         num_sites=len(sites),
         layers=tuple(layers),
-        num_records=len(run.records),
-        num_with_values=sum(1 for r in run.records if r.entry is not None),
-        num_non_tensors=sum(1 for r in run.records if r.dtype is None),
+        num_records=len(records),
+        num_with_values=sum(1 for r in records if r.entry is not None),
+        num_non_tensors=sum(1 for r in records if r.dtype is None),
         nbytes=(nbytes := sum(entry.nbytes for _, entry in entries)),
-        shared_bytes=sum(r.entry.nbytes for r in run.records if r.entry is not None) - nbytes,
+        shared_bytes=sum(r.entry.nbytes for r in records if r.entry is not None) - nbytes,
         metrics=_metrics(run),
         events=_events(run),
-        odd=_odd(run.records),
+        odd=_odd(records),
         complete=ledger.complete,
         missing=ledger.sentences(),
     )

@@ -71,15 +71,16 @@ class RunSource:
         self.run, self._sizes = run, _sizes(run.path) if sizes is None else sizes
         run.records = filled(run, run.records)
         self._index: dict[tuple[int, int], list[Record]] = defaultdict(list)
-        for record in run.records:
+        records = list(run.records)
+        for record in records:
             self._index[record.key.step, record.key.rank].append(record)
-        self._firings = Counter(record.key._replace(occurrence=0) for record in run.records)
-        self.steps: tuple[int, ...] = tuple(sorted({r.key.step for r in run.records} | set(run.steps)))
+        self._firings = Counter(record.key._replace(occurrence=0) for record in records)
+        self.steps: tuple[int, ...] = tuple(sorted({r.key.step for r in records} | set(run.steps)))
         self.ranks: tuple[int, ...] = run.ranks
-        odd = (record for record in run.records if oddity_of(record))
+        odd = (record for record in records if oddity_of(record))
         self._odd = sorted(odd, key=_place)
         self._odd_places = [_place(record) for record in self._odd]
-        self.tree: SiteNode = build_tree(run.records)
+        self.tree: SiteNode = build_tree(records)
         self.header = self._header()
         self._digests: OrderedDict[Key, Digest] = OrderedDict()
         self._lock = Lock()
@@ -182,7 +183,7 @@ class RunSource:
 
     def hint(self) -> str:
         """Which sites there are, for an empty search."""
-        return describe_layers({record.key.site for record in self.run.records})
+        return describe_layers(set(self.run.records.sites))
 
     @property
     def is_open(self) -> bool:

@@ -16,6 +16,7 @@ from tapscope.kernels.native import summarize_array
 from tapscope.ledger import begin_line
 from tapscope.observe import RowRun, StepInfo
 from tapscope.record import Key, Record
+from tapscope.records import Records
 from tapscope.run import Run, open_run
 
 Array = np.ndarray[Any, Any]
@@ -131,7 +132,7 @@ class MemoryRun(Run):
         for (rank, part), coords in zip(parts.items(), places(mesh), strict=True):
             record = Record(Key("mlp:out", 0, rank), 0, part.dtype.name, part.shape, dims, None, *summarize_array(part))
             events = [Event(rank, "open", {"mesh": dict(mesh), "coords": coords})]
-            ranks[rank] = RankIndex(records=[record], begins={0: begin}, events=events)
+            ranks[rank] = RankIndex(records=Records([record]), begins={0: begin}, events=events)
         super().__init__(Path(), {"mesh": dict(mesh), "version": 2}, ranks)
         assert not self.problems
 

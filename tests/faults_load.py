@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 from fault_checks import check_damaged, check_values, check_whole, verify
 from fault_jobs import Ranks
 from fault_list import CannotTry, fault
@@ -94,5 +95,5 @@ def tiny_records(place: Path, rng: random.Random) -> None:
         assert code == 0, summary
         with open_run(ranks.run) as run:
             assert len(run.records) == 500 * 2 * (layers + 1)
-            run.records[:] = rng.sample(run.records, 2000)
+            run.records = run.records.take(np.array(rng.sample(range(len(run.records)), 2000)))
             check_values(run, ranks.specs[0])

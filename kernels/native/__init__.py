@@ -6,7 +6,7 @@ precision of a float32 block.
 
 from tapscope.kernels.native.channels import channel_sums
 from tapscope.kernels.native.compare import Compared, compare_rows, compare_strips
-from tapscope.kernels.native.filled import filled
+from tapscope.kernels.native.filled import fill, filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures, relative_l2
 from tapscope.kernels.native.overview import Overview, Overviews, overview, overviews
@@ -27,6 +27,7 @@ __all__ = [
     "compare_rows",
     "compare_strips",
     "digest_of",
+    "fill",
     "filled",
     "overview",
     "overviews",

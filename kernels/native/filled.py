@@ -1,27 +1,37 @@
 """Filled: statistics and digests of records whose source keeps the values alone."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tapscope.errors import RunCorruptError
 from tapscope.kernels.native.summary import summarize_array
+from tapscope.parts import Kind
 from tapscope.record import Record
+from tapscope.records import Records
 
 if TYPE_CHECKING:
     from tapscope.run import Run
 
 
-def filled(run: "Run", records: Iterable[Record]) -> list[Record]:
+def filled(run: "Run", records: Records) -> Records:
     """The records, with what their bytes tell where they have a payload and no hash: each such payload is read once.
 
     One that cannot be read stays as it is; whoever asks for its values is told.
     """
-    return [_fill(run, record) if record.hash is None and record.entry is not None else record for record in records]
+    if not len(records.which(_is_bare)):
+        return records
+    return Records(fill(run, record) for record in records)
 
 
-def _fill(run: "Run", record: Record) -> Record:
+def _is_bare(kind: Kind) -> bool:
+    return kind.file is not None and not kind.has_hash
+
+
+def fill(run: "Run", record: Record) -> Record:
+    """As :func:`filled`, of one."""
+    if record.hash is not None or record.entry is None:
+        return record
     try:
         found = summarize_array(np.ascontiguousarray(run.array(record)))
     except RunCorruptError:

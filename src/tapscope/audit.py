@@ -26,7 +26,7 @@ def audit(run: "Run", rank: int | None = None) -> Ledger:
 
 
 def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> None:
-    lines = Counter((rec.key.rank, rec.key.step) for rec in run.records if rec.key.rank in ranks)
+    lines = run.records.per_step()
     late = Counter((e.rank, e.fields.get("step")) for e in run.events() if _is_late_failure(e))
     for step, by_rank in sorted(run.steps.items()):
         for rank, line in sorted(by_rank.items()):

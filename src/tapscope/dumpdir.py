@@ -8,7 +8,7 @@ what was not written cannot be known, and the ledger says so.
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tapscope.observe import StepInfo
 from tapscope.payload import Array
 from tapscope.plain import leaves, plain_value
 from tapscope.record import Entry, Key, Record
+from tapscope.records import Records
 from tapscope.stored import Tensor, packed, view
 
 UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
@@ -103,7 +104,11 @@ class DumpPayloads:
         """Nothing: see :meth:`missing`."""
         return ""
 
-    def missing(self, records: Iterable[Record]) -> list[str]:
+    def suspects(self, records: Records) -> Sequence[Record]:
+        """None."""
+        return ()
+
+    def missing(self, records: Records) -> list[str]:
         """Nothing: every file was opened when the directory was read."""
         return []
 

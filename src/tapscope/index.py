@@ -8,8 +8,9 @@ from typing import Any
 from msgspec import Struct, field
 
 from tapscope import member, record
+from tapscope.ledger import StepLine, step_from_lines
 from tapscope.manifest import COMPACTED, INDEX, is_mesh
-from tapscope.record import Record
+from tapscope.records import Records
 
 
 class SiteInfo(Struct, frozen=True):
@@ -46,7 +47,7 @@ class Event(Struct, frozen=True):
 class RankIndex(Struct):
     """The parsed lines of one rank."""
 
-    records: list[Record] = field(default_factory=list)
+    records: Records = field(default_factory=Records)
     sites: dict[str, SiteInfo] = field(default_factory=dict)
     begins: dict[int, dict[str, Any]] = field(default_factory=dict)
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -56,6 +57,11 @@ class RankIndex(Struct):
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """What the source does not say of itself or leaves out, one sentence each."""
+
+    def take_records(self) -> Records:
+        """The records by seq; none are left here: there may be millions, and nobody needs them twice."""
+        found, self.records = self.records.in_order(), Records()
+        return found
 
 
 _decode = json.JSONDecoder().decode
@@ -67,10 +73,9 @@ def read_index(folder: Path, rank: int) -> RankIndex:
 
     index = RankIndex()
     path = folder / INDEX
-    parse = RecordLines(rank).parse
+    read = RecordLines(rank, index.records).read
     for number, line in _lines(path, index):
-        if (usual := parse(line)) is not None:
-            index.records.append(usual)
+        if read(line):
             continue
         try:
             _add(index, _decode(str(line, "utf-8")), rank)
@@ -79,6 +84,21 @@ def read_index(folder: Path, rank: int) -> RankIndex:
     for name, num_records in table_names(index.events).items():
         _add_table(index, folder / name, rank, num_records)
     return index
+
+
+def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
+    """step -> rank -> line, of all ranks; the lines of steps are used up, what is wrong with them is put to
+    ``problems``."""
+    steps: dict[int, dict[int, StepLine]] = {}
+    for rank, index in sorted(ranks.items()):
+        for step in list(index.begins):
+            begin = index.begins.pop(step)  # may hold a million token ids, which the step holds in less space
+            try:
+                line = step_from_lines(begin, index.ends.get(step), index.lates.get(step, ()))
+                steps.setdefault(step, {})[rank] = line
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
+    return dict(sorted(steps.items()))
 
 
 def table_names(events: Iterable[Event]) -> dict[str, int]:
@@ -96,7 +116,7 @@ def _add_table(index: RankIndex, path: Path, rank: int, num_records: int) -> Non
     except (OSError, ValueError, ImportError) as error:
         index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
         return
-    index.records += found
+    index.records.extend(found)
     if len(found) != num_records:
         index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
 
@@ -104,14 +124,14 @@ def _add_table(index: RankIndex, path: Path, rank: int, num_records: int) -> Non
 def _lines(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
     """Complete lines; a torn last one is what a killed writer leaves, and is said."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    index.problems.append(f"{path}:{number}: the last line is cut off and was left out")
+                elif len(line) > 1:
+                    yield number, line
     except OSError as error:
         index.problems.append(f"{path}: cannot be read: {error}")
-        return
-    lines = data.split(b"\n")
-    if lines[-1]:
-        index.problems.append(f"{path}:{len(lines)}: the last line is cut off and was left out")
-    yield from ((n, line) for n, line in enumerate(lines[:-1], 1) if line)
 
 
 def _add(index: RankIndex, line: Any, rank: int) -> None:

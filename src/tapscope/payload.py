@@ -1,7 +1,7 @@
 """Payloads: the bytes behind records, mapped from whatever files a source keeps them in."""
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,10 @@ import numpy as np
 from tapscope import dtypes
 from tapscope.errors import RunCorruptError
 from tapscope.manifest import segment_path
+from tapscope.member import MAX_COUNT
+from tapscope.parts import Kind
 from tapscope.record import Record
+from tapscope.records import Records
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +38,11 @@ class Payloads(Protocol):
         """Why the bytes of a record that has an entry cannot be there, without reading them; empty when they may be."""
         ...
 
-    def missing(self, records: Iterable[Record]) -> list[str]:
+    def suspects(self, records: Records) -> Sequence[Record]:
+        """Those of which :meth:`lacks` may say something."""
+        ...
+
+    def missing(self, records: Records) -> list[str]:
         """Files that are gone or too short for their records, one sentence each."""
         ...
 
@@ -132,16 +139,26 @@ class SegmentPayloads:
             )
         return ""
 
-    def missing(self, records: Iterable[Record]) -> list[str]:
+    def suspects(self, records: Records) -> Sequence[Record]:
+        """See :class:`Payloads`."""
+        offset, nbytes, size = records.offset, records.nbytes, records.of_kinds(self._size)
+        odd = (offset < 0) | (offset > size - nbytes) | (nbytes != records.of_kinds(_num_bytes))
+        return records.take(np.flatnonzero(odd & records.of_kinds(_has_payload)))
+
+    def _size(self, kind: Kind) -> int:
+        """Bytes of the file; -1 without one."""
+        if kind.file is None:
+            return -1
+        place = kind.rank, kind.file
+        if place not in self._sizes:
+            path = segment_path(self._run, *place)
+            self._sizes[place] = path.stat().st_size if path.is_file() else -1
+        return self._sizes[place]
+
+    def missing(self, records: Records) -> list[str]:
         """Segments that are gone or shorter than their records say; one look at each file."""
-        ends: dict[tuple[int, str], int] = {}
-        for record in records:
-            if (entry := record.entry) is not None:
-                place, end = (record.key.rank, entry.file), entry.offset + entry.nbytes
-                if end > ends.setdefault(place, 0):
-                    ends[place] = end
         problems = []
-        for place, end in ends.items():
+        for place, end in records.ends().items():
             file = segment_path(self._run, *place)
             size = file.stat().st_size if file.is_file() else None
             if size is None:
@@ -161,3 +178,16 @@ class SegmentPayloads:
         if place not in self._paths:
             self._paths[place] = segment_path(self._run, *place)
         return self._paths[place]
+
+
+def _has_payload(kind: Kind) -> bool:
+    return kind.file is not None
+
+
+def _num_bytes(kind: Kind) -> int:
+    """Of a payload; -1 for what there is no type or no memory for."""
+    try:
+        found = prod(kind.shape) * dtypes.itemsize(kind.dtype or "")
+    except RunCorruptError:
+        return -1
+    return found if found < MAX_COUNT else -1

@@ -5,19 +5,41 @@ times as long as this. Whatever is unusual about a line, or wrong, is left to :f
 also says what it is.
 """
 
+from operator import attrgetter
 from sys import intern
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tapscope.dtypes import NAMES
 from tapscope.member import MAX_AXES, MAX_COUNT
-from tapscope.record import FORWARD, Entry, Key, Record
-from tapscope.stats import Stats
+from tapscope.parts import Kind, digests_of, numbers_of
+from tapscope.record import FORWARD
+from tapscope.records import Records
 
 _Count = Annotated[int, Meta(ge=0, le=MAX_COUNT - 1)]
-_DTYPES = {name: name for name in NAMES}
+_Offset = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT - 1)]
+
+
+class _Stats(Struct):
+    count: _Count
+    nan: _Count
+    posinf: _Count
+    neginf: _Count
+    zeros: _Count
+    subnormals: _Count
+    min: float
+    max: float
+    absmax: float
+    sum: float
+    sumsq: float
+
+
+class _Entry(NamedTuple):
+    file: str
+    offset: _Offset
+    nbytes: _Count
 
 
 class _Line(Struct):
@@ -27,7 +49,7 @@ class _Line(Struct):
     seq: _Count
     site: str
     step: _Count
-    dtype: str
+    dtype: Literal[*NAMES]  # type: ignore[valid-type]  # which are not literals to a type checker
     shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_AXES)] = ()
     occurrence: _Count = 0
     micro: _Count = 0
@@ -36,8 +58,8 @@ class _Line(Struct):
     dims: str | None = None
     hash: str | None = None
     bag: str | None = None
-    stats: Stats | None = None
-    entry: Entry | None = None
+    stats: _Stats | None = None
+    entry: _Entry | None = None
     rows: UnsetType = UNSET
     slice: UnsetType = UNSET
     cap: UnsetType = UNSET
@@ -46,47 +68,35 @@ class _Line(Struct):
 
 
 _decode = msgspec.json.Decoder(_Line).decode
-_make = tuple.__new__  # what a NamedTuple's own does, in half the time
+_about = attrgetter(*Kind._fields[1:8])
 
 
 class RecordLines:
-    """Reads the record lines of one rank; equal shapes of theirs are one object."""
+    """Reads the record lines of one rank."""
 
-    __slots__ = ("_rank", "_shapes")
+    __slots__ = ("_add", "_rank")
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, into: Records) -> None:
         self._rank = rank
-        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._add = into.add
 
-    def parse(self, line: bytes) -> Record | None:
-        """The record of a line; None for any other line, and for one that wants a closer look."""
+    def read(self, line: bytes) -> bool:
+        """Whether the line is a record's; not for one that wants a closer look."""
         if not line.isascii():  # bytes that are no text are not noticed in members that are passed over
-            return None
+            return False
         try:
             found = _decode(line)
-            int(found.hash or "0", 16), int(found.bag or "0", 16)  # a ValueError for what is no hex number
         except (ValueError, RecursionError):
-            return None
-        dtype, stats, entry = _DTYPES.get(found.dtype), found.stats, found.entry
-        if dtype is None or _is_odd(found):
-            return None
-        site, step, model = intern(found.site), found.step, found.model
-        key = _make(Key, (site, step, self._rank, found.occurrence, found.micro, found.pass_, model))
-        if entry is not None:
-            entry = _make(Entry, (intern(entry.file), entry.offset, entry.nbytes))
-        shape = self._shapes.setdefault(found.shape, found.shape)
-        dims = None if found.dims is None else intern(found.dims)
-        return Record(key, found.seq, dtype, shape, dims, None, stats, found.hash, found.bag, entry)
+            return False
+        hash_, bag, stats = found.hash, found.bag, found.stats
+        digests = digests_of(hash_, bag)
+        if digests is None or not found.site.isascii():
+            return False
+        file, offset, nbytes = found.entry or _NO_ENTRY
+        kind = (self._rank, *_about(found), file, hash_ is not None, bag is not None, stats is not None)
+        counts, sums = numbers_of(stats)
+        self._add(kind, intern(found.site), found.step, found.seq, offset, nbytes, digests, counts, sums)
+        return True
 
 
-def _is_odd(found: _Line) -> bool:
-    """Whether a member is not what it must be, or may not be."""
-    stats, entry = found.stats, found.entry
-    return (
-        not found.site.isascii()
-        or (entry is not None and not 0 <= entry.nbytes < MAX_COUNT)
-        or (
-            stats is not None
-            and min(stats.count, stats.nan, stats.posinf, stats.neginf, stats.zeros, stats.subnormals) < 0
-        )
-    )
+_NO_ENTRY = None, 0, 0

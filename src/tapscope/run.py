@@ -1,7 +1,7 @@
 """Run: reading the directory of one observed execution (docs/format.md is normative)."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,12 @@ import numpy as np
 from tapscope.audit import audit
 from tapscope.errors import ConfigError, RuleError, RunCorruptError
 from tapscope.garbage import uncollected
-from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index
-from tapscope.ledger import Ledger, StepLine, step_from_lines
+from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, steps_of
+from tapscope.ledger import Ledger, StepLine
 from tapscope.manifest import MANIFEST, rank_dirs, read_manifest
 from tapscope.payload import Payloads, SegmentPayloads
 from tapscope.record import Record
+from tapscope.records import Records, joined
 from tapscope.site import Glob, describe_layers, layer_of
 from tapscope.table import table
 
@@ -38,8 +39,9 @@ class Run:
         self.ranks = tuple(sorted(ranks))
         """Ranks that wrote anything."""
         self._payloads = payloads or SegmentPayloads(path)
-        self.records: list[Record] = [r for rank in sorted(ranks) for r in sorted(ranks[rank].records, key=_seq)]
-        """Every record, by rank and then in the order they were taken."""
+        self.records = joined([ranks[rank].take_records() for rank in sorted(ranks)])
+        """Every record, by rank and then in the order they were taken. Each is made when it is asked for, in 2 us:
+        who goes over them many times makes a list of them."""
         self.sites: dict[str, SiteInfo] = {}
         for rank in sorted(ranks, reverse=True):
             self.sites.update(ranks[rank].sites)
@@ -48,7 +50,7 @@ class Run:
         """What the source of the run does not say of itself; see :class:`~tapscope.ledger.Ledger`."""
         self.problems += self._payloads.missing(self.records)
         self._assumed: dict[str, int] = {}
-        self.steps: dict[int, dict[int, StepLine]] = _steps(ranks, self.problems)
+        self.steps: dict[int, dict[int, StepLine]] = steps_of(ranks, self.problems)
         """step -> rank -> line."""
 
     def __enter__(self) -> "Run":
@@ -137,7 +139,7 @@ class Run:
         Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
         """
         wanted, unwanted = [Glob(g) for g in globs], [Glob(g) for g in skip]
-        sites = {r.key.site for r in self.records}
+        sites = set(self.records.sites)
         for glob in (*wanted, *unwanted):
             if not any(glob.matches(site) for site in sites):
                 hint = f"{describe_layers(sites)} (see: tapscope ls {self.path})"
@@ -150,14 +152,7 @@ class Run:
         if layers is not None:
             keep = set(layers)
             chosen = {site for site in chosen if layer_of(site.rpartition(":")[0]) in keep}
-        step_set, rank_set = (None if s is None else set(s) for s in (steps, ranks))
-        return [
-            r
-            for r in self.records
-            if r.key.site in chosen
-            and (step_set is None or r.key.step in step_set)
-            and (rank_set is None or r.key.rank in rank_set)
-        ]
+        return list(self.records.of(steps, ranks, chosen))
 
     def table(self) -> "pl.DataFrame":
         """Every record as a row of a polars frame, see :func:`tapscope.table.table`."""
@@ -188,6 +183,10 @@ class Run:
     def lacks(self, rec: Record) -> str:
         """Why the bytes of a record with a payload cannot be there, without reading them; empty when they may be."""
         return self._payloads.lacks(rec)
+
+    def suspects(self, records: Records) -> Sequence[Record]:
+        """Those of which :meth:`lacks` may say something, found among many without making each."""
+        return self._payloads.suspects(records)
 
     def tokens(self) -> dict[str, dict[int, int]]:
         """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
@@ -239,20 +238,3 @@ def open_run(path: str | Path) -> Run:
         manifest = read_manifest(path)
         ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
         return Run(path, manifest, ranks)
-
-
-def _steps(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
-    steps: dict[int, dict[int, StepLine]] = {}
-    for rank, index in sorted(ranks.items()):
-        for step in list(index.begins):
-            begin = index.begins.pop(step)  # may hold a million token ids, which the step holds in less space
-            try:
-                line = step_from_lines(begin, index.ends.get(step), index.lates.get(step, ()))
-                steps.setdefault(step, {})[rank] = line
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
-    return dict(sorted(steps.items()))
-
-
-def _seq(rec: Record) -> int:
-    return rec.seq

@@ -52,7 +52,7 @@ def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
     for run in (baseline, target):
         if not run.closed and not is_abandoned(run.path):
             diagnostics.warn(f"{run.path} is still open: what is compared is what had arrived")
-    sites = {r.key.site for r in baseline.records} | {r.key.site for r in target.records}
+    sites = {*baseline.records.sites, *target.records.sites}
     with diagnostics.progress(len(sites), "comparing") as advance:
         return compare(baseline, target, options, lambda done, total: advance(1))
 

@@ -37,13 +37,13 @@ class LsCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Print the list; 0 also when the run is empty, which is said."""
         from tapscope.dashboard.oddity import oddity_of
-        from tapscope.kernels.native import filled
+        from tapscope.kernels.native import fill
         from tapscope.run import open_run
 
         if args.limit is not None and args.limit < 1:
             raise UsageError(f"--limit {args.limit} shows nothing; give a number from 1 up")
         with open_run(args.path) as run:
-            found = filled(run, select(run, args))
+            found = [fill(run, record) for record in select(run, args)]
             if args.odd:
                 found = [record for record in found if oddity_of(record)]
             found.sort(key=_order(args.sort))

@@ -46,12 +46,12 @@ def select(run: "Run", args: argparse.Namespace) -> "list[Record]":
     Raises RuleError when a glob, a layer, a step or a rank matches nothing, or when nothing matches all of them.
     """
     layers, steps, ranks = (numbers(args, name) for name in ("layers", "steps", "ranks"))
-    _check_known(run, "step", steps, {r.key.step for r in run.records} | set(run.steps))
+    _check_known(run, "step", steps, {step for _, step in run.records.per_step()} | set(run.steps))
     _check_known(run, "rank", ranks, set(run.ranks))
     with _named("--site or --skip"):
         found = run.select(args.site, skip=args.skip, layers=layers, steps=steps, ranks=ranks)
     if not found and run.records and (args.site or args.skip or layers or steps or ranks):
-        hint = describe_layers({r.key.site for r in run.records})
+        hint = describe_layers(set(run.records.sites))
         raise RuleError(
             f"no record of {run.path} matches all of the selection flags; {hint} (see: tapscope ls {run.path})"
         )

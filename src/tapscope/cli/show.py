@@ -47,12 +47,12 @@ class ShowCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Print the tensor."""
         from tapscope.dashboard.rows import row_map
-        from tapscope.kernels.native import filled
+        from tapscope.kernels.native import fill
         from tapscope.run import open_run
 
         with open_run(args.path) as run:
             matches = find(run, args)
-            (record,) = filled(run, matches[:1])
+            record = fill(run, matches[0])
             if len(matches) > 1:
                 diagnostics.note(_others(matches))
             step = run.steps.get(record.key.step, {}).get(record.key.rank)

@@ -1,0 +1,142 @@
+"""Firings: those of all recorded series of a run, made when they are asked for: a million of them need not be held."""
+
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.parts import Kind
+from tapscope.record import Record
+from tapscope.records import Records
+
+Array = np.ndarray[Any, Any]
+_KEPT = 4096
+"""Firings that are kept for whoever asks again; more than pairs that are measured together have."""
+
+
+class Firing(Struct, frozen=True, gc=False):
+    """One firing of a site, on all ranks."""
+
+    step: int
+    turn: tuple[int, int]
+    """(micro-batch, occurrence) within the step."""
+    records: tuple[Record, ...]
+    """One a rank, in rank order."""
+    apart: frozenset[str] = frozenset()
+    """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
+
+
+class FiringTable:
+    """Where the firings of each series lie among the records of a run."""
+
+    def __init__(self, records: Records) -> None:
+        groups: dict[tuple[str, str], int] = {}
+        group = records.of_kinds(lambda kind: groups.setdefault((kind.model, kind.pass_), len(groups)))
+        known: dict[object, int] = {}
+        names = records.sites if len(groups) < 2 else zip(records.sites, group.tolist(), strict=True)
+        series = np.fromiter((known.setdefault(name, len(known)) for name in names), np.int64, len(records))
+        place = series, records.step, *records.of_kinds(lambda kind: (kind.micro, kind.occurrence)).T
+        order = np.lexsort((records.of_kinds(lambda kind: kind.rank), *place[::-1]))
+        new = np.array([column[order][1:] != column[order][:-1] for column in place])
+        self.records = records
+        self._order = array("q", order.tobytes())
+        self._first = _bounds(np.any(new, 0))
+        """Firing -> the first of its records in that order."""
+        self._series = array("q", np.searchsorted(self._first, np.frombuffer(_bounds(new[0]), np.int64)).tobytes())
+        """Series -> its first firing."""
+        self._kept: dict[int, Firing] = {}
+
+    def series(self) -> "Iterator[tuple[int, Firings]]":
+        """(place of its first record, its firings) of each series."""
+        for at in range(len(self._series) - 1):
+            yield self._order[self._first[self._series[at]]], Firings(self, at)
+
+    def bounds(self, series: int) -> tuple[int, int]:
+        """Its first firing, and the one behind its last."""
+        return self._series[series], self._series[series + 1]
+
+    def num_records(self, series: int) -> int:
+        """Of all its firings."""
+        return self._first[self._series[series + 1]] - self._first[self._series[series]]
+
+    def places(self, series: int) -> "array[int]":
+        """Those of its records, one firing after the other."""
+        first, end = self.bounds(series)
+        return self._order[self._first[first] : self._first[end]]
+
+    def firing(self, at: int) -> Firing:
+        """One firing."""
+        found = self._kept.get(at)
+        if found is None:
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            found = self._kept[at] = self._made(at)
+        return found
+
+    def _made(self, at: int) -> Firing:
+        places = self._order[self._first[at] : self._first[at + 1]]
+        records = tuple([self.records[place] for place in places])
+        key = records[0].key
+        return Firing(key.step, (key.micro, key.occurrence), records)
+
+
+class Firings(Sequence[Firing]):
+    """Those of one recorded series, by step, micro-batch and occurrence."""
+
+    __slots__ = ("_at", "_table")
+
+    def __init__(self, table: FiringTable, at: int) -> None:
+        self._table, self._at = table, at
+
+    @property
+    def num_records(self) -> int:
+        """Of all of them."""
+        return self._table.num_records(self._at)
+
+    @property
+    def kind(self) -> Kind:
+        """Of the first record."""
+        return self._table.records.kind_at(self._table.places(self._at)[0])
+
+    @property
+    def hashes(self) -> list[str | None]:
+        """Of all records."""
+        return list(map(self._table.records.hash_at, self._table.places(self._at)))
+
+    @property
+    def spans(self) -> list[tuple[str | None, int, int]]:
+        """(file, first byte, bytes) of the payloads of all records; no file without one."""
+        return list(map(self._table.records.span_at, self._table.places(self._at)))
+
+    @property
+    def form(self) -> tuple[Hashable, ...] | None:
+        """Equal for series whose firings are each one record, and alike but for values and sites; None for others."""
+        forms = tuple(map(self._table.records.form_at, self._table.places(self._at)))
+        return forms if None not in forms and len(forms) == len(self) else None
+
+    @overload
+    def __getitem__(self, index: int) -> Firing: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Firing, ...]: ...
+    def __getitem__(self, index: int | slice) -> Firing | tuple[Firing, ...]:
+        here = range(*self._table.bounds(self._at))[index]
+        return tuple(map(self._table.firing, here)) if isinstance(here, range) else self._table.firing(here)
+
+    def __len__(self) -> int:
+        first, end = self._table.bounds(self._at)
+        return end - first
+
+    def __iter__(self) -> Iterator[Firing]:
+        return map(self._table.firing, range(*self._table.bounds(self._at)))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _bounds(new: Array) -> "array[int]":
+    """Where runs of what is alike begin, of whose items but the first some are ``new``, and where the last ends."""
+    return array("q", np.concatenate(([0], np.flatnonzero(new) + 1, [len(new) + 1])).tobytes())

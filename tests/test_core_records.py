@@ -1,0 +1,113 @@
+"""Records held as columns are the records that were put in, whatever these are."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.comparator.series import Series, identity, series_of
+from tapscope.record import BACKWARD, FORWARD, Entry, Key, Record, Slice
+from tapscope.records import Records, joined
+from tapscope.run import Run
+from tapscope.stats import Stats
+
+_counts = st.integers(0, 3)
+_sums = st.sampled_from([0.0, -0.0, 1.5, 3, float("inf"), 1 << 70])
+_records = st.builds(
+    Record,
+    st.builds(
+        Key,
+        st.sampled_from(["a.0:out", "a.1:out", ":in[x]"]),
+        _counts,
+        st.integers(0, 1),
+        _counts,
+        _counts,
+        st.sampled_from([FORWARD, BACKWARD]),
+        st.sampled_from(["", "draft"]),
+    ),
+    st.integers(0, 1 << 40),
+    st.sampled_from(["float32", "int64", None]),
+    st.sampled_from([(), (2, 3), (0,)]),
+    st.sampled_from([None, "t h"]),
+    st.none() | st.just(((0, 2),)),
+    st.none()
+    | st.builds(
+        Stats,
+        *[_counts] * 5,
+        st.sampled_from([0, 1 << 80]),
+        *[st.none() | _sums] * 3,
+        _sums,
+        _sums,
+    ),
+    st.sampled_from([None, "0f" * 16, "0F" * 16, "1", "_" * 3]),
+    st.sampled_from([None, "ab" * 8, "0xab"]),
+    st.none() | st.builds(Entry, st.sampled_from(["a", "b"]), st.sampled_from([0, 64, -3, 1 << 70]), _counts),
+    st.none() | st.just({"type": "str", "value": "x"}),
+    st.none() | st.just(Slice((0, 1, 1), (2, 2))),
+    st.none() | st.just(5),
+    st.none() | st.just({"tag": 1}),
+)
+_lists = st.lists(_records, max_size=6)
+
+
+def _same(found: Any, wanted: list[Record]) -> None:
+    """Equal, and of the same types to the last sign."""
+    assert repr(list(found)) == repr(wanted)
+    assert found == wanted
+    assert len(found) == len(wanted)
+
+
+@settings(deadline=None)
+@given(_lists, _lists, st.data())
+def test_records_come_back_as_they_are_however_they_are_taken(
+    one: list[Record], two: list[Record], data: st.DataObject
+) -> None:
+    both = joined([Records(one), Records(two)])
+    every = [*one, *two]
+    _same(both, every)
+    start, stop, step = (data.draw(st.none() | st.integers(-7, 7)) for _ in range(3))
+    _same(both[start : stop : step or None], every[start : stop : step or None])
+    places = data.draw(st.lists(st.integers(0, len(every) - 1))) if every else []
+    _same(both.take(np.array(places, np.int64)), [every[at] for at in places])
+    _same(both.in_order(), sorted(every, key=lambda record: record.seq))
+    _same(
+        both.of({0, 1}, {1}, {"a.0:out"}),
+        [r for r in every if r.key.step < 2 and r.key.rank == 1 and r.key.site == "a.0:out"],
+    )
+    assert both.per_step() == Counter((r.key.rank, r.key.step) for r in every)
+    assert [both.hash_at(at) for at in range(len(both))] == [r.hash for r in every]
+    with pytest.raises(IndexError, match=f"no record {len(every)} among {len(every)}"):
+        both[len(every)]
+
+
+@settings(deadline=None)
+@given(_lists)
+def test_the_ends_of_files_are_those_of_their_last_payloads(some: list[Record]) -> None:
+    ends: dict[tuple[int, str], int] = {}
+    for record in some:
+        if (entry := record.entry) is not None and entry.offset < 1 << 63:
+            place = record.key.rank, entry.file
+            ends[place] = max(ends.get(place, 0), entry.offset + entry.nbytes)
+    known = {place for place, end in ends.items() if end}
+    found = Records(some).ends()
+    assert {place: found[place] for place in known} == {place: ends[place] for place in known}
+
+
+@settings(deadline=None)
+@given(_lists)
+def test_series_hold_each_record_once_and_tell_of_it_what_it_tells(some: list[Record]) -> None:
+    series = series_of(Run(Path(), {"version": 2}, {}), Records(some))
+    held = [record for one in series for firing in one.firings for record in firing.records]
+    assert Counter(map(repr, held)) == Counter(map(repr, some))
+    for one in series:
+        records = [record for firing in one.firings for record in firing.records]
+        made = Series(one.site, one.group, one.stage, one.seq, tuple(one.firings))
+        assert {(r.key.site, r.key.model, r.key.pass_) for r in records} == {(one.site, *one.group)}
+        assert [(f.step, f.turn) for f in one.firings] == sorted({(f.step, f.turn) for f in one.firings})
+        for told in ("dtype", "shape", "hashes", "num_records", "first"):
+            assert repr(getattr(one, told)) == repr(getattr(made, told))
+        assert identity(one) == identity(made)
