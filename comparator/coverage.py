@@ -128,10 +128,29 @@ def _left_out(examined: Sequence[Examined]) -> list[str]:
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
     return [
-        f"{count:,} token rows of {run.name} were never computed by {other.name}"
+        f"{count:,} token rows of {run.name} were never computed by {other.name}{_cached(run, other)}"
         for run, other, count in zip(runs, runs[::-1], rows.num_unaligned, strict=True)
         if count
     ]
+
+
+def _cached(run: Run, other: Run) -> str:
+    """Which request of the other run begins late, as behind a prefix that was computed before."""
+    whole, begun = _beginnings(run), _beginnings(other)
+    late = next((name for name, start in begun.items() if whole.get(name, start) < start), None)
+    if late is None:
+        return ""
+    where = f"request {late} begins at position {begun[late]} there"
+    return f" ({where}, as behind a cached prefix: dump without prefix caching)"
+
+
+def _beginnings(run: Run) -> dict[str, int]:
+    """Request -> the first position that was computed of it."""
+    found: dict[str, int] = {}
+    for lines in run.steps.values():
+        for row in (row for line in lines.values() for row in line.info.rows):
+            found[row.request] = min(found.get(row.request, row.position), row.position)
+    return found
 
 
 def _prompts(forks: Sequence[Fork]) -> list[str]:

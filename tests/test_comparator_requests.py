@@ -170,6 +170,16 @@ def test_a_cached_prefix_leaves_the_other_rows_comparable(tmp_path: Path) -> Non
             assert not any(f.verdict.is_bad for f in report.findings)
 
 
+def test_a_request_that_begins_behind_a_cached_prefix_is_the_reason_that_is_given(tmp_path: Path) -> None:
+    text = list(range(20, 40))
+    with record(tmp_path / "b", [[("a", 0, 0, text)]]) as one, RunFactory(tmp_path / "t") as run:
+        run.step(grid=(8,), rows=[RowRun("a", 12, 8, 0, 0)], token_ids=text[12:])
+        run.put("norm:out", one.array(one.records[0])[12:].copy(), dims="t h")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        (said,) = compare(one, two).coverage.partial
+    assert said.startswith("12 token rows of b were never computed by t (request a begins at position 12 there")
+
+
 def test_positions_counted_from_elsewhere_align_by_tokens(tmp_path: Path) -> None:
     text = [3, 1, 4, 1, 5]
     with record(tmp_path / "b", [[("0", 0, 0, text)]]) as one, RunFactory(tmp_path / "t") as run:
