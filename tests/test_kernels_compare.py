@@ -131,6 +131,48 @@ def test_every_two_codes_of_eight_bits_are_told_apart(kind, dtype):
         check(compare_rows(a, b), a, b)
 
 
+NARROW = [name for name in PLAIN if name.startswith("float8") and name != "float8_e8m0fnu"]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_distance_of_any_two_codes_is_placed(kind, dtype):
+    one, two = (side.astype(np.uint8).reshape(-1, 1) for side in divmod(np.arange(65536), 256))
+    a, b = (np.hstack([np.zeros_like(side), side]).view(dtypes.numpy_dtype(dtype)) for side in (one, two))
+    wide = [side[:, 1].astype(np.float64) for side in (a, b)]
+    finite = np.isfinite(wide[0]) & np.isfinite(wide[1])
+    found, distance = compare_rows(a, b), np.abs(wide[0][finite] - wide[1][finite])
+    np.testing.assert_allclose(found.max_abs[finite], distance, rtol=1e-7, atol=0)
+    np.testing.assert_array_equal(found.argmax[finite], distance > 0)
+    np.testing.assert_array_equal(found.equal[finite], 2 - (distance > 0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(NARROW),
+    st.one_of(st.integers(1, 200), st.integers(1, 20000)),
+    st.integers(0, 63),
+    st.sampled_from([0.0, 0.001, 0.1, 1.0]),
+    st.sampled_from([0.0, 0.5]),
+    st.integers(0, 2**32 - 1),
+)
+def test_floats_of_eight_bits_differ_anywhere_and_anyhow(dtype, width, offset, share, zeros, seed):
+    rng, scalar = np.random.default_rng(seed), dtypes.numpy_dtype(dtype)
+    finite = np.arange(256, dtype=np.uint8)
+    finite = finite[np.isfinite(finite.view(scalar).astype(np.float64))]
+    naught = finite[finite.view(scalar).astype(np.float64) == 0]  # where the format has two, both are equal
+    left = np.where(rng.random((3, width)) < zeros, rng.choice(naught, (3, width)), rng.choice(finite, (3, width)))
+    other = np.where(left & 0x7F, left, rng.choice(naught, (3, width)))
+    right = np.where(rng.random((3, width)) < share, rng.choice(finite, (3, width)), other)
+    a, b = (np.frombuffer(bytes(offset) + side.tobytes(), scalar, offset=offset).reshape(3, -1) for side in (left, right))
+    distance = np.abs(a.astype(np.float64) - b.astype(np.float64)).astype(np.float32)
+    for kind in ("numpy", backend()[0]):
+        with use_backend(kind):
+            got = compare_rows(a, b)
+        check(got, a, b)
+        if kind == "c++":
+            assert got.argmax.tolist() == distance.argmax(axis=1).tolist()
+
+
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-12, 1e12, 1e30, 3e38])
 def test_extreme_magnitudes_neither_overflow_nor_vanish(kind, scale):
     x = (np.random.default_rng(0).uniform(-1, 1, (2, 3000)) * scale).astype(np.float32)

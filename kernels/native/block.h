@@ -30,6 +30,7 @@ TS_TARGET TS_INLINE void add_pair(const uint8_t* a, const uint8_t* b, const Tole
 template <class A, class B, class L>
 TS_TARGET TS_INLINE void add_pairs(const Sides& s, int64_t start, int64_t end, const Tolerance& t, L* lanes) {
     constexpr int64_t kA = sizeof(typename A::Bits), kB = sizeof(typename B::Bits);
+    if constexpr (kA == 1 && kB == 1) fetch_ahead(s, start, end);
     for (int64_t i = start; i < end; i += kPair<A, B>) add_pair<A, B>(s.baseline + i * kA, s.target + i * kB, t, lanes);
 }
 
@@ -48,14 +49,14 @@ TS_TARGET TS_INLINE void add_up(const Sides& s, const Tolerance& t, L* lanes) {
     int64_t start = 0;
     for (; start + kStretch <= s.count; start += kStretch) {
         add_pairs<A, B>(s, start, start + kStretch, t, lanes);
-        lanes->end_stretch(start);
+        lanes->distances.end_stretch(start);
         if ((start + kStretch) % kBlock == 0) lanes->carry();
     }
     if (start < s.count) {
         const int64_t end = s.count / kPair<A, B> * kPair<A, B>;
         add_pairs<A, B>(s, start, end, t, lanes);
         if (end < s.count) add_rest<A, B>(s, end, t, lanes);
-        lanes->end_stretch(start);
+        lanes->distances.end_stretch(start);
     }
 }
 
@@ -147,16 +148,16 @@ TS_TARGET TS_INLINE bool real_block(const Sides& sides, const Tolerance& toleran
     const Tolerance t = tolerance;
     Lanes<Real, kTolerance> lanes;
     add_up<A, B>(s, t, &lanes);
-    const Real most = folded<Real>(lanes.most, Larger{});
-    const double base = lanes.base.total(), target = lanes.target.total();
+    const Real most = lanes.distances.largest();
+    const double base = lanes.products.base.total(), target = lanes.products.target.total();
     if (!is_safe<A>(base, s.baseline, s.count) || !is_safe<B>(target, s.target, s.count)) return false;
     if (sizeof(Real) == 4 && most != 0 && !(most >= kSafeLow && most <= kSafeHigh)) return false;
     const int64_t unequal = lanes.unequal.total();
-    row->sum_abs += lanes.sum_abs.total();
-    row->sum_sq_diff += lanes.diff.total();
+    row->sum_abs += lanes.distances.sum_abs.total();
+    row->sum_sq_diff += lanes.distances.diff.total();
     row->sum_sq_baseline += base;
     row->sum_sq_target += target;
-    row->dot += lanes.dot.total();
+    row->dot += lanes.products.dot.total();
     row->finite += s.count;
     row->equal += s.count - unequal;
     if constexpr (kTolerance) {
@@ -167,7 +168,7 @@ TS_TARGET TS_INLINE bool real_block(const Sides& sides, const Tolerance& toleran
     }
     if (most > row->max_abs) {
         row->max_abs = most;
-        row->argmax = s.column + place_of<A, B>(s, lanes.first_at(most, s.count), most);
+        row->argmax = s.column + place_of<A, B>(s, lanes.distances.first_at(most, s.count), most);
     }
     return true;
 }

@@ -1,4 +1,4 @@
-// Integers of eight bits compared exactly: distances fit eight bits without a sign, products sixteen.
+// Integers of eight bits compared exactly: distances fit eight bits without a sign, products sixteen. Truth values.
 //
 // Included once for each length of the processor's vectors, after lanes.h.
 
@@ -79,14 +79,6 @@ TS_TARGET TS_INLINE Bytes distance_of(Bytes a, Bytes b) {
     }
 }
 
-// The bytes of T; of bool any that is not zero is one.
-template <class T>
-TS_TARGET TS_INLINE Bytes read_bytes(const uint8_t* bytes) {
-    const Bytes x = load<Bytes>(bytes, 0);
-    if constexpr (std::is_same_v<T, bool>) return x < 1 ? x : Bytes{} + 1;
-    return x;
-}
-
 struct ByteLanes {
     Ints base = Ints{}, target = Ints{}, diff = Ints{};  // squares; those of a piece fit 31 bits
     Longs sum_abs = Longs{};
@@ -117,12 +109,12 @@ template <class T>
 TS_TARGET TS_INLINE void add_bytes(const Sides& s, int64_t start, int64_t end, ByteLanes* lanes) {
     int64_t i = start;
     for (; i + TS_VECTOR <= end; i += TS_VECTOR) {
-        lanes->add<T>(read_bytes<T>(s.baseline + i), read_bytes<T>(s.target + i));
+        lanes->add<T>(load<Bytes>(s.baseline + i, 0), load<Bytes>(s.target + i, 0));
     }
     if (i == end) return;
     const size_t rest = static_cast<size_t>(end - i);
     const Padded<TS_VECTOR> a(s.baseline + i, rest), b(s.target + i, rest);
-    lanes->add<T>(read_bytes<T>(a.bytes), read_bytes<T>(b.bytes));
+    lanes->add<T>(load<Bytes>(a.bytes, 0), load<Bytes>(b.bytes, 0));
     lanes->equal -= TS_VECTOR - static_cast<int64_t>(rest);
 }
 
@@ -131,7 +123,7 @@ template <class T>
 TS_TARGET TS_INLINE int64_t place_of_byte(const Sides& s, int64_t start, uint8_t distance) {
     int64_t i = start;
     for (; i + TS_VECTOR <= s.count; i += TS_VECTOR) {
-        const Bytes here = distance_of<T>(read_bytes<T>(s.baseline + i), read_bytes<T>(s.target + i));
+        const Bytes here = distance_of<T>(load<Bytes>(s.baseline + i, 0), load<Bytes>(s.target + i, 0));
         if (const uint64_t found = same_bytes(here, Bytes{} + distance)) return i + __builtin_ctzll(found);
     }
     for (; i < s.count; ++i) {
@@ -175,6 +167,43 @@ TS_TARGET TS_INLINE bool byte_block_of(Byte<T>, const Sides& sides, Row* row) {
         row->max_abs = most;
         row->argmax = s.column + place_of_byte<T>(s, where, most);
     }
+    return true;
+}
+
+// Truth values as bits: any byte that is not zero is one.
+struct BitCounts {
+    int64_t base = 0, target = 0, both = 0, first = -1;  // first: element that differs; -1: none
+
+    TS_TARGET TS_INLINE void add(int64_t start, Bytes a, Bytes b) {
+        const uint64_t x = kAllBytes ^ same_bytes(a, Bytes{}), y = kAllBytes ^ same_bytes(b, Bytes{});
+        base += __builtin_popcountll(x), target += __builtin_popcountll(y), both += __builtin_popcountll(x & y);
+        if (x != y && first < 0) first = start + __builtin_ctzll(x ^ y);
+    }
+};
+
+TS_TARGET TS_INLINE bool byte_block_of(Byte<bool>, const Sides& sides, Row* row) {
+    const Sides s = sides;
+    BitCounts counts;
+    int64_t i = 0;
+    for (; i + TS_VECTOR <= s.count; i += TS_VECTOR) {
+        counts.add(i, load<Bytes>(s.baseline + i, 0), load<Bytes>(s.target + i, 0));
+    }
+    if (i < s.count) {
+        const size_t rest = static_cast<size_t>(s.count - i);
+        const Padded<TS_VECTOR> a(s.baseline + i, rest), b(s.target + i, rest);
+        counts.add(i, load<Bytes>(a.bytes, 0), load<Bytes>(b.bytes, 0));
+    }
+    const int64_t unequal = counts.base + counts.target - 2 * counts.both;
+    const double differ = static_cast<double>(unequal), most = unequal > 0;
+    row->sum_abs += differ;
+    row->sum_sq_diff += differ;
+    row->sum_sq_baseline += static_cast<double>(counts.base);
+    row->sum_sq_target += static_cast<double>(counts.target);
+    row->dot += static_cast<double>(counts.both);
+    row->finite += s.count;
+    row->equal += s.count - unequal;
+    row->over += unequal;
+    if (most > row->max_abs) row->max_abs = most, row->argmax = s.column + (unequal > 0 ? counts.first : 0);
     return true;
 }
 

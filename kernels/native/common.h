@@ -30,6 +30,7 @@
 #define TS_AVX2 __attribute__((target("arch=x86-64-v3")))            // 32-byte vectors, where kAvx2
 #define TS_WIDE __attribute__((target("arch=x86-64-v4")))            // 64-byte vectors, where kWide
 #define TS_DOT __attribute__((target("arch=x86-64-v4,avx512vnni")))  // and sums of products, where kDot
+#define TS_CODES __attribute__((target("arch=x86-64-v4,avx512vbmi,avx512vbmi2,avx512bf16")))  // codes.h, where kCodes
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // gcc's own header reads a variable whose value does not matter
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -84,7 +85,7 @@ TS_INLINE T load(const uint8_t* bytes, int64_t index) {  // any alignment
 #ifdef TS_WIDE
 inline const bool kAvx2 = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-v3"));
 #ifdef TS_NARROW
-constexpr bool kWide = false, kDot = false;
+constexpr bool kWide = false, kDot = false, kCodes = false;
 #else
 inline bool is_held_narrow() {  // see _VARIABLE in library.py; clones are the loader's choice, which nothing holds back
     const char* setting = std::getenv("TAPSCOPE_NATIVE");
@@ -92,6 +93,8 @@ inline bool is_held_narrow() {  // see _VARIABLE in library.py; clones are the l
 }
 inline const bool kWide = kAvx2 && __builtin_cpu_supports("x86-64-v4") && !is_held_narrow();
 inline const bool kDot = kWide && __builtin_cpu_supports("avx512vnni");
+inline const bool kCodes = kWide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+                           __builtin_cpu_supports("avx512bf16");
 #endif
 #endif
 

@@ -3,112 +3,13 @@
 // Fast ways, chosen per pair of dtypes: sums in float32, in double, or of integers of eight bits; where such a block
 // cannot be trusted it is redone in double with care. Two integers of which one has 64 bits are compared exactly.
 
+#include "blocks.h"
 #include "careful.h"
 #include "formats.h"
 #include "group.h"
 
-#ifdef TS_WIDE
-#define TS_VECTOR 64
-#define TS_VECTORS vectors64
-#define TS_TARGET TS_WIDE
-#include "vectors.h"
-#include "elements.h"
-#include "lanes.h"
-#include "byte_lanes.h"
-#include "block.h"
-#undef TS_VECTOR
-#undef TS_VECTORS
-#undef TS_TARGET
-#define TS_VECTOR 32
-#define TS_VECTORS vectors32
-#define TS_TARGET TS_AVX2
-#include "vectors.h"
-#include "elements.h"
-#include "lanes.h"
-#include "byte_lanes.h"
-#include "block.h"
-#undef TS_VECTOR
-#undef TS_VECTORS
-#undef TS_TARGET
-#endif
-#define TS_VECTOR 16
-#define TS_VECTORS vectors16
-#define TS_TARGET
-#include "vectors.h"
-#include "elements.h"
-#include "lanes.h"
-#include "byte_lanes.h"
-#include "block.h"
-
 namespace ts {
 namespace {
-
-// ---- fast blocks
-
-// False, with the row untouched, where the block must be done in double.
-using FastBlock = bool (*)(const Sides&, const Tolerance&, Row*);
-
-// A target is written out rather than cloned, because a clone is made too late to keep such wide vectors in registers.
-#ifdef TS_WIDE
-template <class A, class B, bool kTolerance>
-TS_WIDE bool wide_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return vectors64::fast_block<A, B, kTolerance>(sides, t, row);
-}
-
-template <class A, class B, bool kTolerance>
-TS_AVX2 bool avx2_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return vectors32::fast_block<A, B, kTolerance>(sides, t, row);
-}
-#endif
-
-template <class A, class B, bool kTolerance>
-bool plain_block(const Sides& sides, const Tolerance& t, Row* row) {
-    return vectors16::fast_block<A, B, kTolerance>(sides, t, row);
-}
-
-template <class A, class B, bool kTolerance>
-FastBlock for_this_processor() {
-#ifdef TS_WIDE
-    if (kWide) return wide_block<A, B, kTolerance>;
-    if (kAvx2) return avx2_block<A, B, kTolerance>;
-#endif
-    return plain_block<A, B, kTolerance>;
-}
-
-template <class A, class B = A>
-FastBlock fast_block_of(bool any_tolerance) {
-    return any_tolerance ? for_this_processor<A, B, true>() : for_this_processor<A, B, false>();
-}
-
-// Formats that are widened first where there is a tolerance, so that there is less to compile.
-template <class F>
-FastBlock block_without_tolerance(bool any_tolerance) {
-    return any_tolerance ? nullptr : for_this_processor<F, F, false>();
-}
-
-// What reads both sides as they lie, or null.
-FastBlock fast_block_of(int a, int b, bool any_tolerance) {
-    if (a == kFloat32 && b == kFloat16) return fast_block_of<Float32, Float16>(any_tolerance);
-    if (a == kFloat16 && b == kFloat32) return fast_block_of<Float16, Float32>(any_tolerance);
-    if (a == kFloat32 && b == kBFloat16) return fast_block_of<Float32, BFloat16>(any_tolerance);
-    if (a == kBFloat16 && b == kFloat32) return fast_block_of<BFloat16, Float32>(any_tolerance);
-    if (a != b) return nullptr;
-    switch (a) {
-        case kFloat64: return fast_block_of<Float64>(any_tolerance);
-        case kFloat32: return fast_block_of<Float32>(any_tolerance);
-        case kFloat16: return fast_block_of<Float16>(any_tolerance);
-        case kBFloat16: return fast_block_of<BFloat16>(any_tolerance);
-        case kFloat8E4M3: return block_without_tolerance<E4M3>(any_tolerance);
-        case kFloat8E5M2: return block_without_tolerance<E5M2>(any_tolerance);
-        case kInt64: return block_without_tolerance<SmallInt64>(any_tolerance);
-        case kInt32: return block_without_tolerance<Int32>(any_tolerance);
-        case kInt16: return block_without_tolerance<Int16>(any_tolerance);
-        case kInt8: return block_without_tolerance<Byte<int8_t>>(any_tolerance);
-        case kUint8: return block_without_tolerance<Byte<uint8_t>>(any_tolerance);
-        case kBool: return block_without_tolerance<Byte<bool>>(any_tolerance);
-        default: return nullptr;
-    }
-}
 
 // ---- widening, and what is exact
 
@@ -149,7 +50,7 @@ class Comparison {
         if (as_float || !fits_float(a) || !fits_float(b)) block_ = fast_block_of(a, b, any);
         if (block_) return;
         common_ = as_float ? kFloat32 : kFloat64, piece_ = kRoom;
-        block_ = as_float ? fast_block_of<Float32>(any) : fast_block_of<Float64>(any);
+        block_ = fast_block_of(common_, common_, any);
     }
 
     void row(const uint8_t* baseline, const uint8_t* target, int64_t width, Row* row) {

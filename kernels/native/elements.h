@@ -95,9 +95,31 @@ struct Two {
     Reals<typename F::Value> first, second;
 };
 
+// Floats of eight bits are put where a bfloat16 has them, two to a word.
+template <class F>
+TS_TARGET TS_INLINE Two<F> read_narrow(const uint8_t* bytes) {
+    typedef int16_t Places __attribute__((vector_size(TS_VECTOR)));
+    constexpr int16_t kKept = static_cast<int16_t>(F::kKept >> 16);
+#if TS_VECTOR == 64
+    const Places codes = reinterpret_cast<Places>(_mm512_cvtepi8_epi16(load<__m256i>(bytes, 0)));
+#elif TS_VECTOR == 32
+    const Places codes = reinterpret_cast<Places>(_mm256_cvtepi8_epi16(load<__m128i>(bytes, 0)));
+#else
+    typedef int8_t Codes __attribute__((vector_size(TS_VECTOR / 2)));
+    const Places codes = __builtin_convertvector(load<Codes>(bytes, 0), Places);
+#endif
+    const Words words = reinterpret_cast<Words>(codes << (F::kShift - 16) & kKept);
+    return {reinterpret_cast<Floats>(words << 16) * F::kScale,
+            reinterpret_cast<Floats>(words & 0xFFFF0000u) * F::kScale};
+}
+
 template <class F>
 TS_TARGET TS_INLINE Two<F> read_two(const uint8_t* bytes) {
-    return {widened<F>(bytes), widened<F>(bytes + kLanes<typename F::Value> * sizeof(typename F::Bits))};
+    if constexpr (sizeof(typename F::Bits) == 1) {
+        return read_narrow<F>(bytes);
+    } else {
+        return {widened<F>(bytes), widened<F>(bytes + kLanes<typename F::Value> * sizeof(typename F::Bits))};
+    }
 }
 
 // Two neighbours of bfloat16 lie in one 32-bit word, which is cheaper than widening each.

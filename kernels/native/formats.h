@@ -19,7 +19,7 @@ using SmallInt64 = Whole<int64_t, double>;  // below kSmall
 
 constexpr uint64_t kSmall = uint64_t(1) << 51;  // magnitudes that SmallInt64 reads, see widened in elements.h
 
-// One of the integers of eight bits, T, or bool; see bytes in byte_lanes.h.
+// One of the integers of eight bits, T, or bool; see byte_lanes.h.
 template <class T>
 struct Byte {
     using Bits = uint8_t;
@@ -35,6 +35,8 @@ struct Narrow {
     static constexpr int kShift = 23 - kMantissa;
     static constexpr int32_t kKept = static_cast<int32_t>(0x80000000u | 0x7Fu << kShift);
     static constexpr float kScale = scale(1.0f, 127 - kBias);
+    static constexpr Table kTable = make_table(kMantissa, kBias, kSpecial);
+    static constexpr bool kHasNegativeZero = kSpecial != Special::kFnuz;
 
     static TS_INLINE float value(Bits bits) {  // of a finite one
         const int32_t moved = static_cast<int32_t>(static_cast<uint32_t>(static_cast<int8_t>(bits)) << kShift);

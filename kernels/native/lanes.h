@@ -27,25 +27,67 @@ struct Sum<float> {
     TS_TARGET TS_INLINE double total() const { return folded<double>(before + doubled(recent), Plus{}); }
 };
 
-template <class Real, bool kTolerance>
-struct Lanes {
+// How far two sides are apart, and where they are furthest.
+template <class Real>
+struct Distances {
     using V = Reals<Real>;
     using I = Wholes<Real>;
-    Sum<Real> sum_abs, diff, base, target, dot;
+    Sum<Real> sum_abs, diff;
     V most = V{}, recent = V{};  // largest distances: of all before this stretch, of this one
     I where = I{};               // where the stretch of `most` starts
-    Counter<Real> unequal, low, high;
 
-    TS_TARGET TS_INLINE void add(V a, V b, const Tolerance& t) {
-        const V difference = a - b, distance = magnitude(difference);
+    TS_TARGET TS_INLINE V add(V difference) {
+        const V distance = magnitude(difference);
         recent = larger(distance, recent);
-        unequal.add(distance);  // without flush-to-zero only equal numbers have no distance
-        if constexpr (kTolerance) add_over(distance, magnitude(a), t);
         sum_abs.add(distance);
         diff.add_product(difference, difference);
+        return distance;
+    }
+
+    TS_TARGET TS_INLINE void end_stretch(int64_t start) {
+        const I better = recent > most;
+        where = better ? I{} + static_cast<std::decay_t<decltype(where[0])>>(start) : where;
+        most = better ? recent : most;
+        recent = V{};
+    }
+
+    TS_TARGET TS_INLINE void carry() { sum_abs.carry(), diff.carry(); }
+
+    TS_TARGET TS_INLINE Real largest() const { return folded<Real>(most, Larger{}); }
+
+    // The first stretch that holds the distance; `none` where none does.
+    TS_TARGET TS_INLINE int64_t first_at(Real distance, int64_t none) const {
+        using Place = std::decay_t<decltype(where[0])>;
+        const I starts = most == distance ? where : I{} + static_cast<Place>(none);
+        return folded<Place>(starts, Smaller{});
+    }
+};
+
+template <class Real>
+struct Products {
+    Sum<Real> base, target, dot;
+
+    TS_TARGET TS_INLINE void add(Reals<Real> a, Reals<Real> b) {
         base.add_product(a, a);
         target.add_product(b, b);
         dot.add_product(a, b);
+    }
+
+    TS_TARGET TS_INLINE void carry() { base.carry(), target.carry(), dot.carry(); }
+};
+
+template <class Real, bool kTolerance>
+struct Lanes {
+    using V = Reals<Real>;
+    Distances<Real> distances;
+    Products<Real> products;
+    Counter<Real> unequal, low, high;
+
+    TS_TARGET TS_INLINE void add(V a, V b, const Tolerance& t) {
+        const V distance = distances.add(a - b);
+        unequal.add(distance);  // without flush-to-zero only equal numbers have no distance
+        if constexpr (kTolerance) add_over(distance, magnitude(a), t);
+        products.add(a, b);
     }
 
     // In float32 with both bounds, see Tolerance.
@@ -58,21 +100,7 @@ struct Lanes {
         }
     }
 
-    TS_TARGET TS_INLINE void end_stretch(int64_t start) {
-        const I better = recent > most;
-        where = better ? I{} + static_cast<std::decay_t<decltype(where[0])>>(start) : where;
-        most = better ? recent : most;
-        recent = V{};
-    }
-
-    TS_TARGET TS_INLINE void carry() { sum_abs.carry(), diff.carry(), base.carry(), target.carry(), dot.carry(); }
-
-    // The first stretch that holds the distance; `none` where none does.
-    TS_TARGET TS_INLINE int64_t first_at(Real distance, int64_t none) const {
-        using Place = std::decay_t<decltype(where[0])>;
-        const I starts = most == distance ? where : I{} + static_cast<Place>(none);
-        return folded<Place>(starts, Smaller{});
-    }
+    TS_TARGET TS_INLINE void carry() { distances.carry(), products.carry(); }
 };
 
 }  // namespace TS_VECTORS
