@@ -33,8 +33,9 @@ from tapscope.kernels.native import compare_rows
 Array = np.ndarray[Any, Any]
 PAIRS = (
     ("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16"),
-    ("float64", "float64"), ("complex64", "complex64"), ("float8_e4m3fn", "float8_e4m3fn"), ("int8", "int8"),
-    ("bool", "bool"), ("int32", "int32"), ("int64", "int64"),
+    ("float64", "float64"), ("complex64", "complex64"), ("float8_e4m3fn", "float8_e4m3fn"),
+    ("float8_e5m2", "float8_e5m2"), ("float8_e4m3fnuz", "float8_e4m3fnuz"),
+    ("float8_e8m0fnu", "float8_e8m0fnu"), ("int8", "int8"), ("bool", "bool"), ("int32", "int32"), ("int64", "int64"),
 )  # fmt: skip
 PAGE = 4096
 TILE = 1 << 20
@@ -46,6 +47,8 @@ def pair(names: tuple[str, str], nbytes: int, width: int, apart: int, shift: int
     rng = np.random.default_rng(0)
     one = rng.standard_normal(TILE) * 4
     two = one + np.where(rng.random(TILE) < 0.3, rng.standard_normal(TILE) * 0.05, 0.0)
+    if "float8_e8m0fnu" in names:  # has no sign
+        one, two = abs(one), abs(two)
     kinds = [dtypes.numpy_dtype(name) for name in names]
     rows = nbytes // max(kind.itemsize for kind in kinds) // width
     sizes = [rows * width * kind.itemsize for kind in kinds]

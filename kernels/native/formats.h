@@ -57,6 +57,13 @@ using E5M2 = Narrow<2, 15, Special::kInfinity>;
 using E4M3Fnuz = Narrow<3, 8, Special::kFnuz>;
 using E5M2Fnuz = Narrow<2, 16, Special::kFnuz>;
 
+struct E8M0 {  // the exponent alone, in a float32's place; its lowest is a subnormal float32
+    using Bits = uint8_t;
+    static TS_INLINE float value(Bits bits) { return bit_cast<float>(bits ? uint32_t(bits) << 23 : uint32_t(1) << 22); }
+    static TS_INLINE bool is_finite(Bits rank) { return rank < 0xFF; }
+    static TS_INLINE Bits rank(Bits bits) { return bits; }
+};
+
 template <class F>
 TS_INLINE void widen_narrow(const uint8_t* bytes, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = F::is_finite(F::rank(bytes[i])) ? F::value(bytes[i]) : __builtin_nanf("");
@@ -69,6 +76,7 @@ TS_INLINE void widen_to_float(int dtype, const uint8_t* bytes, int64_t n, float*
         case kFloat8E5M2: return widen_narrow<E5M2>(bytes, n, out);
         case kFloat8E4M3Fnuz: return widen_narrow<E4M3Fnuz>(bytes, n, out);
         case kFloat8E5M2Fnuz: return widen_narrow<E5M2Fnuz>(bytes, n, out);
+        case kFloat8E8M0: return widen_narrow<E8M0>(bytes, n, out);
         default: return decode_number(dtype, bytes, n, out);
     }
 }

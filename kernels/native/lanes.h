@@ -39,8 +39,8 @@ struct Distances {
     TS_TARGET TS_INLINE V add(V difference) {
         const V distance = magnitude(difference);
         recent = larger(distance, recent);
-        sum_abs.add(distance);
         diff.add_product(difference, difference);
+        sum_abs.add(distance);
         return distance;
     }
 
@@ -84,10 +84,10 @@ struct Lanes {
     Counter<Real> unequal, low, high;
 
     TS_TARGET TS_INLINE void add(V a, V b, const Tolerance& t) {
+        products.add(a, b);
         const V distance = distances.add(a - b);
         unequal.add(distance);  // without flush-to-zero only equal numbers have no distance
         if constexpr (kTolerance) add_over(distance, magnitude(a), t);
-        products.add(a, b);
     }
 
     // In float32 with both bounds, see Tolerance.

@@ -40,12 +40,11 @@ TS_TARGET TS_INLINE Doubles fused(Doubles a, Doubles b, Doubles sum) {
 #endif
 }
 
-// Of magnitudes, which are in the order of their bits: integers are compared on more of a processor's units.
 TS_TARGET TS_INLINE Floats larger(Floats a, Floats b) {
 #if TS_VECTOR == 64
-    return reinterpret_cast<Floats>(_mm512_max_epi32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+    return _mm512_max_ps(a, b);
 #elif TS_VECTOR == 32
-    return reinterpret_cast<Floats>(_mm256_max_epi32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+    return _mm256_max_ps(a, b);
 #else
     return a > b ? a : b;
 #endif
