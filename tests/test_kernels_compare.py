@@ -163,7 +163,8 @@ def test_floats_of_eight_bits_differ_anywhere_and_anyhow(dtype, width, offset, s
     left = np.where(rng.random((3, width)) < zeros, rng.choice(naught, (3, width)), rng.choice(finite, (3, width)))
     other = np.where(left & 0x7F, left, rng.choice(naught, (3, width)))
     right = np.where(rng.random((3, width)) < share, rng.choice(finite, (3, width)), other)
-    a, b = (np.frombuffer(bytes(offset) + side.tobytes(), scalar, offset=offset).reshape(3, -1) for side in (left, right))
+    raw = [bytes(offset) + side.tobytes() for side in (left, right)]
+    a, b = (np.frombuffer(side, scalar, offset=offset).reshape(3, width) for side in raw)
     distance = np.abs(a.astype(np.float64) - b.astype(np.float64)).astype(np.float32)
     for kind in ("numpy", backend()[0]):
         with use_backend(kind):
