@@ -19,7 +19,7 @@ from tapscope.comparator.graph import Graph
 from tapscope.comparator.handed import HandedOn, spreads_of
 from tapscope.comparator.lifts import Lifts
 from tapscope.comparator.spread import NOTHING, Spread
-from tapscope.comparator.spreads import Largest, Spreads
+from tapscope.comparator.spreads import CHANNELS, Largest, Spreads
 from tapscope.comparator.trained import Trained
 from tapscope.comparator.widths import Params, reduction_of
 
@@ -98,9 +98,18 @@ class Cases:
                 more += beside
             places.append(origins)
         handed = np.concatenate((handed, Spreads.of(more).handed), axis=1)
-        given = Largest(largest_in(handed, places))
+        given = Largest(self._with_channels(largest_in(handed, places)))
         (is_off,) = largest_in((Largest(handed).errors[-1:] != 0.0).astype(np.float64), places)
         return given, is_off == 0.0
+
+    def _with_channels(self, given: Array) -> Array:
+        """With the gains of single channels that go into a function of each element, whether they are beyond their
+        noise or not: it may make several times that of a channel, where it is next to flat or to zero."""
+        for row, node in enumerate(self.nodes):
+            if self.graph.nodes[node].is_pointwise and not self.graph.is_backward[node]:
+                spreads = (self.examined[i].spread for i in self.graph.inputs(node).nodes if i in self.row)
+                given[CHANNELS, row] = max((abs(s.channel) for s in spreads if s is not None), default=0.0)
+        return given
 
     def _modelled(self) -> tuple[Array, Array, Array]:
         """(base, all that is modelled, limit) of each case."""

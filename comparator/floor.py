@@ -194,11 +194,14 @@ class Terms(NamedTuple):
             found.append(np.where(found[-1] > error, found[-1], error))
         return np.array(found)
 
-    def gain(self, inherited: Array) -> Array:
-        """Rounding has no direction: a common gain beyond half an epsilon and its own sampling error is systematic."""
+    def gain(self, inherited: Array, carried: Array | float = 0.0) -> Array:
+        """Rounding has no direction: a common gain beyond half an epsilon and its own sampling error is systematic.
+        Values in float32 that were made of narrower ones carry these errors, ``carried`` of the typical row: there it
+        is half of that, and half of bfloat16's epsilon at most."""
         rows = np.maximum(self.spreads.num_rows, 1)
         sampling = 3.0 * larger(self.spreads.gain_sd, self.spreads.errors[0] / rows) / np.sqrt(rows)
-        return larger(0.5 * self.eps, self.base) + 2.0 * inherited + sampling
+        narrow = 0.5 * smaller(carried, dtypes.epsilon("bfloat16"))
+        return larger(0.5 * self.eps, self.base, narrow) + 2.0 * inherited + sampling
 
 
 def local_floors(
@@ -233,7 +236,7 @@ def local_floors(
         np.array(
             (
                 *terms.rising(errors),
-                terms.gain(given.gain) + np.where(sums_rows, summed_gain(given), 0.0),
+                terms.gain(given.gain, given.errors[0]) + np.where(sums_rows, summed_gain(given), 0.0),
                 np.where(mixes, np.inf, channel),
                 np.where(sums_rows & (spreads.num_rows == 1), peak, element),  # as of_sum
                 peak,

@@ -11,6 +11,8 @@ from tapscope.comparator.spread import QUANTILES, Spread
 
 Array = np.ndarray[Any, Any]
 _MEMBERS = len(QUANTILES) + 7
+CHANNELS = len(QUANTILES) + 3
+"""Row of :attr:`Largest.channel` among its kinds."""
 
 
 class Spreads(NamedTuple):
@@ -97,7 +99,8 @@ class Largest(NamedTuple):
     @property
     def channel(self) -> Array:
         """Of those beyond their noise."""
-        return self._row(3)
+        found: Array = self.values[CHANNELS]
+        return found
 
     @property
     def gain_sd(self) -> Array:

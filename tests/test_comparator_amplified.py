@@ -6,10 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from factories import RunFactory
+from msgspec import structs
 
-from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
+from tapscope.comparator.cases import Cases
+from tapscope.comparator.damage import Damage
 from tapscope.comparator.graph import Graph
+from tapscope.comparator.judge import Judge
 from tapscope.comparator.node import Node
+from tapscope.comparator.seen import see
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -229,3 +234,63 @@ def test_an_unseen_function_with_parameters_of_its_own_multiplies_more_than_two(
     graph = Graph([given, made, Node("layers.0.mamba.norm", "in[x]", True, True)])
     assert graph.inputs(2).how == "around"
     assert graph.is_of_many(2) is has_params
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "agrees"),
+    [("Qwen3RotaryEmbedding", 1.0, True), ("Qwen3RotaryEmbedding", 1.002, False), ("Table", 1.0, False)],
+)
+def test_the_angles_of_far_positions_are_off_by_an_epsilon_of_themselves(
+    tmp_path: Path, cls: str, wrong: float, agrees: bool
+) -> None:
+    first, num, frequencies = 100_000, 400, 10000.0 ** -(np.arange(8) / 8)
+    for name, dtype, factor in (("b", np.float64, 1.0), ("t", np.float32, wrong)):
+        angles = np.arange(first, first + num, dtype=dtype)[:, None] * (factor * frequencies).astype(np.float32).astype(
+            dtype
+        )
+        table = np.cos(np.hstack([angles, angles])).astype(np.float32)
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(1, num), rows=[RowRun("a", first, num, 0, 0)], token_ids=[0] * num)
+            run.site("rotary_emb:out[0]", cls)
+            run.put("embed:out", np.ones((1, num, 8), np.float32))
+            run.put("rotary_emb:out[0]", table[None])
+    assert (diff(tmp_path)[0].exit_code == 0) is agrees
+
+
+@pytest.mark.parametrize(("cls", "counts"), [("GELU", True), ("Linear", False)])
+def test_a_function_of_each_element_is_given_what_rounding_moved_of_a_channel(
+    tmp_path: Path, cls: str, counts: bool
+) -> None:
+    """It may make several times as much of it, where it is next to zero; a sum over channels makes less."""
+    x = normal(1, 40, WIDTH)
+    y = noisy(x, 3e-3, 3)
+    for name, values in (("b", x), ("t", y)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(1, 40), rows=[RowRun("a", 0, 40, 0, 0)], token_ids=[0] * 40)
+            run.site("mlp.act:out", cls, params={} if counts else {"weight": (WIDTH, WIDTH)})
+            run.put("mlp.act:in[input]", values.astype(ml_dtypes.bfloat16))
+            run.put("mlp.act:out", values.astype(ml_dtypes.bfloat16))
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        seen = see(one, two, CompareOptions(), (Damage(one), Damage(two)))
+    graph = Judge(seen.examined, seen.sites).graph
+    given, made = seen.examined
+    assert given.spread is not None
+    assert 0.0 < abs(given.spread.channel) < given.spread.channel_noise
+    nodes = [graph.nodes[0], structs.replace(graph.nodes[1], identities=(None, None))]  # made, not handed on
+    found = Cases([given, made], Graph(nodes), [{}, {}]).given.channel.tolist()
+    assert found == [0.0, abs(given.spread.channel) if counts else 0.0]
+
+
+@pytest.mark.parametrize(("dtype", "agrees"), [(ml_dtypes.bfloat16, True), (np.float32, False)])
+def test_a_value_in_float32_made_of_narrow_ones_may_have_their_gain(tmp_path: Path, dtype: type, agrees: bool) -> None:
+    """As under autocast, whose norms give out float32."""
+    x, out = normal(1, 400, WIDTH), normal(1, 400, WIDTH)
+    for name, values, made in (("b", x, out), ("t", noisy(x, 4e-3 if agrees else 1e-6, 3), out * 1.0005)):
+        sites = {"norm:in[x]": values.astype(dtype), "norm:out": made.astype(np.float32)}
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(1, 400), rows=[RowRun("a", 0, 400, 0, 0)], token_ids=[0] * 400)
+            run.site("norm:out", "LayerNorm", params={"weight": (WIDTH,)})
+            for site, value in sites.items():
+                run.put(site, value)
+    _, found = diff(tmp_path)
+    assert (found["norm:out"].verdict is Verdict.CLOSE) is agrees
