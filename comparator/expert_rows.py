@@ -19,7 +19,7 @@ from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.joins import joined
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.meet import meet
-from tapscope.comparator.routed import BY_EXPERT, Entries, place_of
+from tapscope.comparator.routed import Entries, place_of
 
 Array = np.ndarray[Any, Any]
 LAYOUT = Layout((0,), "inferred")
@@ -91,14 +91,13 @@ class _Met:
         pairs = sorted(product(range(len(values[0])), range(len(values[1]))), key=lambda pair: pair[0] != pair[1])
         apart = {pair: _apart(values[0][pair[0]], values[1][pair[1]]) for pair in pairs}
         best = min(pairs, key=lambda pair: float(apart[pair].sum()))
-        if (apart[best] < _ALIKE).mean() >= _MOST and not (self._are_sorted(best) and _are_uneven(apart[best])):
+        if (apart[best] < _ALIKE).mean() >= _MOST and (self._are_loops() or not _are_uneven(apart[best])):
             return best
         return (0, 0) if self._is_one_choice() and not self._are_moved(apart[0, 0]) else None
 
-    def _are_sorted(self, layouts: tuple[int, int]) -> bool:
-        """Whether a sort by expert has made one of them, which may be no stable one; a loop over experts needs none."""
-        sides = zip(self._wholes, layouts, strict=True)
-        return any(layout in BY_EXPERT and len({*map(place_of, side)}) == len(side) for side, layout in sides)
+    def _are_loops(self) -> bool:
+        """Whether both sides have a call for each expert: a loop, which needs no sort."""
+        return all(len({*map(place_of, side)}) < len(side) for side in self._wholes)
 
     def _is_one_choice(self) -> bool:
         """Whether both runs have every entry at one place, and no padding."""
@@ -135,8 +134,9 @@ class _Met:
 
 
 def _are_uneven(apart: Array) -> bool:
-    """Whether some rows are far further apart than most."""
-    return bool(apart.max() > max(_UNLIKE, _FAR_MORE * float(np.quantile(apart, 0.75))))
+    """Whether some rows are far further apart than most, or have nothing to do with what they meet."""
+    most = max(_UNLIKE, _FAR_MORE * float(np.quantile(apart, 0.75)))
+    return bool(apart.max() > min(most, _ALIKE))
 
 
 def _apart(one: Array, two: Array) -> Array:

@@ -23,8 +23,6 @@ Array = np.ndarray[Any, Any]
 _Place = tuple[str, int, int, int]
 """(model, step, micro-batch, rank)."""
 _MAX_EXPERTS = 1 << 20
-BY_EXPERT = range(4)
-"""Those of the layouts that are sorted by expert; see :func:`_layouts`."""
 
 
 class Entries(Struct, frozen=True):
