@@ -12,6 +12,7 @@ namespace {
 
 constexpr double kInfinity = __builtin_inf(), kNan = __builtin_nan("");
 constexpr double kSmallRow = 0.25;                      // SMALL_ROW in overview.py
+constexpr int64_t kNarrow = 8;                          // NARROW
 constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};  // QUANTILES
 
 // As RowMeasures has them: [field][row].
@@ -80,10 +81,17 @@ void add_up(const Section& some, Overview* all) {
     }
 }
 
+// The share of the median row that a row counts as at least; small_row in overview.py.
+double small_row(const Section& some) {
+    int64_t width = 0;
+    for (int64_t i = 0; i < some.rows; ++i) width = std::max(width, some[kWidth][i]);
+    return width > kNarrow ? kSmallRow : 1.0;
+}
+
 // Each row's error, and of which row it is the largest; a mismatch of non-finite values is larger than any.
 void add_errors(const Section& some, double* errors, std::vector<double>& values, Overview* all) {
     for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = std::sqrt(some[kBaseline][i]);
-    const double least = kSmallRow * median(values);
+    const double least = small_row(some) * median(values);
     double most = -1;
     for (int64_t i = 0; i < some.rows; ++i) {
         const double size = std::sqrt(some[kBaseline][i]);
@@ -108,7 +116,7 @@ void add_elements(const Section& some, std::vector<double>& values, Overview* al
         const double here = values[static_cast<size_t>(i)] = rms_of(some, i);
         mean += here / static_cast<double>(some.rows);
     }
-    const double middle = median(values), small = kSmallRow * (middle == 0 ? mean : middle);
+    const double middle = median(values), small = small_row(some) * (middle == 0 ? mean : middle);
     for (int64_t i = 0; i < some.rows; ++i) {
         const double rms = rms_of(some, i), element = std::fabs(some.at_worst[i]);
         double size = rms < small || small != small ? small : rms;

@@ -17,6 +17,9 @@ QUANTILES = (0.5, 0.9, 0.98, 1.0)
 """Quantiles of the row errors, from the typical row to the worst."""
 SMALL_ROW = 0.25
 """A row smaller than this share of the median row is measured against that share: its direction is noise."""
+NARROW = 8
+"""Rows of no more elements are measured against the median row at least: those that are small are so by accident, such
+as a router's logits whose sums cancel, and their rounding is as large as that of the others."""
 _SPREAD = ("element", "gain", "gain_sd", "peak")
 _LAYOUT = np.dtype(  # struct Overview in overview.cpp
     [
@@ -149,7 +152,7 @@ def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
     if not rows.sum_sq_diff.any():
         return Overview(rows.total(), errors, worst, unequal, True, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0, 0.0)
     rms = np.sqrt(rows.sum_sq_baseline / np.maximum(rows.width, 1))
-    small = SMALL_ROW * (median(rms) or float(rms.mean()))  # a row that is all zero has no scale of its own
+    small = small_row(rows) * (median(rms) or float(rms.mean()))  # a row that is all zero has no scale of its own
     element = _ratio(rows.max_abs, np.maximum(np.abs(at_worst), np.maximum(rms, small)))
     gains = np.divide(rows.dot, rows.sum_sq_baseline, out=np.ones(len(rows)), where=rows.sum_sq_baseline > 0) - 1
     gain = median(gains)
@@ -171,7 +174,12 @@ def row_errors(rows: RowMeasures) -> Array:
     """[rows] float64: relative error of each row; inf where only the target is not zero."""
     size = np.sqrt(rows.sum_sq_baseline)
     typical = median(size) if len(size) else 0.0
-    return _ratio(np.sqrt(rows.sum_sq_diff), np.maximum(size, SMALL_ROW * typical))
+    return _ratio(np.sqrt(rows.sum_sq_diff), np.maximum(size, small_row(rows) * typical))
+
+
+def small_row(rows: RowMeasures) -> float:
+    """The share of the median row that a row counts as at least."""
+    return SMALL_ROW if len(rows) and int(rows.width.max()) > NARROW else 1.0
 
 
 def _ratio(part: Array, whole: Array) -> Array:
