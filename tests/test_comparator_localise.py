@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from comparator_toy import LAYERS, Toy, damaged, prompts, weights
 from factories import RunFactory
+from msgspec import structs
 
 from tapscope.comparator import Report, Verdict, compare
+from tapscope.comparator.examined import About, Examined
 from tapscope.comparator.finding import Finding
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.localise import localise
+from tapscope.comparator.match import Pair
 from tapscope.comparator.node import Inputs, Node
 from tapscope.observe import RowRun
 from tapscope.run import open_run
@@ -193,12 +196,14 @@ def test_a_site_before_a_culprit_that_is_nearly_one_is_named_where_its_error_exp
     """As far as a module may enlarge it, by 4."""
     graph = Graph([Node("a", "in[x]", True), Node("a", "out", True, True), Node("b", "out", True, True)])
     inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((1,), "captured")]
-    by: dict[str, object] = {"judged_by": "rounding", "test": "typical", "inputs": "captured"}
+    before, near, culprit = (Examined(Pair(None, None), site, About()) for site in ("a:in[x]", "a:out", "b:out"))
+    how = {"judged_by": "rounding", "test": "typical", "inputs": "captured"}
     findings = [
-        Finding("a:in[x]", Verdict.CLOSE, order=0),
-        Finding("a:out", Verdict.CLOSE, order=1, error=error, floor=error / 0.7, growth=0.7, **by),  # type: ignore[arg-type]
-        Finding("b:out", Verdict.DIFFERS, order=2, error=0.036, floor=0.03, growth=1.2, **by),  # type: ignore[arg-type]
+        Finding(before, Verdict.CLOSE),
+        Finding(near, Verdict.CLOSE, order=1, error=error, floor=error / 0.7, growth=0.7),
+        Finding(culprit, Verdict.DIFFERS, order=2, error=0.036, floor=0.03, growth=1.2),
     ]
+    findings[1:] = [structs.replace(finding, **how) for finding in findings[1:]]
     _, (found,) = localise(findings, range(3), graph, inputs)
     assert (found.module, found.finding.site) == (named, "b:out")
 
