@@ -327,14 +327,16 @@ def test_the_end_of_a_process_that_closed_nothing_writes_the_past(tmp_path: Path
 
 @pytest.mark.parametrize("when", ["idle", "in a step"])
 def test_a_signal_writes_the_past_and_calls_who_listened_before(tmp_path: Path, when: str) -> None:
-    wait = "print('ready', flush=True)\nassert told.wait(60)"
+    # Often and not long: a signal that comes between Python's last look and the wait itself is handled behind that.
+    told = "assert any(told.wait(0.1) for _ in range(600))"
+    wait = f"print('ready', flush=True)\n{told}"
     body = wait if when == "idle" else ""
     if when != "idle":
-        body = """
+        body = f"""
 with torch.no_grad(), dumper.step():
     model(torch.full((2, 8), 6.0))
     print('ready', flush=True)
-    assert told.wait(60)
+    {told}
     model(torch.full((2, 8), 6.5))
 """
     body += "\nfor n in range(20, 24): step(n)\ndumper.close()\nprint('heard', *heard, flush=True)"
