@@ -11,7 +11,7 @@ from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import Rows
 from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.grids import SideRows, StepRows
-from tapscope.comparator.joins import Join, Rowed, compact, indices, joined
+from tapscope.comparator.joins import Join, Rowed, compact, counts_of, indices, joined
 from tapscope.comparator.layout import Layout, is_mask, is_parameter, slots_of
 from tapscope.comparator.rowmap import FORKED, PADDING, UNALIGNED, RowMap
 from tapscope.comparator.steps import StepPartners
@@ -69,15 +69,11 @@ class Aligner:
         left = _side(baseline, layouts[0], self.rows.baseline, self.rows.num_pairs)
         right = _side(target, layouts[1], self.rows.target, self.rows.num_pairs)
         joins = joined(left, right, self.rows.num_pairs)
-        met = sum(len(join.pairs) for join in joins if join.pairs is not None)
-        absent = len(left.keys) + len(right.keys) - 2 * met
         subset = any(w.records[0].rows is not None for side in (baseline, target) for w in side)
         lone = {(0, int(f)) for f in left.firing} - {(0, join.baseline) for join in joins}
         lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
-        counts = RowCounts(
-            met, max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned, absent
-        )
         note = _cached_note(zip((baseline, target), layouts, (left, right), strict=True))
+        counts = counts_of(left, right, joins)
         return Plan(tuple(joins), counts, 0 if subset else len(lone), note=note)
 
     def _plan_whole(self, baseline: Sequence[Whole], target: Sequence[Whole]) -> Plan:

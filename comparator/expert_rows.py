@@ -15,8 +15,7 @@ import numpy as np
 from tapscope.comparator.align import Plan
 from tapscope.comparator.assemble import Whole
 from tapscope.comparator.blocks import blocks
-from tapscope.comparator.finding import RowCounts
-from tapscope.comparator.joins import joined
+from tapscope.comparator.joins import counts_of, joined
 from tapscope.comparator.layout import Layout
 from tapscope.comparator.meet import meet
 from tapscope.comparator.routed import Entries, place_of
@@ -55,11 +54,9 @@ def plan_experts(entries: tuple[Entries | None, Entries | None], wholes: _Sides,
     joins = joined(one, two, num_pairs)
     if not has_values and not all(join.aligned for join in joins):
         return Plan(apart=_NO_VALUES)
-    met = sum(len(join.pairs) for join in joins if join.pairs is not None)
-    absent = len(one.keys) + len(two.keys) - 2 * met
-    forked, unaligned = max(one.num_forked, two.num_forked), one.num_unaligned + two.num_unaligned
-    note = f"{absent:,} rows of experts that only one run chose are not compared" if absent else ""
-    return Plan(tuple(joins), RowCounts(met, forked, unaligned, absent), note=note)
+    counts = counts_of(one, two, joins)
+    note = f"{counts.absent:,} rows of experts that only one run chose are not compared" if counts.absent else ""
+    return Plan(tuple(joins), counts, note=note)
 
 
 def _lie_apart(one: Whole, other: Whole) -> bool:

@@ -1,5 +1,6 @@
 """Joins: rows of the firings of two sides that meet, because they have the same key."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.blocks import Rows
+from tapscope.comparator.finding import RowCounts
 from tapscope.comparator.meet import meet
 
 Array = np.ndarray[Any, Any]
@@ -59,6 +61,14 @@ def joined(left: Rowed, right: Rowed, num_pairs: int) -> list[Join]:
         same = left.valid[b] == right.valid[t] == len(mine) and np.array_equal(rows_b, rows_t)
         joins.append(Join(b, t, compact(rows_b), compact(rows_t), left.keys[mine] % num_pairs, same))
     return joins
+
+
+def counts_of(left: Rowed, right: Rowed, joins: Sequence[Join]) -> RowCounts:
+    """What became of the rows of both sides."""
+    met = sum(len(join.pairs) for join in joins if join.pairs is not None)
+    absent = len(left.keys) + len(right.keys) - 2 * met
+    forked, unaligned = max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned
+    return RowCounts(met, forked, unaligned, absent)
 
 
 def compact(rows: Array) -> Rows:

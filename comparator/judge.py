@@ -9,7 +9,7 @@ from msgspec import Struct, field, structs
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, StepResult, Verdict
 from tapscope.comparator.flips import Flip
-from tapscope.comparator.floor import score
+from tapscope.comparator.floors import score
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.node import Inputs, Node
 from tapscope.comparator.rounding import Rounding

@@ -10,7 +10,8 @@ from tapscope.comparator.cases import Cases
 from tapscope.comparator.columns import smaller
 from tapscope.comparator.conditions import CONDITION, CONDITION_TWIN, kind_of, learned_conditions, observed_conditions
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.floor import NAMES, Floors, local_floors, path_floors, summed_gain
+from tapscope.comparator.floor import local_floors, path_floors, summed_gain
+from tapscope.comparator.floors import NAMES, Floors
 from tapscope.comparator.gradients import shared_gain
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.lifts import NO_LIFT, UNMET

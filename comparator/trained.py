@@ -10,7 +10,8 @@ from msgspec import structs
 
 from tapscope.comparator.columns import hypot
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.floor import Floors, Terms, local_floors, path_floors
+from tapscope.comparator.floor import Terms, local_floors, path_floors
+from tapscope.comparator.floors import Floors
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.spread import NOTHING, QUANTILES, Quantiles, Spread
 from tapscope.comparator.spreads import Largest, Spreads

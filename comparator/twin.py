@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from tapscope import dtypes
 from tapscope.comparator.examined import Examined
-from tapscope.comparator.floor import EXTREME, NAMES, TAIL, Floors
+from tapscope.comparator.floor import EXTREME, TAIL
+from tapscope.comparator.floors import NAMES, Floors
 from tapscope.comparator.spread import Spread
 from tapscope.comparator.spreads import Spreads
 from tapscope.errors import NothingInCommonError

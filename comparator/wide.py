@@ -9,7 +9,8 @@ import numpy as np
 from tapscope.comparator.cases import Cases
 from tapscope.comparator.columns import larger, smaller
 from tapscope.comparator.conditions import PRODUCTS
-from tapscope.comparator.floor import Floors, Terms, local_floors
+from tapscope.comparator.floor import Terms, local_floors
+from tapscope.comparator.floors import Floors
 from tapscope.comparator.gradients import shared_gain, spilled
 from tapscope.comparator.spread import Spread
 from tapscope.comparator.spreads import Largest
