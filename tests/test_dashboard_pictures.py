@@ -84,7 +84,10 @@ def test_help(snap_compare, base):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """fp32 against bf16 with one damaged token; bytes are the same on every machine up to the last digits shown."""
+    """fp32 against bf16 with one damaged token, whose values lie on a grid: processors differ in the last digits."""
+
+    def on_a_grid(values):
+        return (values * 4096).round() / 4096
 
     def spoil(values):
         if len(values) > 5:
@@ -93,9 +96,9 @@ def pair(tmp_path_factory):
 
     root, tables = tmp_path_factory.mktemp("pairs"), weights()
     prompts = {"0": list(range(3, 20)), "1": list(range(40, 51))}
-    Toy(tables).write(root / "base", prompts, steps=(11, 14)).close()
-    damage = {"model.layers.2.mlp.down_proj:out": spoil}
-    Toy(tables, dtype="bfloat16", hooks=damage).write(root / "target", prompts, steps=(11, 14)).close()
+    site = "model.layers.2.mlp.down_proj:out"
+    Toy(tables, hooks={site: on_a_grid}).write(root / "base", prompts, steps=(11, 14)).close()
+    Toy(tables, dtype="bfloat16", hooks={site: spoil}).write(root / "target", prompts, steps=(11, 14)).close()
     return root
 
 
