@@ -10,8 +10,12 @@ from tapscope.run import Run
 
 def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:
     """Raise NothingInCommonError where no record, no site or no token row of them can meet."""
-    if empty := [run for run in (baseline, target) if not run.records]:
-        raise NothingInCommonError(f"{empty[0].path} holds no record yet; tapscope info {empty[0].path} says what came")
+    for run in (baseline, target):
+        if not run.records:
+            came = run.problems[0] if run.problems else f"tapscope info {run.path} says what came"
+            raise NothingInCommonError(
+                f"{run.path} holds no record{'' if run.closed and run.ranks else ' yet'}; {came}"
+            )
     if not any(p.baseline and p.target for p in pairs):
         examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
         raise NothingInCommonError(

@@ -18,6 +18,8 @@ from tapscope.site import layer_of
 
 UNLIKE = "the models are configured differently"
 """How the sentence on hyperparameters that differ begins."""
+ITSELF = "baseline and target are one directory"
+"""What is said of a run that is compared with itself."""
 
 
 class Coverage(Struct, frozen=True):
@@ -67,7 +69,8 @@ def cover(
     missing = [one.site for one in examined if one.about.missing]
     if missing:
         partial.append(f"{len(missing)} sites lack records that the other run has, first {missing[0]}")
-    warnings = [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
+    warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
+    warnings += [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
     warnings += [sentence for ledger, sentence in told if ledger.complete]
     warnings += _assumed(examined, findings)
     if num_objects:

@@ -25,6 +25,7 @@ from tapscope.comparator import mapmember
 from tapscope.errors import ConfigError
 from tapscope.pattern import MAX_SUBJECT
 
+SECTIONS = ("rename", "split", "join", "dims", "rules")
 ORDERS = ("plain", "grouped")
 MAX_STARS = 3
 """Of one pattern of split and join: each multiplies the ways to try it."""
@@ -113,19 +114,17 @@ def _parse(path: Path) -> MapFile:
     from tapscope.comparator.yamlfile import read_yaml  # only now: yaml takes a while to load
 
     content = read_yaml(path)
-    mapmember.known(str(path), content, ("rename", "split", "join", "dims", "rules"))
+    mapmember.known(str(path), content, SECTIONS)
     fuse = [
         _fuse(f"{path}: {section}[{whole!r}]", section, whole, entry)
         for section in ("split", "join")
         for whole, entry in mapmember.mapping(f"{path}: {section}", content.get(section)).items()
     ]
-    return MapFile(
-        _entries(path, content, "rename", _rename),
-        tuple(fuse),
-        _entries(path, content, "dims", _dims),
-        _entries(path, content, "rules", _rule),
-        (str(path),),
-    )
+    rename, dims = _entries(path, content, "rename", _rename), _entries(path, content, "dims", _dims)
+    rules = _entries(path, content, "rules", _rule)
+    if not any((rename, fuse, dims, rules)):
+        raise ConfigError(f"{path} says nothing: give it entries of {', '.join(SECTIONS)}, or leave it out")
+    return MapFile(rename, tuple(fuse), dims, rules, (str(path),))
 
 
 _Entry = TypeVar("_Entry")

@@ -81,7 +81,10 @@ def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
         from tapscope.expression import Expression  # most comparisons have no rules
 
         try:
-            found.append(Rule(entry.where, safe_pattern(entry.site), Expression(entry.require, MEASURES)))
+            require = Expression(entry.require, MEASURES)
+            if not require.is_condition:
+                raise ExpressionError(f"{entry.require!r} compares no measure; write a condition such as rel < 1e-3")
+            found.append(Rule(entry.where, safe_pattern(entry.site), require))
         except (ExpressionError, ValueError) as error:
             raise ConfigError(f"{entry.where}: {error}") from None
     return tuple(found)

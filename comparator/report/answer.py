@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tapscope import text
-from tapscope.comparator.coverage import UNLIKE
+from tapscope.comparator.coverage import ITSELF, UNLIKE
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.localise import Divergence
 from tapscope.comparator.report.flags import flags
@@ -61,6 +61,8 @@ def _what(report: "Report") -> str:
         allowed = " (allowed)" if report.options.allow_partial else ""
         reasons = f"{partial[0]}{_more(len(partial) - 1, 'reason')}"
         return f"agrees as far as it goes, but on partial data{allowed}: {reasons}"
+    if ITSELF in report.coverage.warnings:
+        return f"agrees with itself: {ITSELF}"
     return f"agrees{_up_to_fork(report)}: {_how_close(report)}"
 
 

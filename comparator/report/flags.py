@@ -37,7 +37,7 @@ def _judgement(options: CompareOptions) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None:
             yield from (f"--{name}", str(value))
-    if options.margin != MARGIN:
+    if options.floor is not None and options.margin != MARGIN:
         yield from ("--margin", str(options.margin))
     yield from _repeated("--rule", (f"{rule.site}={rule.require}" for rule in options.rules))
     yield from (f"--{name.replace('_', '-')}" for name in ("detail", "allow_partial") if getattr(options, name))

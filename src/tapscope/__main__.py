@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import sys
 
 from tapscope.cli import main
@@ -10,7 +11,19 @@ from tapscope.cli import main
 def run() -> int:
     """One command line, in a process of its own."""
     atexit.register(gc.freeze)  # Python would look for garbage in all that ends with the process: 50 ms for nothing
+    _fill_closed_streams()
     return main()
+
+
+def _fill_closed_streams() -> None:
+    """Where the caller closed stdout or stderr (`>&-`) what goes there is nobody's; else the next file that is opened
+    would get its number, and what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        if number == 1:
+            sys.stdout = open(number, "w")  # noqa: SIM115 - as long as the process
+        elif number == 2:
+            sys.stderr = open(number, "w")  # noqa: SIM115
+    os.close(number)
 
 
 if __name__ == "__main__":

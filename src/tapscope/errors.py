@@ -19,6 +19,7 @@
     │   ├── RunCorruptError      bytes or lines that do not add up
     │   ├── CheckpointError      a model directory that is missing, truncated or unknown
     │   └── NothingInCommonError two runs without one comparable row
+    ├── OutputError              exit 3: what a command prints cannot be written
     └── LiveError                exit 4: a live peer
         ├── UnreachableError     nothing answers at this address
         ├── RecorderError        the recorder died or refused
@@ -115,6 +116,12 @@ class CheckpointError(DataError):
 
 class NothingInCommonError(DataError):
     """Two runs have not one comparable row."""
+
+
+class OutputError(TapscopeError):
+    """What a command prints cannot be written: no room is left."""
+
+    exit_code = 3
 
 
 class LiveError(TapscopeError):

@@ -15,7 +15,7 @@ from typing import Any
 
 from tapscope.errors import EvaluationError, ExpressionError
 from tapscope.operations import Constant
-from tapscope.syntax import Compiler, parse, short
+from tapscope.syntax import Compiler, is_condition, parse, short
 
 
 class Expression:
@@ -67,6 +67,11 @@ class Expression:
     def is_constant(self) -> bool:
         """Whether no value is needed any more; the call then needs none: ``expression({})``."""
         return isinstance(self._node, Constant)
+
+    @property
+    def is_condition(self) -> bool:
+        """Whether it says yes or no of something: a comparison of names, and no calculation that is merely true."""
+        return bool(self.names) and is_condition(self._tree)
 
     def bound(self, values: Mapping[str, Any]) -> "Expression":
         """The same condition once ``values`` are settled: true and false for the same rest, and often constant."""

@@ -131,7 +131,7 @@ def _lines(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
                 elif len(line) > 1:
                     yield number, line
     except OSError as error:
-        index.problems.append(f"{path}: cannot be read: {error}")
+        index.problems.append(f"{path}: cannot be read: {error.strerror or error}")
 
 
 def _add(index: RankIndex, line: Any, rank: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tapscope.errors import RunCorruptError, RunNotFoundError, RunVersionError
-from tapscope.text import short
+from tapscope.text import plural, short
 
 FORMAT = "tapscope-run"
 VERSION = 2
@@ -40,11 +40,19 @@ def segment_path(run: Path, rank: int, name: str) -> Path:
 def rank_dirs(run: Path) -> dict[int, Path]:
     """The directories of ranks that wrote lines, by rank; anything else is no part of the format."""
     found = {}
-    for index in run.glob(f"rank-*/{INDEX}"):
-        number = index.parent.name.removeprefix("rank-")
-        if number.isdecimal() and index.parent == rank_dir(run, int(number)):
-            found[int(number)] = index.parent
+    for folder in run.glob("rank-*"):
+        number = folder.name.removeprefix("rank-")
+        if number.isdecimal() and folder == rank_dir(run, int(number)) and _has_lines(folder):
+            found[int(number)] = folder
     return dict(sorted(found.items()))
+
+
+def _has_lines(folder: Path) -> bool:
+    """Also where nobody lets us look: who reads them says so, and the rank does not seem never to have come."""
+    try:
+        return (folder / INDEX).exists()
+    except PermissionError:
+        return True
 
 
 def write_manifest(run: Path, content: dict[str, Any]) -> None:
@@ -66,16 +74,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_bytes())
     except FileNotFoundError:
-        hint = "it does not exist" if not path.exists() else f"it holds no {MANIFEST}"
         if any(path.glob("*___*.pt")):
             raise RunNotFoundError(
                 f"{path} is an SGLang dump: it can be looked at and compared, but not changed"
             ) from None
-        raise RunNotFoundError(f"{path} is no run: {hint}; make one with: tapscope dump MODEL -o {path}") from None
+        raise RunNotFoundError(f"{path} is no run: {_instead(path)}") from None
     except NotADirectoryError:
         raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise RunCorruptError(f"{file} cannot be read: {error}") from None
+        raise RunCorruptError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
     version = manifest.get("version")
@@ -89,6 +96,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if (value := manifest.get(name)) is not None and not is_good(value):
             raise RunCorruptError(f"{file}: {name} is {short(value)}; it must be {words}")
     return manifest
+
+
+def _instead(path: Path) -> str:
+    """Why no run is here, and where one is: within, above, or nowhere yet."""
+    if not path.exists():
+        return f"it does not exist; make one with: tapscope dump MODEL -o {path}"
+    if (path.resolve().parent / MANIFEST).exists():
+        return f"it is a part of one, {path.parent if path.name else path.resolve().parent}"
+    within = sorted(found.parent.name for found in path.glob(f"*/{MANIFEST}"))
+    if within:
+        more = f" and {len(within) - 4} more" if len(within) > 4 else ""
+        return f"it holds {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
+    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o {path}"
 
 
 def is_mesh(value: object) -> bool:

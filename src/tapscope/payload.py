@@ -65,7 +65,7 @@ class MappedFiles:
                 with path.open("rb") as file:
                     mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             except (OSError, ValueError) as error:
-                raise RunCorruptError(f"{path}: cannot be read: {error}") from None
+                raise RunCorruptError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
             if mapped.nbytes < end:
                 raise RunCorruptError(f"{path}: truncated: {mapped.nbytes} bytes, a record needs {end}")
             self._maps[path] = mapped

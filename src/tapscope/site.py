@@ -18,6 +18,8 @@ from msgspec import Struct
 
 from tapscope.errors import SiteError
 
+MAX_RANGE = 1_000_000
+"""Longest range of layers, steps or ranks that is written out."""
 _PORT = re.compile(r"(?P<kind>in|out|tap|param|buffer)(\[(?P<name>[^\[\]]+)\])?(?P<grad>\.grad)?")
 
 
@@ -164,5 +166,7 @@ def parse_ranges(text: str) -> frozenset[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise SiteError(f"range {part.strip()} in {text!r} ends before it begins")
+        if last - first >= MAX_RANGE:
+            raise SiteError(f"range {part.strip()} in {text!r} has more than {MAX_RANGE:,} numbers")
         numbers.update(range(first, last + 1))
     return frozenset(numbers)

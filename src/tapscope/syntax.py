@@ -39,6 +39,17 @@ def parse(text: str) -> ast.expr:
         raise ExpressionError(f"{short(text)} is nested too deeply") from None
 
 
+def is_condition(tree: ast.expr) -> bool:
+    """Whether the value is a yes or no, where that of ``rel`` or ``1e-3`` would be a number that counts as yes."""
+    if isinstance(tree, ast.BoolOp):
+        return all(map(is_condition, tree.values))
+    if isinstance(tree, ast.IfExp):
+        return is_condition(tree.body) and is_condition(tree.orelse)
+    if isinstance(tree, ast.Call):
+        return isinstance(tree.func, ast.Name) and tree.func.id in ("any", "all", "startswith", "endswith")
+    return isinstance(tree, ast.Compare) or (isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not))
+
+
 class Compiler:
     """Turns a tree into closures, refusing what is not on the list."""
 

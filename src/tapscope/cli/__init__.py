@@ -1,7 +1,6 @@
 """The `tapscope` command: composes the parts, and loads each only when it is used."""
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,6 +9,7 @@ from typing import NamedTuple, Protocol
 from tapscope._version import __version__
 from tapscope.cli import diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
+from tapscope.cli.parser import Parser, meant
 from tapscope.errors import TapscopeError
 from tapscope.garbage import uncollected
 
@@ -54,23 +54,19 @@ _HEAD = """tapscope: see inside a running model, and find the first tensor where
   $ tapscope dump MODEL -o base             capture a run
   $ tapscope diff base target               exit 1 where they differ
 """
-_EPILOG = "docs: README.md; docs/dumper.md, engine.md, comparator.md, format.md, architecture.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code, see :class:`ExitCode`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        output.write_line(_help())
-        return ExitCode.OK
-    if words[0] == "--version":
-        output.write_line(f"tapscope {__version__}")
-        return ExitCode.OK
     try:
-        return _dispatch(words[0], words[1:])
+        return _dispatch(words[0] if words else "--help", words[1:])
     except TapscopeError as error:
         diagnostics.error(str(error))
         return error.exit_code
+    except PermissionError as error:
+        diagnostics.error(f"{error.filename or 'a file'} cannot be read: {error.strerror}")
+        return ExitCode.DATA
     except KeyboardInterrupt:
         diagnostics.error("interrupted")
         return ExitCode.INTERRUPTED
@@ -80,14 +76,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(name: str, words: list[str]) -> int:
+    if name in ("-h", "--help", "help", "--version"):
+        output.write_line(f"tapscope {__version__}" if name == "--version" else _help())
+        output.flush()
+        return ExitCode.OK
     verb = VERBS.get(name)
     if verb is None:
-        diagnostics.error(f"{name!r} is no command; commands are {', '.join(VERBS)}")
+        diagnostics.error(f"{name!r} is no command{meant(name, VERBS)}; commands are {', '.join(VERBS)}")
         return ExitCode.USAGE
     with uncollected():
         command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
     try:
-        args = _parser(name, command).parse_intermixed_args(words)  # flags may stand among the words
+        args = _parser(name, command).parse(words)
     except SystemExit as stop:
         return int(stop.code or 0)
     output.configure(color=args.color)
@@ -97,22 +97,8 @@ def _dispatch(name: str, words: list[str]) -> int:
     return code
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """As wide as the screen: argparse makes one for every flag, and each would ask shutil, which takes 2 ms to load."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=output.screen_width() - 2)
-
-
-def _parser(name: str, command: Command) -> argparse.ArgumentParser:
-    told = re.sub(r"^ +", "", (command.__doc__ or "").rstrip(), flags=re.MULTILINE)
-    parser = argparse.ArgumentParser(
-        prog=f"tapscope {name}",
-        description=re.sub(r"^\$ ", "  $ ", told, flags=re.MULTILINE),
-        epilog=_EPILOG,
-        formatter_class=_Formatter,
-        allow_abbrev=False,
-    )
+def _parser(name: str, command: Command) -> Parser:
+    parser = Parser(name, command.__doc__ or "")
     command.prepare(parser)
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour (default: auto)")
     parser.add_argument("-q", "--quiet", action="store_true", help="no notes on stderr, only errors")

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tapscope.errors import ConfigError, SiteError
 from tapscope.site import parse_ranges
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     choose = parser.add_argument_group("selection, on both runs")
     choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites (repeatable)")
     choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these (repeatable)")
-    choose.add_argument("--layers", metavar="LIST", type=parse_ranges, help="only these layers, e.g. 0-3,27")
-    choose.add_argument("--steps", metavar="LIST", type=parse_ranges, help="only these steps")
+    choose.add_argument("--layers", metavar="LIST", type=_numbers, help="only these layers, e.g. 0-3,27")
+    choose.add_argument("--steps", metavar="LIST", type=_numbers, help="only these steps")
     choose.add_argument(
         "--shift-steps",
         metavar="N",
@@ -30,7 +31,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="the target's numbers are N higher where steps meet by number",
     )
-    choose.add_argument("--ranks", metavar="LIST", type=parse_ranges, help="only these ranks")
+    choose.add_argument("--ranks", metavar="LIST", type=_numbers, help="only these ranks")
 
 
 def _add_matching(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +79,13 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
     judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
 
 
+def _numbers(text: str) -> frozenset[int]:
+    try:
+        return parse_ranges(text)
+    except SiteError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def options_of(args: argparse.Namespace) -> "CompareOptions":
     """What the flags ask for; raises ConfigError for a tolerance, a map file, dims or a mesh that cannot be meant."""
     from tapscope.comparator import CompareOptions
@@ -86,6 +94,8 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
     from tapscope.comparator.overrides import parse_dims, parse_mesh
     from tapscope.comparator.rules import parse_rule
 
+    if args.margin is not None and args.floor == "auto":
+        raise ConfigError("--margin is how many times the distance of --floor RUN is allowed, and there is no such run")
     return CompareOptions(
         sites=tuple(args.site),
         skip=tuple(args.skip),

@@ -70,7 +70,6 @@ def _print(report: Report, top: int | None) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of rows; give 1 or more")
+    if not text.isdecimal() or not (value := int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows; give 1 or more")
     return value

@@ -2,8 +2,11 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tapscope.errors import OutputError
 from tapscope.text import json_line
 
 if TYPE_CHECKING:
@@ -19,13 +22,14 @@ def configure(*, color: str) -> None:
 
 
 def write_line(text: str) -> None:
-    """One line of text."""
-    sys.stdout.write(text + "\n")
+    """One line of text; raises OutputError where it cannot be written, and BrokenPipeError where nobody reads it."""
+    with _writing():
+        sys.stdout.write(text + "\n")
 
 
 def write_json(item: dict[str, Any]) -> None:
-    """One object on one line; non-finite numbers become null."""
-    sys.stdout.write(json_line(item) + "\n")
+    """One object on one line; non-finite numbers become null. Raises as :func:`write_line` does."""
+    write_line(json_line(item))
 
 
 def is_plain() -> bool:
@@ -36,18 +40,23 @@ def is_plain() -> bool:
 
 def plain_width() -> int:
     """Columns of what is no terminal."""
-    return int(os.environ.get("COLUMNS") or 100)
+    return _given_width() or 100
 
 
 def screen_width() -> int:
     """Columns of the terminal, as ``shutil.get_terminal_size`` finds them, but without loading its compressors."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
+    if given := _given_width():
+        return given
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
     except (AttributeError, ValueError, OSError):
         return 80
+
+
+def _given_width() -> int:
+    """What ``COLUMNS`` says; 0 where that is no number of columns."""
+    given = os.environ.get("COLUMNS", "")
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 8 else 0
 
 
 def console() -> "Console":
@@ -55,6 +64,10 @@ def console() -> "Console":
     from rich.console import Console as RichConsole
 
     class Console(RichConsole):
+        def print(self, *objects: Any, **how: Any) -> None:
+            with _writing():
+                super().print(*objects, **how)
+
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # main knows what that means; rich would exit with 1, our word for "differs"
 
@@ -74,13 +87,25 @@ def console() -> "Console":
 
 
 def flush() -> None:
-    """Everything written so far goes out before anything on stderr."""
+    """Everything written so far goes out before anything on stderr; raises OutputError where it cannot."""
     try:
-        sys.stdout.flush()
+        with _writing():
+            sys.stdout.flush()
     except BrokenPipeError:
         abandon()
 
 
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        abandon()
+        raise OutputError(f"the output cannot be written: {error.strerror or error}") from None
+
+
 def abandon() -> None:
-    """The reader went away (`| head`): write the rest nowhere, without a traceback at exit."""
+    """The reader went away (`| head`), or there is no room: write the rest nowhere, without a traceback at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

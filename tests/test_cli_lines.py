@@ -1,0 +1,164 @@
+"""Command lines that cannot be meant, and places that cannot be read or written: one sentence, no traceback."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from comparator_toy import Toy, prompts, weights
+
+from tapscope.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+ERROR = "tapscope: error: "
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, and `good`, which agrees with it."""
+    path = tmp_path_factory.mktemp("runs")
+    Toy(weights(layers=1)).write(path / "base", prompts((6, 4))).close()
+    Toy(weights(layers=1), dtype="bfloat16").write(path / "good", prompts((6, 4))).close()
+    return path
+
+
+@pytest.fixture
+def here(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(runs)
+    return runs
+
+
+def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    """A line of bash, in which ``tapscope`` is the command."""
+    program = f'tapscope() {{ {sys.executable} -m tapscope "$@"; }}; {line}'
+    variables = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")} | env
+    return subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=variables, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("diff", "tapscope diff lacks BASELINE, TARGET; see: tapscope diff --help"),
+        ("diff base", "tapscope diff lacks TARGET; see: tapscope diff --help"),
+        ("diff base good more", "tapscope diff takes no more words, but there is 'more'; see: tapscope diff --help"),
+        ("diff base good --lyers 1", "--lyers is no flag of tapscope diff (did you mean --layers?); see: "),
+        ("diff base good --layer=1", "--layer is no flag of tapscope diff (did you mean --layers?); see: "),
+        ("diff base good --qqqq", "--qqqq is no flag of tapscope diff; see: "),
+        ("diff base good --layers a", "argument --layers: 'a' is not a list of numbers; write e.g. 0-3,27"),
+        ("diff base good --steps 0-99999999999", "range 0-99999999999 in '0-99999999999' has more than 1,000,000"),
+        ("diff base good --top x", "argument --top: 'x' is not a number of rows; give 1 or more"),
+        ("diff base good --margin 2", "--margin is how many times the distance of --floor RUN is allowed"),
+        ("diff base good --rule lm_head=1e-3", "'1e-3' compares no measure; write a condition such as rel < 1e-3"),
+        ("diff base good --rule lm_head=rel", "'rel' compares no measure"),
+        ("dif base good", "'dif' is no command (did you mean diff?); commands are dump, "),
+    ],
+)
+def test_a_line_that_cannot_be_meant_is_one_sentence(
+    line: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith(ERROR)
+    assert streams.err.count("\n") == 1
+    assert said in streams.err
+
+
+@pytest.mark.parametrize(
+    "require", ["rel < 1", "not nonfinite", "rel < 1 and max_abs < 2", "any((rel < 1, row < 2))", "0 < cosine <= 1"]
+)
+def test_what_compares_a_measure_is_a_condition(require: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "base", "good", "--rule", f".*={require}"]) == 0
+    assert "agrees: everything obeys the rules" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "# later\n", "rename: []\n", "rules:\n"])
+def test_a_map_that_says_nothing_is_refused(
+    text: str, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "map.yaml").write_text(text)
+    assert main(["diff", "base", "good", "--map", str(tmp_path / "map.yaml")]) == 2
+    assert "map.yaml says nothing: give it entries of rename, split, join, dims, rules" in capsys.readouterr().err
+
+
+def test_a_run_beside_itself_says_so(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(here / "base")
+    assert main(["diff", "base", str(tmp_path / "link")]) == 0
+    *_, what, _, _ = capsys.readouterr().out.splitlines()
+    assert what == "what      agrees with itself: baseline and target are one directory"
+    shutil.copytree("base", tmp_path / "copy")
+    assert main(["diff", "base", str(tmp_path / "copy")]) == 0
+    assert "agrees: every compared value is equal" in capsys.readouterr().out
+
+
+def test_what_is_no_run_says_where_one_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", ".", "good"]) == 3
+    assert ". is no run: it holds 2 runs (base, good); give one of them" in capsys.readouterr().err
+    assert main(["diff", "base/rank-00000", "good"]) == 3
+    assert "base/rank-00000 is no run: it is a part of one, base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["", "--json", "--all"])
+@pytest.mark.parametrize(
+    ("to", "code", "said"),
+    [
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        (">/dev/full", 3, f"{ERROR}the output cannot be written: No space left on device\n"),
+    ],
+)
+def test_where_the_output_goes_nowhere(here: Path, flags: str, to: str, code: int, said: str) -> None:
+    done = shell(f"tapscope diff base good {flags} {to}")
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_what_is_said_to_a_closed_stderr_is_not_in_the_output(here: Path) -> None:
+    done = shell("tapscope diff base nowhere --json 2>&-")
+    assert (done.returncode, done.stdout) == (3, "")
+
+
+@pytest.mark.parametrize("color", ["", "1"])
+def test_a_report_in_colour_may_find_no_room_either(here: Path, color: str) -> None:
+    done = shell("tapscope diff base good >/dev/full", FORCE_COLOR=color)
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+    assert shell("tapscope --help >/dev/full").returncode == 3
+
+
+@pytest.mark.parametrize("columns", ["abc", "-5", "0", "", "9" * 30, "٤٠"])
+def test_columns_that_are_no_number_are_the_usual_ones(here: Path, columns: str) -> None:
+    plain, odd = shell("tapscope diff base good"), shell("tapscope diff base good", COLUMNS=columns)
+    assert (odd.returncode, odd.stdout, odd.stderr) == (0, plain.stdout, "")
+
+
+@pytest.mark.parametrize("closed", ["", "run.json", "rank-00000", "rank-00000/records.jsonl"])
+def test_what_nobody_may_read_is_said(here: Path, tmp_path: Path, closed: str) -> None:
+    as_anyone = "setpriv --bounding-set=-dac_override,-dac_read_search" if os.geteuid() == 0 else ""
+    if as_anyone and not shutil.which("setpriv"):
+        pytest.skip("root may read everything")
+    run = tmp_path / "closed"
+    shutil.copytree("good", run)
+    (run / closed).chmod(0)
+    try:
+        done = subprocess.run(
+            [*as_anyone.split(), sys.executable, "-m", "tapscope", "diff", "base", str(run)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        (run / closed).chmod(0o700)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert "cannot be read: Permission denied" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["diff_throughput", "floor_sweep", "cuda_capture"])
+@pytest.mark.parametrize("way", ["-m benchmarks.{}", "benchmarks/{}.py"])
+def test_a_benchmark_is_found_both_ways(name: str, way: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *way.format(name).split(), "--help"], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
