@@ -36,8 +36,12 @@ class Trained:
     def updated(self, node: int, num_steps: int | None = None) -> Spread:
         """What the errors of its gradients make of a parameter in so many steps, or in all."""
         seen = [self._examined[i].more.sways for i in self._graph.inputs(node).nodes]
-        drifts = self._examined[node].more.drifts[:num_steps]
-        return of_updates([(seen[0].get(d.step, _STILL) if seen else UNKNOWN, d.moved) for d in drifts])
+        drifts, moves = self._examined[node].more.drifts[:num_steps], []
+        turned = _STILL if seen else UNKNOWN
+        for drift in drifts:  # where no gradient differs, those before it still move the parameter
+            turned = seen[0].get(drift.step, turned) if seen else turned
+            moves.append((turned, drift.moved))
+        return of_updates(moves)
 
     def modelled(self, node: int, base: float) -> float:
         """What everything adds up to the last value of a parameter of which another step is made; ``base`` is the

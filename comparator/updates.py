@@ -50,22 +50,25 @@ def drifts(opened: Opened, measured: Measured, seen: Overview) -> tuple[Drift, .
 
 
 def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quantiles]:
-    """Step -> what the errors of a parameter's gradient turn of an update that divides each element by its size,
+    """Step -> what the errors of a parameter's gradients turn of an update that divides each element by its size,
     relative to the update, at :data:`QUANTILES` over a sample of rows: the root mean square of
-    ``|t - b| / max(|t|, |b|)``, and 2 where the signs differ. Steps in which nothing differs are left out; empty
-    for any other site."""
-    found: dict[int, Quantiles] = {}
+    ``|t - b| / max(|t|, |b|)``, and 2 where the signs differ. An update is made of the gradients of all steps before it
+    too (momentum), also of a row that has none any more: of each row the largest so far counts. Steps in which nothing
+    differs are left out; empty for any other site."""
     site = opened.ready.left[0].records[0].key.site
     if not seen.num_unequal or not is_parameter(site) or not site.endswith(".grad"):
-        return found
-    for part in measured.parts:
-        join = part.join
-        left, right = opened.left[join.baseline], opened.right[join.target]
-        step = opened.ready.left[join.baseline].records[0].key.step
-        if part.num_rows:
-            turned = _turned(left, right, _rows(left))
-            here = tuple(np.quantile(turned, QUANTILES).tolist())
-            found[step] = tuple(map(max, here, found.get(step, here)))
+        return {}
+    parts = [
+        (opened.ready.left[part.join.baseline].records[0].key.step, part.join)
+        for part in measured.parts
+        if part.num_rows
+    ]
+    found: dict[int, Quantiles] = {}
+    largest: Array | float = 0.0
+    for step, join in sorted(parts, key=lambda part: part[0]):
+        left = opened.left[join.baseline]
+        largest = np.maximum(_turned(left, opened.right[join.target], _rows(left)), largest)
+        found[step] = tuple(np.quantile(largest, QUANTILES).tolist())
     return found
 
 

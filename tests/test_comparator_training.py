@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from factories import RunFactory
 from torch import nn
 
 from tapscope import Dumper, open_run
@@ -152,3 +153,25 @@ def test_a_gradient_of_what_a_function_hardly_heeds_is_a_difference() -> None:
     assert y.grad is not None
     effects = [float(v.norm() * g.norm()) for v, g in ((x.detach(), x.grad), (y.detach(), y.grad))]
     assert difference(effects[0], effects[1:]) > 2.5  # a norm takes out what is along its output
+
+
+def test_what_momentum_carries_on_is_as_far_off_as_the_gradients_it_is_made_of(tmp_path: Path) -> None:
+    """Rows of an embedding whose tokens came in the first step alone move on by momentum, error and all."""
+    draw = np.random.default_rng(3)
+    start = draw.standard_normal((64, 24)).astype(np.float32)
+    gradient = np.where(np.arange(64)[:, None] < 20, draw.standard_normal((64, 24)), 0.0).astype(np.float32)
+    noise = 1.0 + 0.02 * draw.standard_normal(gradient.shape).astype(np.float32)
+    for name, first in (("b", gradient), ("t", gradient * noise)):
+        weight, moved = start.copy(), np.zeros_like(start)
+        with RunFactory(tmp_path / name) as run:
+            for step in range(4):
+                run.step(phase="train")
+                here = first if step == 0 else np.zeros_like(first)
+                moved = 0.9 * moved + here
+                weight = (weight - 0.05 * moved).astype(np.float32)
+                run.put("embed:param[weight].grad", here)
+                run.put("embed:param[weight]", weight)
+    found = report(tmp_path / "b", tmp_path / "t")
+    weights = next(f for f in found.findings if f.site == "embed:param[weight]")
+    assert weights.verdict is Verdict.CLOSE
+    assert weights.error > 0.0
