@@ -1,9 +1,8 @@
 """Backward: what the floors of a comparison's gradients depend on beside those of values; see :mod:`.gradients`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from tapscope.comparator.conditions import CONDITION
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.gradients import (
     cancellation,
@@ -18,20 +17,22 @@ from tapscope.comparator.gradients import (
 )
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.handed import HandedOn
-from tapscope.comparator.lifts import NO_LIFT
-from tapscope.comparator.sharpness import beyond
 from tapscope.comparator.spread import Quantiles, Spread
 
 
 class Backward:
     """The gradients among the nodes of a graph."""
 
-    def __init__(self, examined: Sequence[Examined], graph: Graph, spreads: HandedOn) -> None:
-        """``examined`` and ``spreads`` are those of the graph's nodes."""
+    def __init__(
+        self, examined: Sequence[Examined], graph: Graph, spreads: HandedOn, sharp: Mapping[str, Quantiles]
+    ) -> None:
+        """``examined`` and ``spreads`` are those of the graph's nodes; ``sharp``: modules that make attention weights
+        -> by how much more than usual an error of what they are given is one of the weights: so are the gradients off
+        that come back through these."""
         self._examined, self._graph, self._spreads = examined, graph, spreads
         self._losses = losses(graph)
         self._effects = effects(graph, [one.more.size for one in examined])
-        self._sharp = _sharpest(examined, graph) if any(graph.is_backward) else {}
+        self._sharp = sharp
 
     def loss(self, node: int) -> Spread | None:
         """What a loss hands on to the first of the gradients; None to any other node."""
@@ -73,15 +74,3 @@ class Backward:
         """See :func:`.gradients.cancellation`."""
         origins = (i for i in self._graph.inputs(node).nodes if self._graph.nodes[i].is_backward)
         return cancellation(self._examined[node].more.size, [self._examined[i].more.size for i in origins])
-
-
-def _sharpest(examined: Sequence[Examined], graph: Graph) -> dict[str, Quantiles]:
-    """Modules that make attention weights -> by how much more than usual an error of what they are given is one of the
-    weights: so are the gradients off that come back through these."""
-    found: dict[str, Quantiles] = {}
-    for node, one in enumerate(examined):
-        more = beyond(CONDITION, one.more.sharpness)
-        if more is not NO_LIFT and not graph.is_backward[node]:
-            for path in (graph.nodes[node].path, graph.enclosing(node)):
-                found[path] = tuple(map(max, more, found.get(path, more)))
-    return found

@@ -8,6 +8,7 @@ import numpy as np
 
 from tapscope import dtypes
 from tapscope.comparator.angles import angle_error
+from tapscope.comparator.attention import NONE, Attention, Beside
 from tapscope.comparator.backward import Backward
 from tapscope.comparator.columns import largest_in
 from tapscope.comparator.computed import computed_in
@@ -31,14 +32,17 @@ _GUESS = 4096
 class Cases:
     """The numeric sites of one comparison. Columns have one element a case, in execution order."""
 
-    def __init__(self, examined: Sequence[Examined], graph: Graph, params: Sequence[Params]) -> None:
+    def __init__(
+        self, examined: Sequence[Examined], graph: Graph, params: Sequence[Params], beside: Beside = NONE
+    ) -> None:
         """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules."""
         self.examined, self.graph, self.params = examined, graph, params
         self.names = [computed_in(examined, graph, node) for node in range(len(examined))]
         """The dtypes that each node was computed in."""
         self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]
         self._widest = max(filter(None, self._reductions), default=_GUESS)
-        self.backward = Backward(examined, graph, HandedOn(examined, graph))
+        self.attention = Attention(examined, graph, beside)
+        self.backward = Backward(examined, graph, HandedOn(examined, graph), self.attention.lifts_around())
         self.besides = {i: found for i, names in enumerate(self.names) if (found := self.backward.beside(i, names))}
         """Node -> what goes into it beside what the graph says."""
         self.trained = Trained(examined, graph)
@@ -50,8 +54,12 @@ class Cases:
         self.row = {node: row for row, node in enumerate(self.nodes)}
         """The case of a node."""
         spreads = spreads_of([examined[node].read for node in self.nodes])
-        self.given, self.are_equal = self._given(spreads.handed)
-        """What went into each, and whether nothing of that differs."""
+        plain, self.are_equal = self._given(spreads.handed)
+        """Whether nothing of what went into each differs."""
+        self.typical = plain.errors[0]
+        """Of the typical row that went into each."""
+        self.given = Largest(self.attention.with_means(plain.values, self.nodes))
+        """What went into each, as it appears there."""
         base, self.modelled, self.limit = self._modelled()
         """What everything up to and including the module adds, each with condition 1; the most that the typical row may
         be off."""
@@ -122,7 +130,8 @@ class Cases:
             if self.graph.nodes[node].is_trained:
                 found.append(math.hypot(self.trained.updated(node).errors[-1], base))
                 continue
-            here = math.hypot(self._model(self.graph.inputs(node).nodes, modelled), base)
+            before = self._model(self.graph.inputs(node).nodes, modelled)
+            here = math.hypot(self.attention.passed(node, before), base)
             if (loss := self.backward.loss(node)) is not None:
                 here = math.hypot(here, loss.errors[-1])
             modelled[node] = here

@@ -7,6 +7,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.absent import absent_gradients
+from tapscope.comparator.caches import cache_epsilon
 from tapscope.comparator.closeup import Closeup, closeup
 from tapscope.comparator.coarse import with_coarse
 from tapscope.comparator.coverage import cover
@@ -118,7 +119,13 @@ def _judge(
     absent = absent_gradients(seen.examined, runs)
     around = unmet(seen.everything, seen.examiner.norms)
     standards = Standards(
-        tolerance=options.tolerance, rules=rules, twin=twin, flips=seen.flips, unmet=around, absent=absent
+        tolerance=options.tolerance,
+        rules=rules,
+        twin=twin,
+        flips=seen.flips,
+        unmet=around,
+        cache=cache_epsilon([run.manifest for run in runs]),
+        absent=absent,
     )
     raw, seen = seen, seen.without_moved_rows()
     judge = Judge(seen.examined, seen.sites, standards)

@@ -15,6 +15,7 @@ from tapscope.comparator.measure import Opened, WidthError, measure_all
 from tapscope.comparator.prepare import Prepared, Preparer
 from tapscope.comparator.replicas import check_replicas
 from tapscope.comparator.series import side_of
+from tapscope.comparator.sharpness import sharpness_alone
 from tapscope.comparator.suggest import Suggester
 from tapscope.comparator.summaries import compare_stats, examine_values, unequal_hashes
 from tapscope.comparator.valued import PERMUTED, Begun, Reader, Wanted
@@ -63,7 +64,7 @@ class Examiner:
     def _begin(self, pair: Pair) -> "Look | Begun":
         """A pair as it is before its values are read, or with all that can be known where there is nothing to read."""
         if pair.baseline is None or pair.target is None:
-            return Look(_alone(pair))
+            return Look(self._alone(pair))
         if not (pair.baseline.is_tensor and pair.target.is_tensor):
             return Look(examine_values(pair, self.preparer.shift_steps))
         form, site = self.preparer.form(pair), pair.site or pair.baseline.site
@@ -83,6 +84,19 @@ class Examiner:
             return self._before_values(kind, ready, one)
         except DataError as error:
             return Look(one.but(problem=str(error)))
+
+    def _alone(self, pair: Pair) -> Examined:
+        """What only one run has."""
+        series = pair.baseline or pair.target
+        assert series is not None
+        only, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
+        about = About(baseline=only, notes=notes) if pair.baseline else About(target=only, notes=notes)
+        one = Examined(pair, series.site, about)
+        try:
+            firings = self.preparer.weights_of(1 if pair.baseline is None else 0, series)
+            return one.but(sharpness=sharpness_alone(firings)) if firings else one
+        except DataError:  # it is only beside what is compared
+            return one
 
     def _before_values(self, kind: Kind, ready: Prepared, one: Examined) -> "Look | Begun":
         if not ready.plan.joins:
@@ -140,15 +154,6 @@ class Examiner:
 def _is_width(problem: Exception) -> bool:
     """Whether other dims may help."""
     return isinstance(problem, WidthError)
-
-
-def _alone(pair: Pair) -> Examined:
-    """What only one run has."""
-    series = pair.baseline or pair.target
-    assert series is not None
-    only, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
-    about = About(baseline=only, notes=notes) if pair.baseline else About(target=only, notes=notes)
-    return Examined(pair, series.site, about)
 
 
 def _of_stats(one: Examined, ready: Prepared, is_exact: bool) -> Examined:

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import Struct, field, structs
 
+from tapscope.comparator.attention import Beside
 from tapscope.comparator.examined import Examined
 from tapscope.comparator.finding import Finding, StepResult, Verdict
 from tapscope.comparator.flips import Flip
@@ -33,6 +34,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Integers that rounding may explain, by site."""
     unmet: frozenset[str] = frozenset()
     """Modules with a norm inside that was not compared, see :func:`.lifts.unmet`."""
+    cache: float = 0.0
+    """See :attr:`.attention.Beside.cache`."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Gradients that one run lacks and should have (:mod:`.absent`), by site, with what to say of it."""
 
@@ -55,7 +58,9 @@ class Judge:
         params = [params_of(one, sites) for one in ours]
         self.graph = Graph([_node(one, bool(own), sites) for one, own in zip(ours, params, strict=True)])
         self.inputs: list[Inputs] = self.graph.all_inputs
-        self._rounding = Rounding(ours, self.graph, params, self._standards.unmet)
+        alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
+        alone = {path: found for path, found in alone.items() if found}
+        self._rounding = Rounding(ours, self.graph, params, self._standards.unmet, Beside(alone, self._standards.cache))
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
 

@@ -5,8 +5,10 @@ from collections.abc import Hashable, Sequence
 
 from msgspec import Struct
 
+from tapscope import dtypes
 from tapscope.comparator.align import Aligner, Plan, without_rows
 from tapscope.comparator.assemble import Whole
+from tapscope.comparator.blocks import Block, blocks
 from tapscope.comparator.expert_rows import LAYOUT, plan_experts
 from tapscope.comparator.forms import form_of, is_typical, made_alike
 from tapscope.comparator.joins import Join
@@ -24,6 +26,9 @@ from tapscope.comparator.split import split_series
 from tapscope.comparator.turn import turned
 from tapscope.errors import DataError
 from tapscope.run import Run
+
+_WEIGHTS = 4
+"""Axes of attention weights."""
 
 
 class Prepared(Struct, frozen=True):
@@ -124,6 +129,16 @@ class Preparer:
     def like(self, form: Hashable) -> Prepared | None:
         """The first pair of a form, if others of it can be made after that one."""
         return self._known.get(form)
+
+    def weights_of(self, side: int, series: Series) -> list[list[Block]]:
+        """The firings of what one run alone gave out, where these may be attention weights whose values are there."""
+        is_output = series.site.rpartition(":")[2].startswith("out") and not series.site.endswith(".grad")
+        if not is_output or len(series.shape) != _WEIGHTS or not dtypes.is_float(series.dtype):
+            return []
+        wholes, _, layout = self._laid_out(side, series)
+        if not layout.keyed or not all(whole.has_values for whole in wholes):
+            return []
+        return [blocks(whole.piece, whole.run, layout.axes) for whole in wholes if whole.piece is not None]
 
     def _prepare(self, baseline: Series, target: Series) -> Prepared:
         left, broken_left, layout_left = self._laid_out(0, baseline)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tapscope.comparator.attention import NONE, Beside
 from tapscope.comparator.cases import Cases
 from tapscope.comparator.columns import smaller
 from tapscope.comparator.conditions import CONDITION, CONDITION_TWIN, kind_of, learned_conditions, observed_conditions
@@ -15,14 +16,12 @@ from tapscope.comparator.floors import NAMES, Floors
 from tapscope.comparator.gradients import shared_gain
 from tapscope.comparator.graph import Graph
 from tapscope.comparator.lifts import NO_LIFT, UNMET
-from tapscope.comparator.sharpness import beyond
 from tapscope.comparator.spread import Quantiles
 from tapscope.comparator.trained import STATE
 from tapscope.comparator.wide import wide_floors
 from tapscope.comparator.widths import Params
 
 Array = np.ndarray[Any, Any]
-_MIXES = frozenset({"around", "inside", "before"})
 
 
 class Judged(NamedTuple):
@@ -56,17 +55,18 @@ class Rounding:
         graph: Graph,
         params: Sequence[Params],
         unmet: frozenset[str] = frozenset(),
+        beside: Beside = NONE,
     ) -> None:
         """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules; ``unmet`` is of
         :func:`.lifts.unmet`."""
-        self._cases = Cases(examined, graph, params)
+        self._cases = Cases(examined, graph, params, beside)
         self._graph = graph
         nodes = [graph.nodes[node] for node in self._cases.nodes]
         self._is_back = np.array([node.is_backward for node in nodes], bool)
         self._is_sum = np.array([node.is_summed for node in nodes], bool)
         self._is_state = np.array([node.is_state for node in nodes], bool)
         inputs = [graph.inputs(node) for node in self._cases.nodes]
-        self._mixes = np.array([each.how in _MIXES for each in inputs], bool)
+        self._mixes = np.array([self._cases.attention.mixes(node) for node in self._cases.nodes], bool)
         self._has_inputs = np.array([bool(each.nodes) for each in inputs], bool)
         self._is_made = self._has_inputs | self._is_state
         """Whether there is something that it was made of."""
@@ -145,9 +145,9 @@ class Rounding:
     def _conditions(self) -> Array:
         """k of every case, learned from the same site of other layers."""
         cases, base, spreads = self._cases, self._cases.terms.base, self._cases.terms.spreads
-        found, errors, given = np.full(len(cases.nodes), CONDITION), spreads.errors, cases.given.errors
+        found, errors = np.full(len(cases.nodes), CONDITION), spreads.errors
         shows = np.flatnonzero((base != 0.0) & self._has_inputs & (errors[-1] != 0.0))
-        observed = observed_conditions(errors[0][shows], given[0][shows], base[shows])
+        observed = observed_conditions(errors[0][shows], cases.typical[shows], base[shows])
         kinds: dict[str, list[int]] = {}
         for at, row in enumerate(shows.tolist()):
             kinds.setdefault(kind_of(cases.examined[cases.nodes[row]].site), []).append(at)
@@ -164,4 +164,4 @@ class Rounding:
         is_around = bool(unmet) and self._graph.inputs(node).how == "around"
         if is_around and self._graph.enclosing(node) in unmet:
             return UNMET
-        return beyond(CONDITION, self._cases.examined[node].more.sharpness)
+        return self._cases.attention.lift(node)

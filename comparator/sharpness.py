@@ -8,6 +8,7 @@ hardly heed an error, and those that waver between two keys are off by many time
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,24 @@ _FULL = 1.02
 def sharpness(opened: Opened, measured: Measured) -> Quantiles:
     """Condition of attention weights ``[batch, heads, queries, keys]`` at :data:`~.spread.QUANTILES` over a sample of
     the baseline's rows, of each its sharpest head; empty for what are no weights that add up to one."""
-    found = [np.empty(0)]
+    some = []
     for part in measured.parts:
         side, rows = opened.left[part.join.baseline], part.join.baseline_rows
         num = len(range(*rows.indices(side[0].num_rows))) if isinstance(rows, slice) else len(rows)
         at = sample(num, sum(block.width for block in side), len(measured.parts))
-        at = at + (rows.start or 0) if isinstance(rows, slice) else rows[at]
+        some.append((side, at + (rows.start or 0) if isinstance(rows, slice) else rows[at]))
+    return _condition(some)
+
+
+def sharpness_alone(firings: Sequence[list[Block]]) -> Quantiles:
+    """The same of weights that one run alone recorded, of all their rows."""
+    widths = [sum(block.width for block in side) for side in firings]
+    return _condition([(s, sample(s[0].num_rows, w, len(firings))) for s, w in zip(firings, widths, strict=True)])
+
+
+def _condition(some: Sequence[tuple[list[Block], Array]]) -> Quantiles:
+    found = [np.empty(0)]
+    for side, at in some:
         each = [_scatter(block, at) for block in side]
         if any(one is None for one in each):
             return ()

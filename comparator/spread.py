@@ -99,6 +99,15 @@ def spread_of(seen: Overview, width: int = 0, sizes: Sizes | None = None) -> Spr
     return Spread(len(seen.errors), *found, width=width, sizes=sizes)
 
 
+def root_mean_square(errors: Array) -> Array:
+    """[sites]: over all rows, of which [quantiles, sites] are known: squares lie evenly between two quantiles, and
+    below the first all are that one's."""
+    squares, shares = errors**2, np.diff((0.0, *QUANTILES))
+    means = np.concatenate((squares[:1], (squares[:-1] + squares[1:]) / 2.0))
+    found: Array = np.sqrt(shares @ means)
+    return found
+
+
 def with_channel(spread: Spread, channel: Channel) -> Spread:
     """With the channel that stands out most."""
     return structs.replace(spread, channel=channel.gain, channel_noise=channel.noise, channel_index=channel.index)

@@ -11,8 +11,8 @@ from tapscope.comparator.spread import QUANTILES, Spread
 
 Array = np.ndarray[Any, Any]
 _MEMBERS = len(QUANTILES) + 7
-CHANNELS = len(QUANTILES) + 3
-"""Row of :attr:`Largest.channel` among its kinds."""
+ELEMENT, PEAK, CHANNELS = len(QUANTILES), len(QUANTILES) + 1, len(QUANTILES) + 3
+"""Rows of these members of :class:`Largest` among its kinds."""
 
 
 class Spreads(NamedTuple):

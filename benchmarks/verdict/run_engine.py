@@ -80,7 +80,13 @@ def _observe(observer: Callable[[Any, RankInfo], StepObserver], config: EngineCo
     tp = runner.model.tp
     mesh, coords = {"tp": tp.size}, {"tp": tp.rank}
     info = RankInfo(
-        rank=tp.rank, world_size=tp.size, mesh=mesh, coords=coords, framework="tapscope", dtype=runner.dtype
+        rank=tp.rank,
+        world_size=tp.size,
+        mesh=mesh,
+        coords=coords,
+        framework="tapscope",
+        dtype=runner.dtype,
+        kv_cache_dtype=runner.kv_cache_dtype,
     )
     runner.observer = observer(runner.model, info)
 

@@ -1,0 +1,7 @@
+"""Both sides keep keys and values in a format narrower than they compute in."""
+
+PATCHES = "engine"
+FAMILY = ["llama", "qwen3"]
+MODEL = {"num_hidden_layers": 2}
+BOTH = [{"engine": {"kv_cache_dtype": "fp8_e4m3"}}, {"engine": {"kv_cache_dtype": "bfloat16"}}]
+TARGET = [{"tp": 2}, {"dtype": "bfloat16"}]
