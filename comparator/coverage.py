@@ -68,7 +68,8 @@ def cover(
     partial += [sentence for ledger, sentence in told if not ledger.complete]
     missing = [one.site for one in examined if one.about.missing]
     if missing:
-        partial.append(f"{len(missing)} sites lack records that the other run has, first {missing[0]}")
+        lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
+        partial.append(f"{lack} records that the other run has, first {missing[0]}")
     warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
     warnings += [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
     warnings += [sentence for ledger, sentence in told if ledger.complete]

@@ -1,12 +1,14 @@
 """Command lines that cannot be meant, and places that cannot be read or written: one sentence, no traceback."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 from comparator_toy import Toy, prompts, weights
 
 from tapscope.cli import main
@@ -157,8 +159,61 @@ def test_what_nobody_may_read_is_said(here: Path, tmp_path: Path, closed: str) -
 @pytest.mark.parametrize("name", ["diff_throughput", "floor_sweep", "cuda_capture"])
 @pytest.mark.parametrize("way", ["-m benchmarks.{}", "benchmarks/{}.py"])
 def test_a_benchmark_is_found_both_ways(name: str, way: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *way.format(name).split(), "--help"], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    done = warm.run(*way.format(name).split(), "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: ")
+
+
+def test_names_are_whole_where_no_screen_limits_them(here: Path) -> None:
+    piped, narrow = shell("tapscope diff base good --all"), shell("tapscope diff base good --all", COLUMNS="60")
+    site = "model.layers.0.post_attention_layernorm:out"
+    assert f"\n~ {site} " in piped.stdout
+    assert site not in narrow.stdout
+    assert narrow.stdout.splitlines()[-3:] == piped.stdout.splitlines()[-3:]
+
+
+def test_a_file_of_nothing_but_damage_is_counted(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("good", tmp_path / "odd")
+    with (tmp_path / "odd" / "rank-00000" / "records.jsonl").open("ab") as file:
+        file.write(b"no line of ours\n" * 5000)
+    assert main(["diff", "base", str(tmp_path / "odd")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("missing ") for line in lines) < 12
+    assert any(line.endswith("records.jsonl: 4,992 more unreadable lines skipped") for line in lines)
+
+
+def test_many_things_missing_are_counted_unless_all_are_asked_for(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(1, 4):
+        shutil.copytree("good", tmp_path / "odd", dirs_exist_ok=True)
+        (tmp_path / "odd" / f"rank-{rank:05d}").mkdir()
+        (tmp_path / "odd" / f"rank-{rank:05d}" / "records.jsonl").write_bytes(b"no line of ours\n" * 20)
+    for flags, num in (([], 13), (["--top", "3"], 4), (["--all"], 28)):
+        main(["diff", "base", str(tmp_path / "odd"), *flags])
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing ")]
+        assert len(lines) == num, lines
+    assert main(["diff", "base", str(tmp_path / "odd")]) == 1
+    assert "missing   16 more sentences like these; --all lists them" in capsys.readouterr().out
+
+
+def test_the_next_command_of_shards_that_do_not_fit_is_the_one_that_fits(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Toy(weights(layers=1), tp=2).write(tmp_path / "tp", prompts((6, 4))).close()
+    given = [
+        "--dims",
+        "target:*.mlp.gate_proj:out=t h # tp:replicated",
+        "--dims",
+        "*_layernorm:out=t h # tp:replicated",
+    ]
+    assert main(["diff", "base", str(tmp_path / "tp"), *given]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be compared: " in out
+    command = shlex.split(out.splitlines()[-1].removeprefix("next"))
+    fits = "target:model.layers.*.mlp.gate_proj:out=t h[tp]"
+    assert command == ["tapscope", "diff", "base", str(tmp_path / "tp"), "--dims", fits, *given[2:]]
+    assert main(command[1:]) == 0
+    assert "what      agrees: " in capsys.readouterr().out

@@ -46,7 +46,7 @@ def diff(one: Run, two: Run, options: CompareOptions | None = None) -> Report:
 def test_without_rows_steps_meet_by_number(tmp_path: Path) -> None:
     report = diff(rowless(tmp_path / "b", {0: 0, 1: 1, 2: 2}), rowless(tmp_path / "t", {1: 1, 2: 2}))
     assert report.findings[0].verdict is Verdict.SAME
-    assert "1 sites lack records that the other run has, first loss:out" in report.coverage.partial
+    assert "1 site lacks records that the other run has, first loss:out" in report.coverage.partial
 
 
 def test_without_a_common_number_steps_meet_in_order_and_it_is_said(tmp_path: Path) -> None:

@@ -82,4 +82,4 @@ def test_a_record_missing_in_one_step_is_no_pass(tmp_path: Path) -> None:
     assert report.num_bad == 0
     assert report.exit_code == 1
     assert any("lost between hook and disk" in s for s in report.coverage.partial)
-    assert any("lack records" in s for s in report.coverage.partial)
+    assert any("lacks records" in s for s in report.coverage.partial)

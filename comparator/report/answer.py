@@ -7,6 +7,7 @@ from tapscope import text
 from tapscope.comparator.coverage import ITSELF, UNLIKE
 from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.localise import Divergence
+from tapscope.comparator.report.again import with_dims_that_fit
 from tapscope.comparator.report.flags import flags
 from tapscope.site import compact_ranges, layer_of
 
@@ -216,6 +217,8 @@ def _next(report: "Report") -> str:
             side, run = divergence.finding.baseline, report.baseline
         site = side.site if side else divergence.site
         return f"tapscope show {shlex.quote(run.path)} {shlex.quote(site)} --step {divergence.step}"
+    if again := with_dims_that_fit(report):
+        return again
     if _odd(report) is not None or report.coverage.partial:
         return f"tapscope info {shlex.quote(report.target.path)}"
     return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])

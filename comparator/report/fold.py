@@ -128,6 +128,9 @@ def _said(hidden: Sequence[Finding]) -> list[str]:
     if not hidden:
         return []
     downstream = sum(f.role == "downstream" for f in hidden)
-    verb = "differs" if len(hidden) == 1 else "differ"
-    what = "all downstream" if downstream == len(hidden) else f"{downstream:,} of them downstream"
-    return [f"{len(hidden):,} more {verb}, {what}; --all lists them"]
+    if all(f.verdict is Verdict.SHAPE for f in hidden):
+        verb = "cannot be compared"
+    else:
+        verb = "differs" if len(hidden) == 1 else "differ"
+    where = ", all downstream" if downstream == len(hidden) else f", {downstream:,} of them downstream"
+    return [f"{len(hidden):,} more {verb}{where if downstream else ''}; --all lists them"]

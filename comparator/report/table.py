@@ -25,7 +25,7 @@ STYLES = {
 }
 _HEADS = ("site", "verdict", "shape", "max |Δ|", "rel l2", "err/floor", "worst req:pos")
 _SHAPE, _WORST, _NUMBERS = 2, 6, (3, 4, 5)
-_MIN_SITE = 16
+_MIN_SITE, _STRETCH = 16, 60
 _NARROW = dict.fromkeys(map(ord, "…×Δ·"))
 """What our own texts have beyond ASCII: one column each."""
 TOP = 12
@@ -51,18 +51,18 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iter
         yield Line(f"   … {line}")
     yield Line("")
     yield from map(Line, details(report.findings, top))
-    yield from _ending(report)
+    yield from _ending(report, top)
 
 
 def account(report: "Report") -> Iterator[Line]:
     """The report without its findings: both runs, what was covered, assumed and missing, and the answer."""
     yield from _headers(report)
     yield Line("")
-    yield from _ending(report)
+    yield from _ending(report, None)
 
 
-def _ending(report: "Report") -> Iterator[Line]:
-    yield from _coverage(report)
+def _ending(report: "Report", top: int | None) -> Iterator[Line]:
+    yield from _coverage(report, top)
     yield Line(f"verdicts  {counts(report)}")
     yield from map(Line, answer(report))
 
@@ -108,7 +108,7 @@ def _table(rows: Sequence[Row], width: int) -> Iterator[Line]:
     widths = [_cells(_HEADS[i]) for i in kept]
     for row in rows:
         if row.cells:
-            widths = [max(known, _cells(row.cells[i])) for known, i in zip(widths, kept, strict=True)]
+            widths = [max(known, _room(row.cells[i])) for known, i in zip(widths, kept, strict=True)]
     rest = sum(widths[1:]) + 2 * len(widths)
     widths[0] = max(min(widths[0], width - rest), min(widths[0], _MIN_SITE))
     numeric = [i in _NUMBERS for i in kept]
@@ -119,6 +119,11 @@ def _table(rows: Sequence[Row], width: int) -> Iterator[Line]:
         note = text.middle(row.note, max(width - 2, _MIN_SITE))
         line = _line(lead, [row.cells[i] for i in kept], widths, numeric) if row.cells else lead + note
         yield Line(line, style=STYLES[row.verdict])
+
+
+def _room(cell: str) -> int:
+    """Columns that a cell asks for; a stretch, of which nobody searches the ends, gives way to the other sites."""
+    return min(_cells(cell), _STRETCH) if STRETCH in cell else _cells(cell)
 
 
 def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool]) -> str:
@@ -141,7 +146,7 @@ def _site(site: str, width: int) -> str:
     return shown + STRETCH + text.site(last, room - _cells(shown))
 
 
-def _coverage(report: "Report") -> Iterator[Line]:
+def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
     coverage = report.coverage
     sites = f"{text.plural(coverage.sites_matched, 'site')} matched"
     alone = f"{coverage.sites_only_baseline:,} only in baseline, {coverage.sites_only_target:,} only in target"
@@ -163,8 +168,11 @@ def _coverage(report: "Report") -> Iterator[Line]:
         yield Line(f"fork      {len(coverage.forks) - 4} more requests; --json lists them")
     for sentence in coverage.warnings:
         yield Line(f"note      {sentence}")
-    for sentence in coverage.partial:
+    for sentence in coverage.partial[:top]:
         yield Line(f"missing   {sentence}", style="bold")
+    if top is not None and len(coverage.partial) > top:
+        more = text.plural(len(coverage.partial) - top, "more sentence")
+        yield Line(f"missing   {more} like these; --all lists them", style="bold")
 
 
 def _matched(report: "Report") -> str:

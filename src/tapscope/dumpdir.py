@@ -45,7 +45,7 @@ def find_dump(path: Path) -> Path | None:
         return path
     inner = sorted(entry for entry in path.iterdir() if entry.is_dir() and _has_files(entry))
     if len(inner) > 1:
-        names = ", ".join(entry.name for entry in inner[:4])
+        names = ", ".join(entry.name for entry in inner[:4]) + (", …" if len(inner) > 4 else "")
         raise RunNotFoundError(f"{path} holds {len(inner)} SGLang dumps ({names}); give one of them")
     return inner[0] if inner else None
 

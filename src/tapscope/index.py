@@ -12,6 +12,9 @@ from tapscope.ledger import StepLine, step_from_lines
 from tapscope.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.records import Records
 
+MAX_TOLD = 8
+"""Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
+
 
 class SiteInfo(Struct, frozen=True):
     """What is known of a site once, from its ``site`` line."""
@@ -74,13 +77,18 @@ def read_index(folder: Path, rank: int) -> RankIndex:
     index = RankIndex()
     path = folder / INDEX
     read = RecordLines(rank, index.records).read
+    num_unreadable = 0
     for number, line in _lines(path, index):
         if read(line):
             continue
         try:
             _add(index, _decode(str(line, "utf-8")), rank)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
+            num_unreadable += 1
+            if num_unreadable <= MAX_TOLD:
+                index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
+    if num_unreadable > MAX_TOLD:
+        index.problems.append(f"{path}: {num_unreadable - MAX_TOLD:,} more unreadable lines skipped")
     for name, num_records in table_names(index.events).items():
         _add_table(index, folder / name, rank, num_records)
     return index

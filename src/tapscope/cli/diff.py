@@ -58,14 +58,15 @@ def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
 
 
 def _print(report: Report, top: int | None) -> None:
+    lines = render(report, width=output.report_width(), top=top)
     if output.is_plain():
-        for line in render(report, width=output.plain_width(), top=top):
+        for line in lines:
             output.write_line(line.plain)
         return
     from rich.text import Text
 
     console = output.console()
-    for line in render(report, width=console.width, top=top):
+    for line in lines:
         console.print(Text(line.plain, style=line.style), overflow="ignore", no_wrap=True, crop=False)
 
 

@@ -12,6 +12,7 @@ from tapscope.text import json_line
 if TYPE_CHECKING:
     from rich.console import Console
 
+_UNCUT = 10_000
 _color = "auto"
 
 
@@ -41,6 +42,12 @@ def is_plain() -> bool:
 def plain_width() -> int:
     """Columns of what is no terminal."""
     return _given_width() or 100
+
+
+def report_width() -> int:
+    """Columns of a report of long names: the screen's; to a file or another program as many as they take, so that a
+    search finds them, unless ``COLUMNS`` says how many."""
+    return screen_width() if sys.stdout.isatty() else _given_width() or _UNCUT
 
 
 def screen_width() -> int:

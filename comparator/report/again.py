@@ -1,0 +1,35 @@
+"""Again: the command that compares once more, with the dims that would fit what could not be compared."""
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from tapscope.comparator.finding import Finding, Verdict
+from tapscope.comparator.report.flags import flags
+from tapscope.site import Glob
+
+if TYPE_CHECKING:
+    from tapscope.comparator.outcome import Report
+
+_DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
+
+
+def with_dims_that_fit(report: "Report") -> str:
+    """The command, with each ``--dims`` that the findings' notes say would fit; empty where they say none, or where a
+    map file says dims, which may be what is wrong and would still count."""
+    found = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
+    if not found or report.options.mapping.dims:
+        return ""
+    fine = [side.site for f in report.findings if not _hints(f) for side in (f.baseline, f.target) if side]
+    # Those given that are about nothing else would match nothing any more, which is an error.
+    dims = tuple(entry for entry in report.options.dims if any(map(Glob(entry.site).matches, fine)))
+    words = [word for hint in found for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
+    return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
+
+
+def _hints(finding: Finding) -> list[str]:
+    if finding.verdict is not Verdict.SHAPE:
+        return []
+    return [hint for note in finding.notes for hint in _DIMS.findall(note) if not hint.endswith("=...")]
