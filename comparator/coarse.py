@@ -31,6 +31,8 @@ _FEWEST = 16
 """Values of a row that are not zero, and different ones among them."""
 _BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4}
 """Significant bits of the formats."""
+_BEHIND = np.uint32((1 << 24 - max(_BITS.values())) - 1)
+"""Bits of a float32 that a number of these formats has not."""
 _WIDE = frozenset({"float32", "bfloat16", "float16"})
 
 
@@ -79,6 +81,8 @@ def _cast(one: Examined, preparer: Preparer) -> _Cast | None:
         if chunk.baseline.shape != chunk.target.shape or left <= 0:
             break
         left -= chunk.target.size
+        if not _may_be_few(chunk.target):
+            continue
         used = _bits(chunk.target)
         odd = (used <= max(_BITS.values())) & (_bits(chunk.baseline) > max(_BITS.values())) & _is_rich(chunk.target)
         if not odd.any():
@@ -89,6 +93,12 @@ def _cast(one: Examined, preparer: Preparer) -> _Cast | None:
             name = next(each for each, bits in _BITS.items() if used[at] <= bits)
         count += int(odd.sum())
     return _Cast(count, first, name) if count else None
+
+
+def _may_be_few(values: Array) -> bool:
+    """Whether there is a row whose values may all have as few significant bits, which is seldom so and soon known."""
+    together = np.bitwise_or.reduce(values.astype(np.float32).view(np.uint32), axis=1)
+    return bool((together & _BEHIND == 0).any())
 
 
 def _bits(values: Array) -> Array:

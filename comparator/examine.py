@@ -1,7 +1,6 @@
 """Examine: everything about one matched pair of sites that can be known without looking at other sites."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +69,7 @@ class Examiner:
         form, site = self.preparer.form(pair), pair.site or pair.baseline.site
         kind = self._kinds.get(form)
         if kind is not None and kind.alike is not None and kind.alike.fits(pair):
-            return Begun(kind, Opened(partial(self.preparer.prepare, pair), pair, kind.alike), pair, site, kind.about)
+            return Begun(kind, Opened(kind.ready, pair, kind.alike), pair, site, kind.about)
         ready = self.preparer.prepare(pair)
         if kind is None:
             is_shared = self.preparer.like(form) is not None

@@ -59,10 +59,11 @@ def _is_simple(piece: Piece | None) -> bool:
 
 def made_alike(wholes: tuple[Whole, ...], series: Series) -> tuple[Whole, ...]:
     """The wholes of a series, after those of one of the same form."""
-    return tuple([_made_alike(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
+    return tuple([one_alike(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
 
 
-def _made_alike(whole: Whole, firing: Firing) -> Whole:
+def one_alike(whole: Whole, firing: Firing) -> Whole:
+    """The whole of one firing, after that of another series' in its place."""
     records = firing.records
     if isinstance(whole.piece, Leaf) and len(records) == 1:
         return Whole(whole.run, records, Leaf(records[0]), whole.dims, "", (), whole.notes, whole.warnings)

@@ -46,8 +46,11 @@ class Prepared(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     """Of the notes, those that say why values may be wrong."""
 
-    def of(self, left: tuple[Whole, ...], right: tuple[Whole, ...]) -> "Prepared":
-        """The same of other tensors of the same form."""
+    def of(self, pair: Pair) -> "Prepared":
+        """The same of another pair of the form."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        left, right = made_alike(self.left, pair.baseline), made_alike(self.right, pair.target)
         return Prepared(left, right, self.layouts, self.plan, self.problem, self.num_broken, self.notes, self.warnings)
 
     @property
@@ -109,8 +112,7 @@ class Preparer:
         assert pair.target is not None
         form = self.form(pair)
         if (known := self.like(form)) is not None:
-            left, right = made_alike(known.left, pair.baseline), made_alike(known.right, pair.target)
-            return known.of(left, right)
+            return known.of(pair)
         ready = self._prepare(pair.baseline, pair.target)
         if form is not None and is_typical(ready.left, pair.baseline) and is_typical(ready.right, pair.target):
             self._known[form] = ready
