@@ -19,7 +19,7 @@ from tapscope.comparator.layout import Layout
 from tapscope.comparator.match import Pair
 from tapscope.comparator.pieces import Leaf
 from tapscope.comparator.prepare import Prepared
-from tapscope.comparator.series import Series
+from tapscope.comparator.series import Series, spans_of
 from tapscope.errors import DataError
 from tapscope.kernels.native import Strip
 from tapscope.run import Run
@@ -72,7 +72,7 @@ class Alike(Struct, frozen=True, eq=False):
         """Whether all values of a pair of the form are there and have to be read."""
         assert pair.baseline is not None
         assert pair.target is not None
-        if any(span[0] is None for one in (pair.baseline, pair.target) for span in one.spans):
+        if not (pair.baseline.is_stored and pair.target.is_stored):
             return False
         if not self.excused:
             return True
@@ -154,17 +154,15 @@ class _Rows(NamedTuple):
 
 
 def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
-    names, starts, sizes = zip(*(span for one in series for span in one.spans), strict=True)
-    offsets, size = np.array(starts), side.dtype.itemsize
-    if list(sizes) != side.nbytes * len(series) or offsets.min() < 0 or (offsets % size).any():
+    (file, offset, nbytes), size, num = spans_of(series), side.dtype.itemsize, len(side.nbytes)
+    ends = offset + nbytes
+    if (nbytes != side.nbytes * len(series)).any() or min(offset.min(), ends.min()) < 0 or (offset % size).any():
         return None
-    last: dict[str, tuple[int, int]] = {}  # of each file the record that ends last
-    for i, (name, end) in enumerate(zip(names, (offsets + sizes).tolist(), strict=True)):
-        if end > last.get(name, (0, 0))[0]:
-            last[name] = end, i
-    num = len(side.nbytes)
+    names, file = np.unique(file, return_inverse=True)
+    of_each = [np.flatnonzero(file == i) for i in range(len(names))]
+    last = [at[ends[at].argmax()].item() for at in of_each]  # the record that ends last
     try:
-        data = [side.run.file(series[i // num].firings[i % num].records[0], end) for end, i in last.values()]
+        data = [side.run.file(series[i // num].firings[i % num].records[0], ends.item(i)) for i in last]
     except DataError:
         return None
     found = [one for one in data if one is not None]
@@ -173,7 +171,5 @@ def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
     files = [
         np.ndarray(((d.nbytes // size) - side.width + 1, side.width), side.dtype, d, 0, (size, size)) for d in found
     ]
-    place = {name: i for i, name in enumerate(last)}
-    file = np.array([place[name] for name in names]) if len(files) > 1 else np.zeros(len(names), np.int64)
-    first = (offsets // size).reshape(len(series), -1)[:, side.firing] + side.element
+    first = (offset // size).reshape(len(series), -1)[:, side.firing] + side.element
     return _Rows(files, file.reshape(len(series), -1)[:, side.firing].reshape(-1), first.reshape(-1))

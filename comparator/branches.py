@@ -17,10 +17,10 @@ _SAID = "the gradient of a copy in one run, and in the other that of the tensor 
 
 def without_branches(everything: Sequence[Examined]) -> list[Examined]:
     """The sites, those set apart that are the gradient of a tensor on one side and of a cast copy on the other."""
-    values = {one.site: one for one in everything if one.baseline and one.target}
-    gradients = [one for one in values.values() if one.site.endswith(_GRADIENT) and not one.problem]
-    if not gradients:
+    if not any(one.site.endswith(_GRADIENT) for one in everything):
         return list(everything)
+    values = {one.site: one for one in everything if one.is_matched}
+    gradients = [one for one in values.values() if one.site.endswith(_GRADIENT) and not one.problem]
     shared = [_shared(gradients, side) for side in (0, 1)]
     apart = {one.site for one in gradients if any(_is_branch(one, side, shared[side], values) for side in (0, 1))}
     return [one.but(apart=_SAID) if one.site in apart else one for one in everything]

@@ -1,6 +1,6 @@
 """Examined: everything about one matched pair of sites that can be known without looking at other sites."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from tapscope import dtypes
 from tapscope.comparator.finding import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import are_masks
-from tapscope.comparator.series import named_side
+from tapscope.comparator.series import named_side, recorded
 from tapscope.comparator.spread import Drift, Quantiles, Spread
 from tapscope.comparator.values import Values
 
@@ -115,6 +115,11 @@ class Examined(Struct, frozen=True, gc=False):
     def target(self) -> Side | None:
         """The same of the target."""
         return named_side(self.about.target, self.pair.target)
+
+    @property
+    def names(self) -> Iterator[str]:
+        """What either run recorded it as, see :attr:`.finding.Side.site`."""
+        return (recorded(one)[0].site for one in (self.pair.baseline, self.pair.target) if one is not None)
 
     @property
     def dtypes(self) -> tuple[str, str]:

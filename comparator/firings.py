@@ -1,8 +1,9 @@
 """Firings: those of all recorded series of a run, made when they are asked for: a million of them need not be held."""
 
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from msgspec import Struct
@@ -28,6 +29,17 @@ class Firing(Struct, frozen=True, gc=False):
     """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
 
 
+class Spans(NamedTuple):
+    """Where the payloads of the records of some series lie."""
+
+    file: Array
+    """[records]: the same for those that are in one."""
+    offset: Array
+    """[records] int64: first byte; negative for what lies nowhere."""
+    nbytes: Array
+    """[records] int64"""
+
+
 class FiringTable:
     """Where the firings of each series lie among the records of a run."""
 
@@ -51,7 +63,38 @@ class FiringTable:
     def series(self) -> "Iterator[tuple[int, Firings]]":
         """(place of its first record, its firings) of each series."""
         for at in range(len(self._series) - 1):
-            yield self._order[self._first[self._series[at]]], Firings(self, at)
+            place = self._order[self._first[self._series[at]]]
+            yield place, Firings(self, at, self.records.kind_at(place))
+
+    @cached_property
+    def forms(self) -> "array[int]":
+        """Of each series: equal for those whose firings are each one record, and alike but for values and sites; -1 for
+        others."""
+        forms = self.records.forms[np.asarray(self._order)]
+        any_odd = bool((forms < 0).any())
+        known: dict[bytes, int] = {}
+        found = array("q")
+        for series in range(len(self._series) - 1):
+            first, end = self.bounds(series)
+            here = forms[self._first[first] : self._first[end]]
+            is_odd = len(here) != end - first or (any_odd and bool((here < 0).any()))
+            found.append(-1 if is_odd else known.setdefault(here.tobytes(), len(known)))
+        return found
+
+    @cached_property
+    def is_stored(self) -> bytes:
+        """Of each series, 1 where all its records have a payload, else 0."""
+        has = self.records.of_kinds(lambda kind: kind.file is not None)[np.asarray(self._order)]
+        return np.logical_and.reduceat(has, np.asarray(self._first)[np.asarray(self._series)[:-1]]).tobytes()
+
+    def spans(self, series: Sequence[int]) -> Spans:
+        """Of some series that have as many records each, in their order."""
+        first = np.asarray(self._first)[np.asarray(self._series)[list(series)]]
+        at = first[:, np.newaxis] + np.arange(self.num_records(series[0]))
+        places = np.asarray(self._order)[at].reshape(-1)
+        records, files = self.records, dict[str | None, int]()
+        file = np.array([files.setdefault(kind.file, len(files)) for kind in records.kinds])[records.kind[places]]
+        return Spans(file, records.offset[places], records.nbytes[places])
 
     def bounds(self, series: int) -> tuple[int, int]:
         """Its first firing, and the one behind its last."""
@@ -85,51 +128,48 @@ class FiringTable:
 class Firings(Sequence[Firing]):
     """Those of one recorded series, by step, micro-batch and occurrence."""
 
-    __slots__ = ("_at", "_table")
+    __slots__ = ("at", "kind", "table")
 
-    def __init__(self, table: FiringTable, at: int) -> None:
-        self._table, self._at = table, at
+    def __init__(self, table: FiringTable, at: int, kind: Kind) -> None:
+        """``kind`` is that of the first record."""
+        self.table, self.at, self.kind = table, at, kind
 
     @property
     def num_records(self) -> int:
         """Of all of them."""
-        return self._table.num_records(self._at)
-
-    @property
-    def kind(self) -> Kind:
-        """Of the first record."""
-        return self._table.records.kind_at(self._table.places(self._at)[0])
+        return self.table.num_records(self.at)
 
     @property
     def hashes(self) -> list[str | None]:
         """Of all records."""
-        return list(map(self._table.records.hash_at, self._table.places(self._at)))
+        return list(map(self.table.records.hash_at, self.table.places(self.at)))
 
     @property
-    def spans(self) -> list[tuple[str | None, int, int]]:
-        """(file, first byte, bytes) of the payloads of all records; no file without one."""
-        return list(map(self._table.records.span_at, self._table.places(self._at)))
+    def is_stored(self) -> bool:
+        """Whether all records have a payload."""
+        return self.table.is_stored[self.at] != 0
 
     @property
-    def form(self) -> tuple[Hashable, ...] | None:
-        """Equal for series whose firings are each one record, and alike but for values and sites; None for others."""
-        forms = tuple(map(self._table.records.form_at, self._table.places(self._at)))
-        return forms if None not in forms and len(forms) == len(self) else None
+    def form(self) -> int | None:
+        """Equal for series of a run whose firings are each one record, and alike but for values and sites; None for
+        others."""
+        form = self.table.forms[self.at]
+        return None if form < 0 else form
 
     @overload
     def __getitem__(self, index: int) -> Firing: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[Firing, ...]: ...
     def __getitem__(self, index: int | slice) -> Firing | tuple[Firing, ...]:
-        here = range(*self._table.bounds(self._at))[index]
-        return tuple(map(self._table.firing, here)) if isinstance(here, range) else self._table.firing(here)
+        here = range(*self.table.bounds(self.at))[index]
+        return tuple(map(self.table.firing, here)) if isinstance(here, range) else self.table.firing(here)
 
     def __len__(self) -> int:
-        first, end = self._table.bounds(self._at)
+        first, end = self.table.bounds(self.at)
         return end - first
 
     def __iter__(self) -> Iterator[Firing]:
-        return map(self._table.firing, range(*self._table.bounds(self._at)))
+        return map(self.table.firing, range(*self.table.bounds(self.at)))
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented

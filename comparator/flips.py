@@ -54,7 +54,7 @@ def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping
     """Site -> explanation, for the sites whose unequal integers all have one; of ``everything`` those that do not meet
     may still hold a bias."""
     examined = [one for one in everything if not one.apart]
-    vectors = [one for one in everything if one.baseline is not None and len(one.baseline.shape) == 1]
+    vectors = [one for one in everything if one.about.baseline is not None and len(one.about.baseline.shape) == 1]
     found: dict[str, Flip] = {}
     seen: dict[object, str] = {}
     for i, one in enumerate(examined):

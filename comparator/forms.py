@@ -24,7 +24,7 @@ def form_of(series: Series) -> Hashable:
         return None
     kind = _kind(series.site.rpartition(":")[2])
     if isinstance(series.firings, Firings) and (form := series.firings.form) is not None:
-        return kind, *form
+        return kind, form
     return kind, *map(_form, series.firings)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from sys import intern
 from typing import Any
 
 from msgspec import Struct, field, structs
@@ -112,7 +113,7 @@ class Judge:
     def _rule(self, one: Examined) -> Rule | None:
         if not self._standards.rules:
             return None
-        return find_rule(self._standards.rules, (one.site, *(side.site for side in (one.baseline, one.target) if side)))
+        return find_rule(self._standards.rules, (one.site, *one.names))
 
     def _by_rule(self, one: Examined, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
         judged = (
@@ -184,15 +185,15 @@ class Judge:
 
 def _node(one: Examined, has_params: bool, sites: Mapping[str, SiteInfo]) -> Node:
     path, _, port = one.site.rpartition(":")
+    port = intern(port)  # there are few: one object for all sites
     numeric = not one.is_exact and one.has_spread
     identities = identity(one.pair.baseline), identity(one.pair.target)
     return Node(path, port, numeric, has_params, _class(one, sites), bool(one.more.drifts), identities)
 
 
 def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:
-    for side in (one.baseline, one.target):
-        info = sites.get(side.site) if side else None
-        if info is not None and info.cls:
+    for name in one.names:
+        if (info := sites.get(name)) is not None and info.cls:
             return info.cls
     return ""
 

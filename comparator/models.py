@@ -12,7 +12,7 @@ MIN_SITES = 4
 
 def check_models(runs: tuple[Run, Run], examined: Sequence[Examined]) -> None:
     """Raise NothingInCommonError where most of the tensors that both runs have are of other widths."""
-    tensors = [one for one in examined if one.baseline and one.target and one.baseline.dtype and not one.is_exact]
+    tensors = [one for one in examined if one.is_matched and one.dtypes[0] and not one.is_exact]
     odd = [one for one in tensors if one.problem and _widths(one)]
     if len(odd) < MIN_SITES or 2 * len(odd) <= len(tensors):
         return

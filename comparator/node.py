@@ -1,6 +1,7 @@
 """Node: one matched site as the graph sees it, and what went into it."""
 
 import re
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -46,7 +47,12 @@ class Node(Struct, frozen=True, gc=False):
     @property
     def is_pointwise(self) -> bool:
         """Whether the module works on each element by itself."""
-        return not self.has_params and _POINTWISE.search(self.cls) is not None
+        return not self.has_params and _is_pointwise(self.cls)
+
+
+@lru_cache
+def _is_pointwise(cls: str) -> bool:
+    return _POINTWISE.search(cls) is not None
 
 
 class Inputs(Struct, frozen=True, gc=False):

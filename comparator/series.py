@@ -3,11 +3,13 @@
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 
+import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.finding import Side
-from tapscope.comparator.firings import Firing, Firings, FiringTable
+from tapscope.comparator.firings import Firing, Firings, FiringTable, Spans
 from tapscope.comparator.recipe import Recipe
+from tapscope.member import MAX_COUNT
 from tapscope.record import Record
 from tapscope.records import Records
 from tapscope.run import Run
@@ -51,12 +53,11 @@ class Series(Struct, frozen=True, gc=False):
         return [record.hash for firing in self.firings for record in firing.records]
 
     @property
-    def spans(self) -> list[tuple[str | None, int, int]]:
-        """(file, first byte, bytes) of the payloads of all records; no file without one."""
+    def is_stored(self) -> bool:
+        """Whether all records have a payload."""
         if isinstance(self.firings, Firings):
-            return self.firings.spans
-        entries = [record.entry for firing in self.firings for record in firing.records]
-        return [(None, 0, 0) if entry is None else (entry.file, entry.offset, entry.nbytes) for entry in entries]
+            return self.firings.is_stored
+        return all(record.entry is not None for firing in self.firings for record in firing.records)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -131,6 +132,21 @@ def named_side(side: Side | None, one: Series | None) -> Side | None:
 @lru_cache
 def _ordered(ranks: frozenset[int]) -> tuple[int, ...]:
     return tuple(sorted(ranks))  # one object for all sites of the same ranks
+
+
+def spans_of(series: Sequence[Series]) -> Spans:
+    """Where the payloads lie of series that :attr:`~Series.is_stored` holds of and that have as many records each."""
+    own = [one.firings for one in series if isinstance(one.firings, Firings)]
+    if len(own) == len(series) and all(each.table is own[0].table for each in own):
+        return own[0].table.spans([each.at for each in own])
+    entries = [record.entry for one in series for firing in one.firings for record in firing.records]
+    files = dict[str, int]()
+    found = [(files.setdefault(e.file, len(files)), _within(e.offset), e.nbytes) for e in entries if e is not None]
+    return Spans(*np.array(found, np.int64).T)
+
+
+def _within(offset: int) -> int:
+    return offset if 0 <= offset < MAX_COUNT else -1
 
 
 def fire_together(sources: Sequence[Series]) -> bool:

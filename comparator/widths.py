@@ -13,8 +13,8 @@ _NONE: Params = {}
 
 def params_of(one: Examined, sites: Mapping[str, SiteInfo]) -> Params:
     """Local shapes of the parameters of the module that the site belongs to."""
-    for side in (one.baseline, one.target):
-        info = sites.get(reduced(side.site) if is_partial(side.site) else side.site) if side else None
+    for name in one.names:
+        info = sites.get(reduced(name) if is_partial(name) else name)
         if info is not None and info.params:
             return info.params
     return _NONE

@@ -143,14 +143,14 @@ class Records(Sequence[Record]):
         at = place * DIGESTS
         return self._digests[at : at + HASH].hex() if self.kind_at(place).has_hash else None
 
-    def span_at(self, place: int) -> tuple[str | None, int, int]:
-        """(file, first byte, bytes) of the payload of one record; no file without one."""
-        return self.kinds[self._kind[place]].file, self._offset[place], self._nbytes[place]
-
-    def form_at(self, place: int) -> tuple[int, int] | None:
-        """Equal for records that differ in site, order, digests, statistics and place in their file alone; None for
-        one that the columns do not tell."""
-        return None if place in self._odd else (self._step[place], self._kind[place])
+    @property
+    def forms(self) -> Array:
+        """[records] int64: equal for records that differ in site, order, digests, statistics and place in their file
+        alone; -1 for those that the columns do not tell."""
+        _, steps = np.unique(self.step, return_inverse=True)
+        found: Array = steps * len(self.kinds) + self.kind
+        found[list(self._odd)] = -1
+        return found
 
     def seq_at(self, place: int) -> int:
         """Of one record."""
