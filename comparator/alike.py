@@ -156,7 +156,7 @@ class _Rows(NamedTuple):
 def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
     (file, offset, nbytes), size, num = spans_of(series), side.dtype.itemsize, len(side.nbytes)
     ends = offset + nbytes
-    if (nbytes != side.nbytes * len(series)).any() or min(offset.min(), ends.min()) < 0 or (offset % size).any():
+    if nbytes.tolist() != side.nbytes * len(series) or min(offset.min(), ends.min()) < 0 or (offset % size).any():
         return None
     names, file = np.unique(file, return_inverse=True)
     of_each = [np.flatnonzero(file == i) for i in range(len(names))]

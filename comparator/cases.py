@@ -51,8 +51,8 @@ class Cases:
         self.lifts = Lifts(examined, graph, self._handed_on)
         self.nodes = [i for i, node in enumerate(graph.nodes) if node.numeric]
         """Of each case."""
-        self.row = {node: row for row, node in enumerate(self.nodes)}
-        """The case of a node."""
+        self.row = self._rows()
+        """The case of each node; -1 where rounding has no say."""
         spreads = spreads_of([examined[node].read for node in self.nodes])
         plain, self.are_equal = self._given(spreads.handed)
         """Whether nothing of what went into each differs."""
@@ -71,6 +71,12 @@ class Cases:
         self.is_behind_flips = self._behind_flips()
         """Whether token rows that took another way went into it: what they add to the errors is no rounding, and no
         model of a path bounds it."""
+
+    def _rows(self) -> list[int]:
+        found = [-1] * len(self.examined)
+        for row, node in enumerate(self.nodes):
+            found[node] = row
+        return found
 
     def inputs(self, node: int) -> tuple[Spread, ...]:
         """The spreads of what went into a node."""
@@ -115,7 +121,7 @@ class Cases:
         noise or not: it may make several times that of a channel, where it is next to flat or to zero."""
         for row, node in enumerate(self.nodes):
             if self.graph.nodes[node].is_pointwise and not self.graph.is_backward[node]:
-                spreads = (self.examined[i].spread for i in self.graph.inputs(node).nodes if i in self.row)
+                spreads = (self.examined[i].spread for i in self.graph.inputs(node).nodes if self.row[i] >= 0)
                 given[CHANNELS, row] = max((abs(s.channel) for s in spreads if s is not None), default=0.0)
         return given
 
@@ -123,7 +129,7 @@ class Cases:
         """(base, all that is modelled, limit) of each case."""
         bases, limits = zip(*map(self._base, self.nodes), strict=True) if self.nodes else ((), ())
         modelled = [0.0] * len(self.examined)
-        for node in filter(self.row.__contains__, self.trained.nodes):  # of a parameter the next steps are made
+        for node in (n for n in self.trained.nodes if self.row[n] >= 0):  # of a parameter the next steps are made
             modelled[node] = self.trained.modelled(node, bases[self.row[node]])
         found = []
         for node, base in zip(self.nodes, bases, strict=True):
@@ -171,7 +177,7 @@ class Cases:
         """Whether such rows are in what a node holds."""
         found = [False] * len(self.nodes)
         if any(holds) or self.lifts.noise:
-            for node in (*filter(self.row.__contains__, self.trained.nodes), *self.nodes):
+            for node in (*(n for n in self.trained.nodes if self.row[n] >= 0), *self.nodes):
                 origins = self.graph.inputs(node).nodes
                 here = any(map(holds.__getitem__, origins))
                 found[self.row[node]] = here

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from sys import intern
 from typing import Any
 
 from msgspec import Struct, field, structs
@@ -13,10 +12,10 @@ from tapscope.comparator.finding import Finding, StepResult, Verdict
 from tapscope.comparator.flips import Flip
 from tapscope.comparator.floors import score
 from tapscope.comparator.graph import Graph
-from tapscope.comparator.node import Inputs, Node
+from tapscope.comparator.node import Inputs
+from tapscope.comparator.nodes import nodes_of
 from tapscope.comparator.rounding import Rounding
 from tapscope.comparator.rules import Rule, find_rule, measures_of
-from tapscope.comparator.series import identity
 from tapscope.comparator.twin import Twin
 from tapscope.comparator.widths import params_of
 from tapscope.index import SiteInfo
@@ -57,7 +56,7 @@ class Judge:
         """Indices of what was compared, and of the gradients that should be there to be."""
         ours = [examined[i] for i in self.matched]
         params = [params_of(one, sites) for one in ours]
-        self.graph = Graph([_node(one, bool(own), sites) for one, own in zip(ours, params, strict=True)])
+        self.graph = Graph(nodes_of(ours, params, sites))
         self.inputs: list[Inputs] = self.graph.all_inputs
         alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
@@ -67,16 +66,18 @@ class Judge:
 
     def findings(self) -> list[Finding]:
         """One finding a site, in execution order."""
-        nodes = {index: n for n, index in enumerate(self.matched)}
         found: list[Finding] = []
-        within: set[str] = set()  # sites judged so far that rounding explains
+        within: set[str] = set()  # sites judged so far that rounding explains, where that matters
+        node = 0  # of the next site that has one
         for i, one in enumerate(self._examined):
-            found.append(self._judge_matched(one, nodes[i], i, found, within) if i in nodes else _unmatched(one, i))
+            is_node = node < len(self.matched) and self.matched[node] == i
+            found.append(self._judge_matched(one, node, i, found, within) if is_node else _unmatched(one, i))
             is_bad = found[-1].verdict.is_bad
-            if not is_bad:
+            if self._standards.flips and not is_bad:
                 within.add(one.site)
-            if i in nodes and (is_bad or self._is_behind(nodes[i])):
-                self._behind.add(nodes[i])
+            if is_node and (is_bad or self._is_behind(node)):
+                self._behind.add(node)
+            node += is_node
         return found
 
     def _is_behind(self, node: int) -> bool:
@@ -181,21 +182,6 @@ class Judge:
             inputs=how,
             judged_by="rounding" if twin is None else "twin",
         )
-
-
-def _node(one: Examined, has_params: bool, sites: Mapping[str, SiteInfo]) -> Node:
-    path, _, port = one.site.rpartition(":")
-    port = intern(port)  # there are few: one object for all sites
-    numeric = not one.is_exact and one.has_spread
-    identities = identity(one.pair.baseline), identity(one.pair.target)
-    return Node(path, port, numeric, has_params, _class(one, sites), bool(one.more.drifts), identities)
-
-
-def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:
-    for name in one.names:
-        if (info := sites.get(name)) is not None and info.cls:
-            return info.cls
-    return ""
 
 
 def _by_tolerance(one: Examined, order: int, tolerance: tuple[float, float], how: str) -> Finding:

@@ -17,7 +17,7 @@ from tapscope.comparator.sums import sums
 from tapscope.comparator.usermap import UserMap
 
 
-class Pair(Struct, frozen=True):
+class Pair(Struct, frozen=True, gc=False):
     """A matched pair, or an orphan that has one side only."""
 
     baseline: Series | None

@@ -51,9 +51,9 @@ class Opened:
     @cached_property
     def left(self) -> _Side:
         """The baseline's blocks."""
-        return _Side(self._like.left, self.pair and self.pair.baseline, self._like.layouts[0].axes)
+        return _Side(self._like.left, None if self.pair is None else self.pair.baseline, self._like.layouts[0].axes)
 
     @cached_property
     def right(self) -> _Side:
         """The target's."""
-        return _Side(self._like.right, self.pair and self.pair.target, self._like.layouts[1].axes)
+        return _Side(self._like.right, None if self.pair is None else self.pair.target, self._like.layouts[1].axes)

@@ -77,12 +77,12 @@ class Rounding:
 
     def is_numeric(self, node: int) -> bool:
         """Whether rounding has a say at all."""
-        return node in self._cases.row
+        return self._cases.row[node] >= 0
 
     def base(self, node: int) -> float:
         """What the module that made a numeric site adds by itself."""
-        row = self._cases.row.get(node)
-        return 0.0 if row is None else self._cases.terms.base.item(row)
+        row = self._cases.row[node]
+        return 0.0 if row < 0 else self._cases.terms.base.item(row)
 
     def judged(self, node: int, *, is_behind_culprit: bool = False) -> Judged:
         """A numeric site beside its floor.

@@ -1,7 +1,7 @@
 """Trained: the parameters of a comparison that an optimizer moves, and what errors they carry from step to step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -55,13 +55,13 @@ class Trained:
         spread = max(before, key=lambda each: each.errors[-1], default=NOTHING)
         return structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
 
-    def judged(self, terms: Terms, row: Mapping[int, int]) -> tuple[list[int], Array, Floors, Floors]:
+    def judged(self, terms: Terms, row: Sequence[int]) -> tuple[list[int], Array, Floors, Floors]:
         """(rows, tests, floors given their inputs, floors given the path too) of parameters that differ; ``terms`` are
-        those of all cases, and ``row`` the nodes' among them. Of each the step counts that is furthest off beside what
+        those of all cases, and ``row`` that of each node among them, or -1. Of each the step counts that is furthest off beside what
         gradients up to it explain, for a wrong parameter makes the gradients of the next step wrong."""
         steps = [
             (node, num, drift.spread)
-            for node in filter(row.__contains__, self.nodes)
+            for node in (n for n in self.nodes if row[n] >= 0)
             for num, drift in enumerate(self._examined[node].more.drifts, 1)
             if not drift.spread.is_zero
         ]

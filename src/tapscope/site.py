@@ -81,7 +81,7 @@ def parse(text: str) -> Site:
     return Site(path, port)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def layer_of(path: str) -> int | None:
     """The first integer component of a dotted path, or None."""
     for part in path.split("."):
