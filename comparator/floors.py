@@ -29,9 +29,12 @@ class Floors(Struct, frozen=True, eq=False):
 
     def worst(self, tests: Array) -> "Worst":
         """What is furthest beyond its floor of each site; ``tests`` are [tests, sites]."""
-        found = scores(tests, self.limits)
-        found[1:][np.isnan(found[1:])] = -np.inf  # as max() has it
-        at, sites = found.argmax(0), np.arange(found.shape[1])
+        worst, at = scores(tests[0], self.limits[0]), np.zeros(tests.shape[1], np.int64)
+        for i in range(1, len(tests)):  # test by test, for there may be very many sites
+            score = scores(tests[i], self.limits[i])
+            is_worse = score > worst  # as max() has it: a NaN is passed over unless it comes first
+            worst[is_worse], at[is_worse] = score[is_worse], i
+        sites = np.arange(len(at))
         return Worst(tests[at, sites], self.limits[at, sites], at)
 
     def smaller(self, other: "Floors") -> "Floors":

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
-from tapscope.comparator.modules import ancestors, common_module, is_within, parent
+from tapscope.comparator.modules import ancestors, common_module, is_within, outer, parent
 from tapscope.comparator.names import PARTIAL
 from tapscope.comparator.node import Inputs, Node
 from tapscope.site import layer_of
@@ -36,7 +36,7 @@ class Graph:
         self._given: dict[str, list[int]] = {}
         self._made: dict[tuple[str, bool], list[int]] = {}
         self._inside: dict[str, list[int]] = {}
-        self._called = {node.path for node in nodes}
+        self._called = outer([node.path for node in nodes])
         self._around_path: dict[str, str] = {}
         self._gradients = {(n.path, n.port.removesuffix(".grad")): i for i, n in enumerate(nodes) if n.is_summed}
         """Of parameters, by their module and port."""

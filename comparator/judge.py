@@ -18,6 +18,7 @@ from tapscope.comparator.rounding import Rounding
 from tapscope.comparator.rules import Rule, find_rule, measures_of
 from tapscope.comparator.twin import Twin
 from tapscope.comparator.widths import params_of
+from tapscope.garbage import give_back
 from tapscope.index import SiteInfo
 
 
@@ -61,6 +62,7 @@ class Judge:
         alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
         self._rounding = Rounding(ours, self.graph, params, self._standards.unmet, Beside(alone, self._standards.cache))
+        give_back()  # findings take as much room as the arrays did that floors were worked out in
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
 
@@ -71,7 +73,7 @@ class Judge:
         node = 0  # of the next site that has one
         for i, one in enumerate(self._examined):
             is_node = node < len(self.matched) and self.matched[node] == i
-            found.append(self._judge_matched(one, node, i, found, within) if is_node else _unmatched(one, i))
+            found.append(self._judge_matched(one, node, found, within) if is_node else _unmatched(one, i))
             is_bad = found[-1].verdict.is_bad
             if self._standards.flips and not is_bad:
                 within.add(one.site)
@@ -83,8 +85,8 @@ class Judge:
     def _is_behind(self, node: int) -> bool:
         return bool(self._behind) and not self._behind.isdisjoint(self.inputs[node].nodes)
 
-    def _judge_matched(self, one: Examined, node: int, order: int, found: list[Finding], within: set[str]) -> Finding:
-        how = self.inputs[node].how
+    def _judge_matched(self, one: Examined, node: int, found: list[Finding], within: set[str]) -> Finding:
+        how, order = self.inputs[node].how, self.matched[node]
         if not one.is_matched:
             return _absent(one, order, self._standards.absent[one.site], how)
         if one.more.replicas:

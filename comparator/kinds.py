@@ -2,10 +2,11 @@
 
 from functools import lru_cache
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from tapscope.comparator.alike import Alike
 from tapscope.comparator.examined import About, are_exact
+from tapscope.comparator.finding import Place
 from tapscope.comparator.match import Pair
 from tapscope.comparator.measure import alike
 from tapscope.comparator.prepare import Prepared
@@ -21,6 +22,8 @@ class Kind(Struct, frozen=True):
     is_exact: bool
     alike: Alike | None
     """How pairs of the form are read together; None where each is prepared and read by itself."""
+    places: dict[tuple[int, int | None, int | None], Place] = field(default_factory=dict)
+    """(row, column, rank) -> where that is in those read together: small tensors have few places, and are many."""
 
 
 def kind_of(pair: Pair, ready: Prepared, *, is_shared: bool) -> Kind:

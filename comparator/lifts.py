@@ -102,9 +102,9 @@ class Lifts:
 
     def of(self, nodes: Sequence[int]) -> Array:
         """[quantiles, nodes]: what is made of the inputs of some nodes."""
-        lifts = np.ones((len(QUANTILES), len(self._graph.nodes)))
         if not self.by:
-            return lifts[:, nodes]
+            return np.broadcast_to(1.0, (len(QUANTILES), len(nodes)))
+        lifts = np.ones((len(QUANTILES), len(self._graph.nodes)))
         lifts[:, list(self.by)] = np.array(list(self.by.values())).T
         found = largest_in(lifts, [self._graph.inputs(node).nodes for node in nodes])
         return np.maximum(found, 1.0)

@@ -19,6 +19,12 @@ def ancestors(path: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def outer(paths: Sequence[str]) -> set[str]:
+    """Those that are around others; the root is around itself."""
+    around = {above for holder in set(map(parent, paths)) for above in ancestors(holder)}
+    return around.intersection(paths)
+
+
 def is_within(path: str, ancestor: str) -> bool:
     """Whether a module lies inside another."""
     return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))

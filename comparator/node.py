@@ -22,7 +22,8 @@ class Node(Struct, frozen=True, gc=False):
     is_trained: bool = False
     """Whether it is a parameter that steps of an optimizer moved: it is used in the step after that of its record."""
     identities: tuple[object, object] = (None, None)
-    """What is equal when the values of two sites are, one a run; None where that is not known."""
+    """What is equal when the values of two sites are, one a run; None where that is not known, and of values that no
+    other site holds, but for gradients, of which it matters that it is known."""
 
     @property
     def is_backward(self) -> bool:

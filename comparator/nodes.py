@@ -12,23 +12,34 @@ from tapscope.index import SiteInfo
 
 def nodes_of(examined: Sequence[Examined], params: Sequence[Params], sites: Mapping[str, SiteInfo]) -> list[Node]:
     """A node a site; ``params`` are the parameters of their modules, ``sites`` those of the runs."""
-    sides = _numbered([one.pair.baseline for one in examined]), _numbered([one.pair.target for one in examined])
-    each = zip(examined, params, *sides, strict=True)
-    return [_node(one, bool(own), sites, identities) for one, own, *identities in each]
+    gradients = [one.site.endswith(".grad") for one in examined]
+    left = _numbered([one.pair.baseline for one in examined], gradients)
+    right = _numbered([one.pair.target for one in examined], gradients)
+    each = zip(examined, params, left, right, strict=True)
+    return [_node(one, bool(own), sites, _NOBODY_ELSE if a is b is None else (a, b)) for one, own, a, b in each]
 
 
-def _numbered(series: Sequence[Series | None]) -> list[int | None]:
-    """Equal numbers where the series hold equal values, as far as that is known: their hashes take more room."""
-    known: dict[Hashable, int] = {}
-    found = map(identity, series)
-    return [None if each is None else known.setdefault(each, len(known)) for each in found]
+_NOBODY_ELSE = None, None
 
 
-def _node(one: Examined, has_params: bool, sites: Mapping[str, SiteInfo], identities: Sequence[int | None]) -> Node:
+def _numbered(series: Sequence[Series | None], gradients: Sequence[bool]) -> list[int | None]:
+    """See :attr:`.node.Node.identities`, of one run."""
+    first: dict[Hashable, int] = {}
+    found = [None if (key := identity(one)) is None else first.setdefault(key, i) for i, one in enumerate(series)]
+    shared = {number for i, number in enumerate(found) if number != i}
+    return [
+        number if number in shared or is_gradient else None
+        for number, is_gradient in zip(found, gradients, strict=True)
+    ]
+
+
+def _node(
+    one: Examined, has_params: bool, sites: Mapping[str, SiteInfo], identities: tuple[int | None, int | None]
+) -> Node:
     path, _, port = one.site.rpartition(":")
     numeric = not one.is_exact and one.has_spread
-    port, cls = intern(port), _class(one, sites)  # there are few ports: one object for all sites
-    return Node(path, port, numeric, has_params, cls, bool(one.more.drifts), (identities[0], identities[1]))
+    port = intern(port)  # there are few: one object for all sites
+    return Node(path, port, numeric, has_params, _class(one, sites), bool(one.more.drifts), identities)
 
 
 def _class(one: Examined, sites: Mapping[str, SiteInfo]) -> str:

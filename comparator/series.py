@@ -21,10 +21,6 @@ class Series(Struct, frozen=True, gc=False):
     site: str
     group: tuple[str, str]
     """(model, pass)."""
-    stage: int
-    """Pipeline stage of the first firing."""
-    seq: int
-    """Of its first record."""
     firings: Sequence[Firing]
     recipe: Recipe | None = None
     """How its values are made of those of :attr:`sources`; None for a site as it was recorded."""
@@ -58,11 +54,6 @@ class Series(Struct, frozen=True, gc=False):
         if isinstance(self.firings, Firings):
             return self.firings.is_stored
         return all(record.entry is not None for firing in self.firings for record in firing.records)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Its place in execution order."""
-        return self.stage, self.seq
 
     @property
     def num_records(self) -> int:
@@ -109,8 +100,7 @@ def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
     ]
     if not shared:
         raise ValueError(f"{' and '.join(s.site for s in sources)} never fired together")
-    last = max(kept, key=lambda s: s.order)
-    return Series(site, last.group, last.stage, last.seq, kept[0].firings, recipe, tuple(kept))
+    return Series(site, kept[0].group, kept[0].firings, recipe, tuple(kept))
 
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
@@ -164,12 +154,13 @@ def series_of(run: Run, records: Records) -> list[Series]:
         return []
     stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
     groups: dict[tuple[str, str], tuple[str, str]] = {}  # equal ones are one object: there are as many as records
-    found = []
+    found, order = list[Series](), list[tuple[bool, int, int, str]]()
     for place, firings in FiringTable(records).series():
-        kind = records.kind_at(place)
+        kind, site = firings.kind, records.sites[place]
         group = groups.setdefault((kind.model, kind.pass_), (kind.model, kind.pass_))
-        found.append(Series(records.sites[place], group, stages.get(kind.rank, 0), records.seq_at(place), firings))
-    return sorted(found, key=lambda s: (s.group[1] == "backward", s.order, s.site))
+        found.append(Series(site, group, firings))
+        order.append((kind.pass_ == "backward", stages.get(kind.rank, 0), records.seq_at(place), site))
+    return [found[i] for i in sorted(range(len(found)), key=order.__getitem__)]
 
 
 def identity(series: Series | None) -> Hashable:

@@ -57,8 +57,8 @@ class Trained:
 
     def judged(self, terms: Terms, row: Sequence[int]) -> tuple[list[int], Array, Floors, Floors]:
         """(rows, tests, floors given their inputs, floors given the path too) of parameters that differ; ``terms`` are
-        those of all cases, and ``row`` that of each node among them, or -1. Of each the step counts that is furthest off beside what
-        gradients up to it explain, for a wrong parameter makes the gradients of the next step wrong."""
+        those of all cases, and ``row`` the node's among them, or -1. Of each the step counts that is furthest off
+        beside what gradients up to it explain, for a wrong parameter makes the gradients of the next step wrong."""
         steps = [
             (node, num, drift.spread)
             for node in (n for n in self.nodes if row[n] >= 0)

@@ -9,6 +9,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.channels import worst_channel
 from tapscope.comparator.examined import NO_MORE, About, Examined, More, Read
+from tapscope.comparator.finding import Place
 from tapscope.comparator.joined_rows import part_at
 from tapscope.comparator.kinds import Kind
 from tapscope.comparator.layout import is_parameter
@@ -31,6 +32,8 @@ Array = np.ndarray[Any, Any]
 
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
+MAX_PLACES = 4096
+"""Places of a form that are kept."""
 EMPTY = "empty on both sides"
 PERMUTED = "permuted: the same elements in another order"
 
@@ -84,8 +87,7 @@ class Reader:
         if self._is_empty[section]:
             return self._empty(one, section)
         like, parts, num_unequal = one.like, self._found.begun(section).parts, self._num_unequal[section]
-        row, column, rank, mismatch = self._worst[section]
-        place = place_in(part_at(parts, row), row, None if mismatch else column, rank, like, self._wanted.row_map)
+        place = self._place(one, section)
         step, steps = place.step, None
         if len(parts) > 1 and len({like.right[each.join.target].records[0].key.step for each in parts}) > 1:
             steps = steps_of(self._found[section], self._found.seen.errors_of(section), like.right)
@@ -109,6 +111,19 @@ class Reader:
             spread=spread,
         )
         return Examined(one.pair, one.site, about, read, more)
+
+    def _place(self, one: Begun, section: int) -> Place:
+        """That of the row that is furthest off."""
+        row, column, rank, mismatch = self._worst[section]
+        at = None if mismatch else column
+        known = {} if one.opened.alike is None else one.kind.places
+        found = known.get((row, at, rank))
+        if found is None:
+            part = part_at(self._found.begun(section).parts, row)
+            found = place_in(part, row, at, rank, one.like, self._wanted.row_map)
+            if len(known) < MAX_PLACES:
+                known[row, at, rank] = found
+        return found
 
     def _empty(self, one: Begun, section: int) -> Examined:
         """A pair of which nothing had to be read: equal by its hashes, or of no elements."""

@@ -106,7 +106,7 @@ def test_series_hold_each_record_once_and_tell_of_it_what_it_tells(some: list[Re
     assert Counter(map(repr, held)) == Counter(map(repr, some))
     for one in series:
         records = [record for firing in one.firings for record in firing.records]
-        made = Series(one.site, one.group, one.stage, one.seq, tuple(one.firings))
+        made = Series(one.site, one.group, tuple(one.firings))
         assert {(r.key.site, r.key.model, r.key.pass_) for r in records} == {(one.site, *one.group)}
         assert [(f.step, f.turn) for f in one.firings] == sorted({(f.step, f.turn) for f in one.firings})
         for told in ("dtype", "shape", "hashes", "num_records", "first"):
