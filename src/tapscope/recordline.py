@@ -86,7 +86,7 @@ class RecordLines:
             return False
         try:
             found = _decode(line)
-        except (ValueError, RecursionError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # before msgspec 0.20 its errors are no ValueErrors
             return False
         hash_, bag, stats = found.hash, found.bag, found.stats
         digests = digests_of(hash_, bag)
