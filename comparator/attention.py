@@ -91,6 +91,8 @@ class Attention:
         given the root mean square of all rows' errors, for those that are far off are in every row that attends to
         them; and keys and values have gone through the cache."""
         at = [row for row, node in enumerate(nodes) if self._is_mean(node)]
+        if not at:
+            return given
         given = given.copy()
         typical = given[0, at]
         mean = larger(typical, root_mean_square(given[: len(QUANTILES), at]))
