@@ -53,8 +53,8 @@ def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quant
     """Step -> what the errors of a parameter's gradients turn of an update that divides each element by its size,
     relative to the update, at :data:`QUANTILES` over a sample of rows: the root mean square of
     ``|t - b| / max(|t|, |b|)``, and 2 where the signs differ. An update is made of the gradients of all steps before it
-    too (momentum), also of a row that has none any more: of each row the largest so far counts. Steps in which nothing
-    differs are left out; empty for any other site."""
+    too (momentum), also of a row that has none any more: of each row the largest so far counts, while the parameter
+    keeps its size. Steps in which nothing differs are left out; empty for any other site."""
     site = opened.ready.left[0].records[0].key.site
     if not seen.num_unequal or not is_parameter(site) or not site.endswith(".grad"):
         return {}
@@ -64,10 +64,11 @@ def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quant
         if part.num_rows
     ]
     found: dict[int, Quantiles] = {}
-    largest: Array | float = 0.0
+    largest = np.zeros(0)
     for step, join in sorted(parts, key=lambda part: part[0]):
         left = opened.left[join.baseline]
-        largest = np.maximum(_turned(left, opened.right[join.target], _rows(left)), largest)
+        turned = _turned(left, opened.right[join.target], _rows(left))
+        largest = np.maximum(turned, largest) if len(largest) == len(turned) else turned
         found[step] = tuple(np.quantile(largest, QUANTILES).tolist())
     return found
 

@@ -175,3 +175,22 @@ def test_what_momentum_carries_on_is_as_far_off_as_the_gradients_it_is_made_of(t
     weights = next(f for f in found.findings if f.site == "embed:param[weight]")
     assert weights.verdict is Verdict.CLOSE
     assert weights.error > 0.0
+
+
+def test_a_parameter_that_grows_between_steps_is_compared_step_by_step(tmp_path: Path) -> None:
+    """As embeddings do when a vocabulary is extended: the gradients before it have other rows."""
+    draw = np.random.default_rng(5)
+    steps = [draw.standard_normal((num, 8)).astype(np.float32) for num in (4, 6)]
+    for name, error in (("b", 0.0), ("t", 1e-6)):
+        with RunFactory(tmp_path / name) as run:
+            for values in steps:
+                run.step(phase="train")
+                here = values * (1.0 + error * draw.standard_normal(values.shape)).astype(np.float32)
+                run.put("embed:param[weight]", here)
+                run.put("embed:param[weight].grad", here)
+    found = report(tmp_path / "b", tmp_path / "t")
+    assert [(f.site, f.verdict) for f in found.findings] == [
+        ("embed:param[weight]", Verdict.CLOSE),
+        ("embed:param[weight].grad", Verdict.CLOSE),
+    ]
+    assert found.exit_code == 0
