@@ -7,13 +7,14 @@ report = compare(open_run("base"), open_run("target"), CompareOptions(skip=("*:i
 print(report.exit_code, report.divergences[:1])
 """
 
-from tapscope.comparator.closeup import Closeup
 from tapscope.comparator.compare import Comparison, compare, compare_closely
-from tapscope.comparator.coverage import Coverage
-from tapscope.comparator.finding import Finding, Numbers, Place, RowCounts, Side, StepResult, Verdict
-from tapscope.comparator.localise import Divergence
-from tapscope.comparator.options import CompareOptions
-from tapscope.comparator.outcome import Header, Report
+from tapscope.comparator.examination.closeup import Closeup
+from tapscope.comparator.facts import Numbers, Place, RowCounts, Side, StepResult
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.report.outcome import Header, Report
+from tapscope.comparator.verdicts.coverage import Coverage
+from tapscope.comparator.verdicts.finding import Finding, Verdict
+from tapscope.comparator.verdicts.localise import Divergence
 
 __all__ = [
     "Closeup",

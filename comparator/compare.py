@@ -6,36 +6,36 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.absent import absent_gradients
-from tapscope.comparator.caches import cache_epsilon
-from tapscope.comparator.closeup import Closeup, closeup
-from tapscope.comparator.coarse import with_coarse
-from tapscope.comparator.coverage import cover
-from tapscope.comparator.damage import Damage, look, with_damage
-from tapscope.comparator.finding import Finding
-from tapscope.comparator.identities import with_identities
-from tapscope.comparator.judge import Judge, Standards
-from tapscope.comparator.lifts import unmet
-from tapscope.comparator.localise import Divergence, localise
-from tapscope.comparator.mapfile import MapFile
-from tapscope.comparator.models import check_models
-from tapscope.comparator.options import CompareOptions
-from tapscope.comparator.outcome import Report, header_of
-from tapscope.comparator.overrides import SIDES, assume_meshes, of_baseline, of_side
-from tapscope.comparator.pointwise import with_pointwise
-from tapscope.comparator.rules import Rule, compile_rules
+from tapscope.comparator.examination.closeup import Closeup, closeup
+from tapscope.comparator.options.mapfile import MapFile
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.options.overrides import SIDES, assume_meshes, of_baseline, of_side
+from tapscope.comparator.report.outcome import Report, header_of
+from tapscope.comparator.rounding.caches import cache_epsilon
+from tapscope.comparator.rounding.lifts import unmet
+from tapscope.comparator.rounding.twin import Twin, twin_of
+from tapscope.comparator.runs.stages import numbered
 from tapscope.comparator.seen import Progress, Seen, see
-from tapscope.comparator.set_aside import sound_flips
-from tapscope.comparator.stages import numbered
-from tapscope.comparator.tokens import tokens_of
-from tapscope.comparator.training import beginning, merged, trained_steps, with_drifts
-from tapscope.comparator.twin import Twin, twin_of
+from tapscope.comparator.verdicts.absent import absent_gradients
+from tapscope.comparator.verdicts.coarse import with_coarse
+from tapscope.comparator.verdicts.coverage import cover
+from tapscope.comparator.verdicts.damage import Damage, look, with_damage
+from tapscope.comparator.verdicts.finding import Finding
+from tapscope.comparator.verdicts.identities import with_identities
+from tapscope.comparator.verdicts.judge import Judge, Standards
+from tapscope.comparator.verdicts.localise import Divergence, localise
+from tapscope.comparator.verdicts.models import check_models
+from tapscope.comparator.verdicts.pointwise import with_pointwise
+from tapscope.comparator.verdicts.rules import Rule, compile_rules
+from tapscope.comparator.verdicts.set_aside import sound_flips
+from tapscope.comparator.verdicts.tokens import tokens_of
+from tapscope.comparator.verdicts.training import beginning, merged, trained_steps, with_drifts
 from tapscope.errors import ConfigError, NothingInCommonError, RuleError
 from tapscope.garbage import uncollected
 from tapscope.run import Run, open_run
 
 if TYPE_CHECKING:
-    from tapscope.comparator.detail import Detail
+    from tapscope.comparator.measures.detail import Detail
 
 
 class Comparison(Struct, frozen=True):

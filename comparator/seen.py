@@ -5,28 +5,28 @@ from itertools import count
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.branches import without_branches
-from tapscope.comparator.calls import by_argument
-from tapscope.comparator.common import check_common
-from tapscope.comparator.damage import Damage
-from tapscope.comparator.examine import Examiner
-from tapscope.comparator.examined import Examined
-from tapscope.comparator.flips import Flip, explain_flips
-from tapscope.comparator.hints import hints_of
-from tapscope.comparator.implied import implied_flips
-from tapscope.comparator.lifts import norms_of
-from tapscope.comparator.match import Pair, match
-from tapscope.comparator.options import CompareOptions
-from tapscope.comparator.overrides import SIDES, of_side, override_dims
-from tapscope.comparator.pool import examine_all
-from tapscope.comparator.prepare import Preparer
-from tapscope.comparator.rowmap import RowMap
-from tapscope.comparator.rows import map_rows
-from tapscope.comparator.rules import Rule, check_rules
-from tapscope.comparator.selection import num_objects, num_selected, select, select_pairs, without_objects
-from tapscope.comparator.series import series_of
-from tapscope.comparator.set_aside import set_aside
-from tapscope.comparator.stages import numbered
+from tapscope.comparator.alignment.common import check_common
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.alignment.rows import map_rows
+from tapscope.comparator.examination.examine import Examiner
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.examination.pool import examine_all
+from tapscope.comparator.matching.match import Pair, match
+from tapscope.comparator.matching.selection import num_objects, num_selected, select, select_pairs, without_objects
+from tapscope.comparator.measures.small_rows import norms_of
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.options.overrides import SIDES, of_side, override_dims
+from tapscope.comparator.runs.calls import by_argument
+from tapscope.comparator.runs.hints import hints_of
+from tapscope.comparator.runs.series import series_of
+from tapscope.comparator.runs.stages import numbered
+from tapscope.comparator.verdicts.branches import without_branches
+from tapscope.comparator.verdicts.damage import Damage
+from tapscope.comparator.verdicts.flips import Flip, explain_flips
+from tapscope.comparator.verdicts.implied import implied_flips
+from tapscope.comparator.verdicts.rules import Rule, check_rules
+from tapscope.comparator.verdicts.set_aside import set_aside
 from tapscope.index import SiteInfo
 from tapscope.kernels.native import filled
 from tapscope.run import Run

@@ -21,7 +21,7 @@ from tapscope.site import Glob
 from tapscope.text import json_line, plural
 
 if TYPE_CHECKING:
-    from tapscope.comparator.detail import Detail
+    from tapscope.comparator.measures.detail import Detail
 
 SORTS = ("in order", "by error ÷ floor", "by max |Δ|")
 CACHED_CLOSEUPS = 32

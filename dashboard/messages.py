@@ -6,7 +6,7 @@ from rich.text import Text
 from textual.message import Message
 
 from tapscope.comparator import Closeup, Finding
-from tapscope.comparator.detail import Detail
+from tapscope.comparator.measures.detail import Detail
 from tapscope.dashboard.diffing import DiffQuery, DiffSource
 from tapscope.dashboard.digest import Digest
 from tapscope.dashboard.sources import Counts, Query, RunSource

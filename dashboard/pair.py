@@ -7,7 +7,7 @@ from rich.text import Text
 
 from tapscope import dtypes
 from tapscope.comparator import Closeup, Finding, Side, Verdict
-from tapscope.comparator.detail import Detail
+from tapscope.comparator.measures.detail import Detail
 from tapscope.comparator.report.answer import share
 from tapscope.comparator.report.details import sentences
 from tapscope.dashboard.digest import Strip

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar
 from msgspec import structs
 
 from tapscope.comparator import CompareOptions
-from tapscope.comparator.mapfile import DimsEntry, Rename
-from tapscope.comparator.overrides import MeshEntry
+from tapscope.comparator.options.mapfile import DimsEntry, Rename
+from tapscope.comparator.options.overrides import MeshEntry
 from tapscope.errors import ConfigError
 
 _OTHER_SIDE = {"baseline": "target", "target": "baseline"}

@@ -8,9 +8,9 @@ import numpy as np
 from factories import RunFactory
 
 from tapscope.axes import Dim, Dims, Shard
-from tapscope.comparator.assemble import Whole, assemble
-from tapscope.comparator.places import places_of
-from tapscope.comparator.series import series_of
+from tapscope.comparator.assembly.assemble import Whole, assemble
+from tapscope.comparator.runs.places import places_of
+from tapscope.comparator.runs.series import series_of
 from tapscope.index import Event, RankIndex
 from tapscope.kernels.native import summarize_array
 from tapscope.ledger import begin_line

@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 from tapscope.comparator import Coverage, Divergence, Finding, Header, Place
-from tapscope.comparator.detail import Detail
-from tapscope.comparator.examined import Examined
-from tapscope.comparator.explain.explanation import Explanation
-from tapscope.comparator.finding import MEMBERS
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.measures.detail import Detail
+from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.comparator.verdicts.finding import MEMBERS
 from tapscope.ledger import Ledger
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

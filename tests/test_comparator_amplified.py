@@ -9,12 +9,12 @@ from factories import RunFactory
 from msgspec import structs
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
-from tapscope.comparator.cases import Cases
-from tapscope.comparator.damage import Damage
-from tapscope.comparator.graph import Graph
-from tapscope.comparator.judge import Judge
-from tapscope.comparator.node import Node
+from tapscope.comparator.rounding.cases import Cases
+from tapscope.comparator.rounding.graph import Graph
+from tapscope.comparator.rounding.node import Node
 from tapscope.comparator.seen import see
+from tapscope.comparator.verdicts.damage import Damage
+from tapscope.comparator.verdicts.judge import Judge
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Finding, Verdict, compare
-from tapscope.comparator.overrides import parse_dims
+from tapscope.comparator.options.overrides import parse_dims
 from tapscope.comparator.report.answer import answer
 from tapscope.dims import parse
 from tapscope.observe import RowRun

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Finding, Verdict, compare
-from tapscope.comparator.caches import cache_epsilon, twice_rounded
-from tapscope.comparator.cases import Cases
-from tapscope.comparator.damage import Damage
-from tapscope.comparator.judge import Judge
+from tapscope.comparator.measures.spread import QUANTILES, root_mean_square
+from tapscope.comparator.rounding.caches import cache_epsilon, twice_rounded
+from tapscope.comparator.rounding.cases import Cases
 from tapscope.comparator.seen import see
-from tapscope.comparator.spread import QUANTILES, root_mean_square
+from tapscope.comparator.verdicts.damage import Damage
+from tapscope.comparator.verdicts.judge import Judge
 from tapscope.dtypes import epsilon
 from tapscope.observe import RowRun
 from tapscope.run import open_run

@@ -8,7 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
-from tapscope.comparator.choices import rule_of
+from tapscope.comparator.verdicts.choices import rule_of
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tapscope.comparator import Divergence, Report, compare
 from tapscope.comparator.explain.damage import find_damage
 from tapscope.comparator.explain.explain import choose, hypotheses
-from tapscope.comparator.explain.explanation import Explanation
 from tapscope.comparator.explain.sample import Sample
+from tapscope.comparator.verdicts.explanation import Explanation
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
-from tapscope.comparator.conditions import CONDITION, CONDITION_RANGE, LIKES, learned_conditions
-from tapscope.comparator.floor import Terms, local_floors, path_floors, unit
-from tapscope.comparator.rules import MEASURES, compile_rules, parse_rule
-from tapscope.comparator.spread import NOTHING, Spread
-from tapscope.comparator.spreads import Largest, Spreads
+from tapscope.comparator.measures.spread import NOTHING, Spread
+from tapscope.comparator.measures.spreads import Largest, Spreads
+from tapscope.comparator.rounding.conditions import CONDITION, CONDITION_RANGE, LIKES, learned_conditions
+from tapscope.comparator.rounding.floor import Terms, local_floors, path_floors, unit
+from tapscope.comparator.verdicts.rules import MEASURES, compile_rules, parse_rule
 from tapscope.errors import ConfigError, RuleError
 from tapscope.kernels.native import channel_sums
 from tapscope.kernels.native.channels import MIN_ROWS, find_channel

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, compare
-from tapscope.comparator.prepare import Preparer
+from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.report.json import lines
 from tapscope.observe import RowRun
 from tapscope.run import Run, open_run

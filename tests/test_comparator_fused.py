@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
-from tapscope.comparator.mapfile import read_maps
-from tapscope.comparator.places import places_of
-from tapscope.comparator.read import read
-from tapscope.comparator.realise import realise
-from tapscope.comparator.recipe import Fused, Part
-from tapscope.comparator.series import made_of, series_of
+from tapscope.comparator.assembly.read import read
+from tapscope.comparator.assembly.realise import realise
+from tapscope.comparator.options.mapfile import read_maps
+from tapscope.comparator.runs.places import places_of
+from tapscope.comparator.runs.recipe import Fused, Part
+from tapscope.comparator.runs.series import made_of, series_of
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from tapscope import Dumper, open_run
 from tapscope.comparator import compare
-from tapscope.comparator.floor import unit
-from tapscope.comparator.gradients import cancellation, spilled, stretch, underflow
-from tapscope.comparator.spread import Spread, sizes_of, spread_of
-from tapscope.comparator.spreads import Largest
+from tapscope.comparator.measures.spread import Spread, sizes_of, spread_of
+from tapscope.comparator.measures.spreads import Largest
+from tapscope.comparator.rounding.floor import unit
+from tapscope.comparator.rounding.gradients import cancellation, spilled, stretch, underflow
 from tapscope.kernels.native import overview
 from tapscope.kernels.native.compare import compare_rows
 

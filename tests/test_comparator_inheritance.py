@@ -8,8 +8,8 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Report, compare
-from tapscope.comparator.graph import Graph
-from tapscope.comparator.node import Node
+from tapscope.comparator.rounding.graph import Graph
+from tapscope.comparator.rounding.node import Node
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -84,7 +84,7 @@ def test_without_that_its_floor_would_be_far_lower(tmp_path: Path, monkeypatch: 
     floors = []
     for _ in range(2):
         floors.append(next(f for f in diff(tmp_path).findings if f.site == "lm_head:out.grad").row_floor)
-        monkeypatch.setattr("tapscope.comparator.backward.losses", lambda graph: {})
+        monkeypatch.setattr("tapscope.comparator.rounding.backward.losses", lambda graph: {})
     assert floors[0] > 2 * floors[1]
 
 

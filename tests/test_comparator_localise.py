@@ -9,12 +9,12 @@ from factories import RunFactory
 from msgspec import structs
 
 from tapscope.comparator import Report, Verdict, compare
-from tapscope.comparator.examined import About, Examined
-from tapscope.comparator.finding import Finding
-from tapscope.comparator.graph import Graph
-from tapscope.comparator.localise import localise
-from tapscope.comparator.match import Pair
-from tapscope.comparator.node import Inputs, Node
+from tapscope.comparator.examination.examined import About, Examined
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.rounding.graph import Graph
+from tapscope.comparator.rounding.node import Inputs, Node
+from tapscope.comparator.verdicts.finding import Finding
+from tapscope.comparator.verdicts.localise import localise
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, compare
-from tapscope.comparator.mapfile import MapFile, read_maps
-from tapscope.comparator.names import FAMILIES
+from tapscope.comparator.options.mapfile import MapFile, read_maps
+from tapscope.comparator.runs.names import FAMILIES
 from tapscope.dashboard.pair import measure_lines
 from tapscope.errors import ConfigError
 from tapscope.observe import RowRun

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
-from tapscope.comparator.names import FAMILIES, common
+from tapscope.comparator.runs.names import FAMILIES, common
 from tapscope.errors import ConfigError, NothingInCommonError, RuleError
 from tapscope.observe import RowRun
 from tapscope.run import open_run

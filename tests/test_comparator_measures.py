@@ -18,11 +18,11 @@ from msgspec import structs
 from tapscope import dtypes
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
-from tapscope.comparator.detail import Detail
-from tapscope.comparator.histogram import Histogram
-from tapscope.comparator.ranking import divergence
+from tapscope.comparator.measures.detail import Detail
+from tapscope.comparator.measures.histogram import Histogram
+from tapscope.comparator.measures.ranking import divergence
+from tapscope.comparator.measures.ulps import distances
 from tapscope.comparator.report.table import render
-from tapscope.comparator.ulps import distances
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 

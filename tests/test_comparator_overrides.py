@@ -10,8 +10,8 @@ from factories import RunFactory
 
 from tapscope.cli import comparison, main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
-from tapscope.comparator.mapfile import DimsEntry
-from tapscope.comparator.overrides import MeshEntry, parse_dims, parse_mesh
+from tapscope.comparator.options.mapfile import DimsEntry
+from tapscope.comparator.options.overrides import MeshEntry, parse_dims, parse_mesh
 from tapscope.comparator.report.answer import answer
 from tapscope.comparator.report.flags import flags
 from tapscope.errors import ConfigError, DimsError, RuleError, TapscopeError

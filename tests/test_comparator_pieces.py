@@ -10,11 +10,22 @@ from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.comparator.blocks import blocks
-from tapscope.comparator.joined_rows import compare_blocks
-from tapscope.comparator.joins import Join
-from tapscope.comparator.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned, is_joined, leaves
-from tapscope.comparator.read import read, view
+from tapscope.comparator.alignment.joins import Join
+from tapscope.comparator.assembly.blocks import blocks
+from tapscope.comparator.assembly.pieces import (
+    Array,
+    Cut,
+    Joined,
+    Leaf,
+    Piece,
+    Placed,
+    Summed,
+    Turned,
+    is_joined,
+    leaves,
+)
+from tapscope.comparator.assembly.read import read, view
+from tapscope.comparator.measures.joined_rows import compare_blocks
 from tapscope.dims import parse
 from tapscope.kernels.native import backend
 from tapscope.run import Run, open_run
@@ -94,7 +105,7 @@ def test_however_many_rows_a_tensor_has_few_are_told_apart(run: Run, monkeypatch
     leaf = Leaf(run.records[0])
     (block,) = blocks(leaf, run, ())
     assert block.num_rows == SHAPE[0] * SHAPE[1]
-    monkeypatch.setattr("tapscope.comparator.blocks.MAX_ROWS", SHAPE[0])
+    monkeypatch.setattr("tapscope.comparator.assembly.blocks.MAX_ROWS", SHAPE[0])
     for piece in (leaf, Joined(1, (leaf, Leaf(run.records[1])))):
         found = blocks(piece, run, ())
         assert {b.num_rows for b in found} == {SHAPE[0]}
@@ -103,7 +114,7 @@ def test_however_many_rows_a_tensor_has_few_are_told_apart(run: Run, monkeypatch
 
 @pytest.mark.parametrize("columns", [3, 7])
 def test_a_wide_block_is_cut_where_it_has_to_be_copied(run: Run, monkeypatch: Any, columns: int) -> None:
-    monkeypatch.setattr("tapscope.comparator.blocks._WIDEST", columns)
+    monkeypatch.setattr("tapscope.comparator.assembly.blocks._WIDEST", columns)
     parts = tuple(Leaf(run.records[i]) for i in (0, 1))
     found = blocks(Summed(parts), run, (0,))
     assert len(found) > 1
@@ -142,7 +153,7 @@ def test_statistics_add_up_only_where_every_element_is_there_once(run: Run) -> N
 @pytest.mark.skipif(backend()[0] != "c++", reason="numpy converts what it compares")
 @pytest.mark.parametrize("dims", ["t h[tp:partial]", "h t[tp]", "t (a+b)[tp]", "t[cp:zigzag] h"])
 def test_however_large_a_tensor_is_few_rows_of_it_are_copied(monkeypatch: pytest.MonkeyPatch, dims: str) -> None:
-    monkeypatch.setattr("tapscope.comparator.joined_rows._CHUNK", 1 << 14)
+    monkeypatch.setattr("tapscope.comparator.measures.joined_rows._CHUNK", 1 << 14)
     lengths, mesh, whole = (256,), {"tp": 2, "cp": 2}, np.ones((256, 4096), np.float32)
     sides = []
     for text in (dims, "t h[tp]"):

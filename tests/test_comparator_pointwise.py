@@ -11,7 +11,7 @@ from transformers.activations import NewGELUActivation, QuickGELUActivation, ReL
 
 from tapscope import Dumper, open_run
 from tapscope.comparator import Report, compare
-from tapscope.comparator.functions import FUNCTIONS, derivative
+from tapscope.comparator.verdicts.functions import FUNCTIONS, derivative
 
 KNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,

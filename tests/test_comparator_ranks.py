@@ -8,8 +8,8 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.comparator.alignment.rows import map_rows
 from tapscope.comparator.report.answer import answer
-from tapscope.comparator.rows import map_rows
 from tapscope.observe import RowRun
 from tapscope.run import Run, open_run
 

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import Report, Verdict, compare
-from tapscope.comparator.requests import best_shift, match_requests
-from tapscope.comparator.tokentext import TokenText
-from tapscope.comparator.trace import Request
+from tapscope.comparator.alignment.requests import best_shift, match_requests
+from tapscope.comparator.alignment.trace import Request
+from tapscope.comparator.runs.tokentext import TokenText
 from tapscope.observe import RowRun
 from tapscope.run import Run, open_run
 

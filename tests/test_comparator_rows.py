@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Verdict, compare
-from tapscope.comparator.rows import map_rows
+from tapscope.comparator.alignment.rows import map_rows
 from tapscope.errors import NothingInCommonError
 from tapscope.observe import RowRun
 from tapscope.run import Run, open_run

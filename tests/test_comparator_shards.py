@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from tapscope.axes import Dim, Dims, Section, Shard, Size
 from tapscope.comparator import Verdict, compare
-from tapscope.comparator.assemble import Whole
-from tapscope.comparator.pieces import is_joined
-from tapscope.comparator.read import read
-from tapscope.comparator.replicas import check_replicas
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import is_joined
+from tapscope.comparator.assembly.read import read
+from tapscope.comparator.examination.replicas import check_replicas
 from tapscope.dims import parse
 from tapscope.errors import NothingInCommonError
 

@@ -8,7 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import CompareOptions, Report, compare
-from tapscope.comparator.overrides import parse_dims
+from tapscope.comparator.options.overrides import parse_dims
 from tapscope.run import open_run
 
 VALUES = [np.random.default_rng(i).standard_normal((3, 4)).astype(np.float32) for i in range(8)]

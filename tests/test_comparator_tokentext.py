@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapscope.comparator.meet import meet
-from tapscope.comparator.tokentext import TokenText
+from tapscope.comparator.alignment.meet import meet
+from tapscope.comparator.runs.tokentext import TokenText
 
 POSITIONS = st.one_of(st.integers(-70, 200), st.sampled_from([2**40, 2**62]))
 TOKENS = st.lists(st.integers(-3, 3), max_size=150)

@@ -12,14 +12,14 @@ from torch import nn
 
 from tapscope import Dumper, open_run
 from tapscope.comparator import Report, compare
-from tapscope.comparator.examined import About, Examined
-from tapscope.comparator.finding import Finding, Verdict
-from tapscope.comparator.gradients import difference
-from tapscope.comparator.localise import Divergence
-from tapscope.comparator.match import Pair
-from tapscope.comparator.spread import NOTHING, Spread
-from tapscope.comparator.training import beginning
-from tapscope.comparator.updates import of_updates
+from tapscope.comparator.examination.examined import About, Examined
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.measures.spread import NOTHING, Spread
+from tapscope.comparator.measures.updates import of_updates
+from tapscope.comparator.rounding.gradients import difference
+from tapscope.comparator.verdicts.finding import Finding, Verdict
+from tapscope.comparator.verdicts.localise import Divergence
+from tapscope.comparator.verdicts.training import beginning
 
 STEPS = 4
 

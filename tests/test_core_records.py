@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.comparator.series import Series, identity, series_of
+from tapscope.comparator.runs.series import Series, identity, series_of
 from tapscope.record import BACKWARD, FORWARD, Entry, Key, Record, Slice
 from tapscope.records import Records, joined
 from tapscope.run import Run

@@ -13,7 +13,7 @@ from dashboard_driver import Driver
 from textual.widgets import Input
 
 from tapscope.comparator import CompareOptions, Verdict
-from tapscope.comparator.overrides import parse_dims
+from tapscope.comparator.options.overrides import parse_dims
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.diffing import DiffSource
 from tapscope.dashboard.keys import DIFF_KEYS

@@ -7,7 +7,7 @@ import numpy as np
 from tapscope.comparator.explain.damage import Damage
 from tapscope.comparator.explain.relatives import Relative
 from tapscope.comparator.explain.trial import Trial
-from tapscope.comparator.functions import FUNCTIONS
+from tapscope.comparator.verdicts.functions import FUNCTIONS
 
 
 def activations(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:

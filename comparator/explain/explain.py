@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.examined import Examined
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.casts import casts, overflow
 from tapscope.comparator.explain.damage import Damage, find_damage
-from tapscope.comparator.explain.explanation import Explanation, Tested
 from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
@@ -24,10 +24,10 @@ from tapscope.comparator.explain.rotary import tables, turns
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.trial import Trial, share_of
-from tapscope.comparator.localise import Divergence
-from tapscope.comparator.modules import is_within
-from tapscope.comparator.node import Inputs
-from tapscope.comparator.prepare import Preparer
+from tapscope.comparator.rounding.node import Inputs
+from tapscope.comparator.runs.modules import is_within
+from tapscope.comparator.verdicts.explanation import Explanation, Tested
+from tapscope.comparator.verdicts.localise import Divergence
 from tapscope.errors import DataError
 
 Array = np.ndarray[Any, Any]

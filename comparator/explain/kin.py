@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tapscope.comparator.assemble import Whole
-from tapscope.comparator.examined import Examined
+from tapscope.comparator.alignment.prepare import Prepared, Preparer
+from tapscope.comparator.alignment.rowmap import PADDING
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import Piece, Summed, leaves
+from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.relatives import Relative, Summand
 from tapscope.comparator.explain.sample import Sample, read_like, read_parts
-from tapscope.comparator.names import is_partial, reduced
-from tapscope.comparator.pieces import Piece, Summed, leaves
-from tapscope.comparator.prepare import Prepared, Preparer
-from tapscope.comparator.rowmap import PADDING
+from tapscope.comparator.runs.names import is_partial, reduced
 from tapscope.site import layer_of
 
 MAX_RELATIVES = 16

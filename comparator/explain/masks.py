@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from tapscope import text
-from tapscope.comparator import chunks
-from tapscope.comparator.explain.explanation import Explanation
-from tapscope.comparator.prepare import Prepared
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.measures import chunks
+from tapscope.comparator.verdicts.explanation import Explanation
 
 Array = np.ndarray[Any, Any]
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.assemble import Whole
-from tapscope.comparator.blocks import Block, Rows, blocks
-from tapscope.comparator.finding import Place
-from tapscope.comparator.joins import Join
-from tapscope.comparator.layout import Layout
-from tapscope.comparator.pieces import Piece
-from tapscope.comparator.prepare import Prepared
-from tapscope.comparator.rowmap import RowMap
+from tapscope.comparator.alignment.joins import Join
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import Block, Rows, blocks
+from tapscope.comparator.assembly.pieces import Piece
+from tapscope.comparator.facts import Place
 from tapscope.run import Run
 
 Array = np.ndarray[Any, Any]

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.report.flags import flags
+from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.site import Glob
 
 if TYPE_CHECKING:
-    from tapscope.comparator.outcome import Report
+    from tapscope.comparator.report.outcome import Report
 
 _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 

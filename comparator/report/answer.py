@@ -4,15 +4,15 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tapscope import text
-from tapscope.comparator.coverage import ITSELF, UNLIKE
-from tapscope.comparator.finding import Finding, Verdict
-from tapscope.comparator.localise import Divergence
 from tapscope.comparator.report.again import with_dims_that_fit
 from tapscope.comparator.report.flags import flags
+from tapscope.comparator.verdicts.coverage import ITSELF, UNLIKE
+from tapscope.comparator.verdicts.finding import Finding, Verdict
+from tapscope.comparator.verdicts.localise import Divergence
 from tapscope.site import compact_ranges, layer_of
 
 if TYPE_CHECKING:
-    from tapscope.comparator.outcome import Report
+    from tapscope.comparator.report.outcome import Report
 
 _ALWAYS = (Verdict.SAME, Verdict.CLOSE, Verdict.DIFFERS)
 _WORDS = {

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tapscope import text
-from tapscope.comparator.finding import Finding
+from tapscope.comparator.verdicts.finding import Finding
 
 if TYPE_CHECKING:
-    from tapscope.comparator.detail import Detail
-    from tapscope.comparator.ranking import Agreement, Choice
+    from tapscope.comparator.measures.detail import Detail
+    from tapscope.comparator.measures.ranking import Agreement, Choice
 
 _MOST_CELLS = 32
 

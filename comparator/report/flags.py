@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from tapscope.comparator.options import MARGIN, CompareOptions
+from tapscope.comparator.options.options import MARGIN, CompareOptions
 from tapscope.site import compact_ranges
 
 

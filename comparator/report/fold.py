@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, overload
 from msgspec import Struct
 
 from tapscope import text
-from tapscope.comparator.finding import Finding, Verdict
 from tapscope.comparator.report.answer import share
+from tapscope.comparator.verdicts.finding import Finding, Verdict
 
 if TYPE_CHECKING:
-    from tapscope.comparator.outcome import Report
+    from tapscope.comparator.report.outcome import Report
 
 
 _ALONE = {Verdict.ONLY_BASELINE: "only in baseline", Verdict.ONLY_TARGET: "only in target"}

@@ -11,14 +11,15 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from tapscope.comparator.coverage import Coverage
-from tapscope.comparator.explain.explanation import Explanation
-from tapscope.comparator.finding import MEMBERS, Finding, Place, Verdict
-from tapscope.comparator.localise import Divergence
+from tapscope.comparator.facts import Place
+from tapscope.comparator.verdicts.coverage import Coverage
+from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.comparator.verdicts.finding import MEMBERS, Finding, Verdict
+from tapscope.comparator.verdicts.localise import Divergence
 from tapscope.ledger import Ledger
 
 if TYPE_CHECKING:
-    from tapscope.comparator.outcome import Report
+    from tapscope.comparator.report.outcome import Report
 
 _AS_IT_IS = frozenset((str, int, bool, type(None)))
 _TELLING = (Place, Explanation, Ledger, Coverage, Divergence)

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tapscope import text
-from tapscope.comparator.finding import Finding, Place, Verdict
+from tapscope.comparator.facts import Place
 from tapscope.comparator.report.answer import answer, counts, share
 from tapscope.comparator.report.details import details
 from tapscope.comparator.report.fold import STRETCH, Row, fold
+from tapscope.comparator.verdicts.finding import Finding, Verdict
 
 if TYPE_CHECKING:
-    from tapscope.comparator.outcome import Header, Report
+    from tapscope.comparator.report.outcome import Header, Report
 
 STYLES = {
     Verdict.SAME: "dim",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from tapscope.comparator import Closeup, Finding
-from tapscope.comparator.detail import Detail
+from tapscope.comparator.measures.detail import Detail
 from tapscope.dashboard import pair
 from tapscope.dashboard.keys import PAIR
 from tapscope.dashboard.widgets.text_pane import TextPane

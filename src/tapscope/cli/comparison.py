@@ -89,10 +89,10 @@ def _numbers(text: str) -> frozenset[int]:
 def options_of(args: argparse.Namespace) -> "CompareOptions":
     """What the flags ask for; raises ConfigError for a tolerance, a map file, dims or a mesh that cannot be meant."""
     from tapscope.comparator import CompareOptions
-    from tapscope.comparator.mapfile import read_maps
-    from tapscope.comparator.options import MARGIN
-    from tapscope.comparator.overrides import parse_dims, parse_mesh
-    from tapscope.comparator.rules import parse_rule
+    from tapscope.comparator.options.mapfile import read_maps
+    from tapscope.comparator.options.options import MARGIN
+    from tapscope.comparator.options.overrides import parse_dims, parse_mesh
+    from tapscope.comparator.verdicts.rules import parse_rule
 
     if args.margin is not None and args.floor == "auto":
         raise ConfigError("--margin is how many times the distance of --floor RUN is allowed, and there is no such run")

@@ -1,0 +1,1 @@
+"""Which rows of one side meet which of the other."""

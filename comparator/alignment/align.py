@@ -1,0 +1,187 @@
+"""Align: which rows of which firing of one side meet which of the other, for one matched site."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.alignment.joins import Join, Rowed, compact, counts_of, indices, joined
+from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter, slots_of
+from tapscope.comparator.alignment.rowmap import FORKED, PADDING, UNALIGNED, RowMap
+from tapscope.comparator.alignment.steps import StepPartners
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import Rows
+from tapscope.comparator.facts import RowCounts
+from tapscope.comparator.runs.grids import SideRows, StepRows
+from tapscope.site import compact_ranges
+
+Array = np.ndarray[Any, Any]
+
+
+class Plan(Struct, frozen=True):
+    """What of a site is compared with what, and what is left over."""
+
+    joins: tuple[Join, ...] = ()
+    counts: RowCounts = RowCounts()
+    """Token rows; all 0 when compared whole."""
+    missing: int = 0
+    """Firings that lack a partner though the rows were computed on both sides, and nobody said why."""
+    problem: str = ""
+    apart: str = ""
+    """Why nothing of it meets though nothing is wrong."""
+    note: str = ""
+    """What was assumed."""
+
+
+class Aligner:
+    """Plans joins; sites of one shape of firing share their plan."""
+
+    def __init__(self, row_map: RowMap, shift_steps: int = 0) -> None:
+        self.rows = row_map
+        self.steps = StepPartners(row_map, shift_steps)
+        self._plans: dict[tuple[object, ...], Plan] = {}
+
+    def plan(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
+        """Pair the firings of one site. Both layouts must be free of problems."""
+        left, right = layouts
+        if left.by_rows != right.by_rows:
+            side, other = ("baseline", "target") if left.by_rows else ("target", "baseline")
+            shape = (target if left.by_rows else baseline)[0].shape
+            return Plan(
+                problem=f"only the {side} has token rows; the {other}'s shape {tuple(shape)} does not show its token "
+                "axis: annotate dims, e.g. 'b s h'"
+            )
+        if not left.by_rows:
+            return self._plan_whole(baseline, target)
+        signed = (
+            _signature(whole, layout)
+            for side, layout in zip((baseline, target), layouts, strict=True)
+            for whole in side
+        )
+        key = (left, right, *signed, len(baseline))
+        if key not in self._plans:
+            self._plans[key] = self._plan_rows(baseline, target, layouts)
+        return self._plans[key]
+
+    def _plan_rows(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
+        left = _side(baseline, layouts[0], self.rows.baseline, self.rows.num_pairs)
+        right = _side(target, layouts[1], self.rows.target, self.rows.num_pairs)
+        joins = joined(left, right, self.rows.num_pairs)
+        subset = any(w.records[0].rows is not None for side in (baseline, target) for w in side)
+        lone = {(0, int(f)) for f in left.firing} - {(0, join.baseline) for join in joins}
+        lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
+        note = _cached_note(zip((baseline, target), layouts, (left, right), strict=True))
+        counts = counts_of(left, right, joins)
+        return Plan(tuple(joins), counts, 0 if subset else len(lone), note=note)
+
+    def _plan_whole(self, baseline: Sequence[Whole], target: Sequence[Whole]) -> Plan:
+        site = baseline[0].records[0].key.site
+        mask = self.rows.known and is_mask(site)
+        if self.rows.known and not is_parameter(site):
+            partners = self.steps.by_rows(max(sum(n != 1 for n in w.shape) for w in (*baseline, *target)))
+        else:
+            partners = self.steps.by_number(*([_place(whole)[0] for whole in side] for side in (baseline, target)))
+        places = {_place(whole): i for i, whole in enumerate(baseline)}
+        joins = []
+        for i, whole in enumerate(target):
+            step, turn = _place(whole)
+            index = places.get((partners.of[step], turn)) if step in partners.of else None
+            if index is not None and (not mask or whole.shape == baseline[index].shape):
+                rows = self._of_tokens(baseline[index], whole)
+                joins.append(Join(index, i, rows, rows))
+        if mask and not joins:
+            return Plan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
+        if partners.is_by_rows and not joins:
+            return Plan(apart="no token axis, and no two steps of the runs hold the same rows")
+        if not joins:
+            numbers = (sorted({_place(whole)[0] for whole in side}) for side in (baseline, target))
+            have = " against ".join(compact_ranges(steps) for steps in numbers)
+            return Plan(problem=f"no step in common here: {have}; see --shift-steps")
+        lone = len(baseline) + len(target) - 2 * len(joins)
+        return Plan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
+
+    def _of_tokens(self, one: Whole, two: Whole) -> Rows:
+        """All rows; of a copy of the grid for each expert, or of a few rows for each of its places, those that are of
+        padding in neither order."""
+        grids = self.rows.baseline.of(one.records[0]), self.rows.target.of(two.records[0])
+        num = one.shape[0] if len(one.shape) == 2 and one.shape == two.shape else 0
+        if not num or is_parameter(one.records[0].key.site) or any(grid is None for grid in grids):
+            return slice(None)
+        tokens = np.ones(num, bool)
+        for grid in filter(None, grids):
+            copies, rest = divmod(num, grid.num_slots) if grid.num_slots else (0, 0)
+            if copies < 2 or rest:
+                return slice(None)
+            is_token = grid.pairs != PADDING
+            tokens &= np.tile(is_token, copies) & np.repeat(is_token, copies)
+        return slice(None) if tokens.all() or not tokens.any() else np.flatnonzero(tokens)
+
+
+def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: int) -> Rowed:
+    keys, firing, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    valid: dict[int, int] = {}
+    num_slots: dict[int, int] = {}
+    forked = unaligned = 0
+    for i, whole in enumerate(wholes):
+        grid = steps.of(whole.records[0])
+        if grid is None:
+            continue
+        slots, local = slots_of(whole, layout, grid)
+        pairs = grid.pairs[slots]
+        use = pairs >= 0
+        turn = _turn(whole, grid)
+        keys.append(pairs[use] + turn * num_pairs)
+        rows.append(local[use])
+        firing.append(np.full(int(use.sum()), i, np.int64))
+        here = int((pairs == FORKED).sum()), int((pairs == UNALIGNED).sum())
+        forked, unaligned = forked + here[0], unaligned + here[1]
+        valid[i], num_slots[i] = int(use.sum()) + sum(here), len(slots)
+    one, two, three = map(np.concatenate, (keys, firing, rows))
+    return Rowed(one, two, three, valid, forked, unaligned, num_slots)
+
+
+def without_rows(plan: Plan, left_out: frozenset[int]) -> Plan:
+    """The plan without these row pairs."""
+    joins, count, wanted = [], 0, np.array(sorted(left_out), np.int64)
+    for join in plan.joins:
+        keep = ~np.isin(join.pairs, wanted) if join.pairs is not None else np.ones(0, bool)
+        if join.pairs is None or keep.all():
+            joins.append(join)
+            continue
+        count += int((~keep).sum())
+        if keep.any():
+            one, two = (compact(indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
+            joins.append(Join(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
+    counts = structs.replace(plan.counts, compared=plan.counts.compared - count)
+    return structs.replace(plan, joins=tuple(joins), counts=counts)
+
+
+def _place(whole: Whole) -> tuple[int, tuple[int, int]]:
+    key = whole.records[0].key
+    return key.step, (key.micro, key.occurrence)
+
+
+def _turn(whole: Whole, grid: StepRows) -> int:
+    """Which of the firings over one grid; micro-batches are far fewer than this."""
+    key = whole.records[0].key
+    return key.occurrence + (key.micro << 20 if grid.whole_step else 0)
+
+
+def _signature(whole: Whole, layout: Layout) -> tuple[object, ...]:
+    held = whole.shape[layout.axes[1]] if layout.cached else 0
+    return (*_place(whole), whole.records[0].key.rank, whole.records[0].rows, held)
+
+
+def _cached_note(sides: Iterable[tuple[Sequence[Whole], Layout, Rowed]]) -> str:
+    """What is said of rows that a side holds once more in every step."""
+    for name, (wholes, layout, side) in zip(("baseline", "target"), sides, strict=True):
+        if layout.cached:
+            slots = sum(math.prod(w.shape[axis] for axis in layout.axes) for w in wholes)
+            earlier = slots - sum(side.slots.values())
+            return (
+                f"the {name} holds all positions of the cache here, the step's own last: its {earlier:,} rows of "
+                "earlier steps (padding included) were not compared again"
+            )
+    return ""

@@ -1,0 +1,31 @@
+"""Common: whether two runs have anything in common."""
+
+from collections.abc import Sequence
+
+from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.matching.match import Pair
+from tapscope.errors import NothingInCommonError
+from tapscope.run import Run
+
+
+def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:
+    """Raise NothingInCommonError where no record, no site or no token row of them can meet."""
+    for run in (baseline, target):
+        if not run.records:
+            came = run.problems[0] if run.problems else f"tapscope info {run.path} says what came"
+            raise NothingInCommonError(
+                f"{run.path} holds no record{'' if run.closed and run.ranks else ' yet'}; {came}"
+            )
+    if not any(p.baseline and p.target for p in pairs):
+        examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
+        raise NothingInCommonError(
+            f"{baseline.path} and {target.path} have no site in common: e.g. {examples[0]} against {examples[1]}; "
+            "were they captured from models of one architecture? (--map FILE says which names mean the same)"
+        )
+    if rows.known and not rows.num_pairs:
+        facts = [*rows.problems, *(f"request {f.request} parts at position {f.position}" for f in rows.forks)]
+        why = facts[0] if facts else "their steps hold other positions"
+        raise NothingInCommonError(
+            f"{baseline.path} and {target.path} have no token row in common: {why}; capture both with the same prompts "
+            "and request ids"
+        )

@@ -1,0 +1,144 @@
+"""Expert rows: rows that a choice of experts orders meet where token and expert are the same in both runs.
+
+How each run lays its rows out is seen in the values of some of them: of all known layouts those are taken under which
+rows that meet are most alike. A sort that is not stable leaves the rows of an expert in any order, those of padding
+among them: where some rows are odd then, nobody knows which rows meet, unless both runs were given the same choice, no
+padding in it. Then row i meets row i, if it is not far more like another.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.alignment.align import Plan
+from tapscope.comparator.alignment.joins import counts_of, joined
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.alignment.meet import meet
+from tapscope.comparator.alignment.routed import Entries, place_of
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import blocks
+
+Array = np.ndarray[Any, Any]
+LAYOUT = Layout((0,), "inferred")
+_Sides = tuple[Sequence[Whole], Sequence[Whole]]
+_MAX_ROWS, _MAX_COLUMNS, _MAX_ODD = 256, 256, 32
+"""What is looked at to tell layouts apart, and of it what is looked for at other places."""
+_ALIKE = 0.25
+"""Rows further apart are not of one token and one expert, or there is a gross fault: the L1 norm of their difference
+beside the sum of theirs, which is 0.6 and more where two rows have nothing to do with each other."""
+_MOST = 0.9
+"""Share of rows that must be alike for a layout to be believed."""
+_UNLIKE, _FAR_MORE = 1e-5, 4.0
+"""What is so far apart, and so many times as far as others are, is no rounding."""
+_WHAT = "rows that lie in the order of a choice of experts"
+_NO_CHOICE = f"{_WHAT}, which one run did not record"
+_OTHER_RANKS = "rows of experts that lie on other ranks in one of the runs"
+_NO_VALUES = f"{_WHAT}: without values nobody knows which of them meet"
+_NO_ORDER = f"{_WHAT}, and those of one expert in an order that nobody knows"
+
+
+def plan_experts(entries: tuple[Entries | None, Entries | None], wholes: _Sides, num_pairs: int) -> Plan:
+    """Pair the rows of a site. Raises DataError where values cannot be read."""
+    left, right = entries
+    if left is None or right is None:
+        return Plan(apart=_NO_CHOICE)
+    if _lie_apart(wholes[0][0], wholes[1][0]):
+        return Plan(apart=_OTHER_RANKS)
+    has_values = all(whole.has_values for side in wholes for whole in side)
+    layouts = _Met((left, right), wholes).layouts() if has_values else (0, 0)
+    if layouts is None:
+        return Plan(apart=_NO_ORDER)
+    one, two = left.rowed(layouts[0]), right.rowed(layouts[1])
+    joins = joined(one, two, num_pairs)
+    if not has_values and not all(join.aligned for join in joins):
+        return Plan(apart=_NO_VALUES)
+    counts = counts_of(one, two, joins)
+    note = f"{counts.absent:,} rows of experts that only one run chose are not compared" if counts.absent else ""
+    return Plan(tuple(joins), counts, note=note)
+
+
+def _lie_apart(one: Whole, other: Whole) -> bool:
+    """Whether shards were put together to rows of more columns than there are on the other side: each rank has rows for
+    its own experts first."""
+    wide = max(one, other, key=lambda whole: whole.shape[1:])
+    return one.shape[1:] != other.shape[1:] and len(wide.records) > 1
+
+
+class _Met:
+    """The entries of both sides that meet, and what their rows hold under one layout or another."""
+
+    def __init__(self, sides: tuple[Entries, Entries], wholes: _Sides) -> None:
+        self._sides, self._wholes = sides, wholes
+        known = [np.flatnonzero(side.keys >= 0) for side in sides]
+        first, second = meet(sides[0].keys[known[0]], sides[1].keys[known[1]])
+        self._entries = known[0][first], known[1][second]
+        self._some = np.unique(np.linspace(0, max(0, len(first) - 1), _MAX_ROWS).astype(np.int64))[: len(first)]
+
+    def layouts(self) -> tuple[int, int] | None:
+        """The layouts of both sides under which rows that meet are most alike, equal ones where several are; None where
+        nobody can tell."""
+        if not len(self._some):
+            return 0, 0
+        values = [
+            [self._values(i, layout, self._entries[i][self._some]) for layout in range(len(self._sides[i].at))]
+            for i in (0, 1)
+        ]
+        pairs = sorted(product(range(len(values[0])), range(len(values[1]))), key=lambda pair: pair[0] != pair[1])
+        apart = {pair: _apart(values[0][pair[0]], values[1][pair[1]]) for pair in pairs}
+        best = min(pairs, key=lambda pair: float(apart[pair].sum()))
+        if (apart[best] < _ALIKE).mean() >= _MOST and (self._are_loops() or not _are_uneven(apart[best])):
+            return best
+        return (0, 0) if self._is_one_choice() and not self._are_moved(apart[0, 0]) else None
+
+    def _are_loops(self) -> bool:
+        """Whether both sides have a call for each expert: a loop, which needs no sort."""
+        return all(len({*map(place_of, side)}) < len(side) for side in self._wholes)
+
+    def _is_one_choice(self) -> bool:
+        """Whether both runs have every entry at one place, and no padding."""
+        left, right = self._sides
+        is_whole = len(self._entries[0]) == len(left.keys)
+        return is_whole and np.array_equal(left.keys, right.keys) and np.array_equal(left.firing, right.firing)
+
+    def _are_moved(self, apart: Array) -> bool:
+        """Whether a row that is not like the one at its place is far more like another of its expert."""
+        left, right = (side.experts for side in self._sides)
+        for i in np.argsort(-apart)[:_MAX_ODD].tolist():
+            mine = self._entries[0][self._some[i : i + 1]]
+            row = self._values(0, 0, mine)
+            rows = self._values(1, 0, np.flatnonzero(right == left[mine]))
+            if apart[i] >= _UNLIKE and _apart(row, rows).min() < apart[i] / _FAR_MORE:
+                return True
+        return False
+
+    def _values(self, side: int, layout: int, which: Array) -> Array:
+        """[which, columns] float64: the first columns of the rows of some of a side's entries."""
+        entries, wholes = self._sides[side], self._wholes[side]
+        at = entries.at[layout][which]
+        firing, row = entries.firing[at], entries.row[at]
+        found: Array | None = None
+        for i in np.unique(firing).tolist():
+            here, whole = np.flatnonzero(firing == i), wholes[i]
+            assert whole.piece is not None  # it has values
+            parts = [block.rows(row[here]) for block in blocks(whole.piece, whole.run, LAYOUT.axes)]
+            values = np.concatenate(parts, axis=1)[:, :_MAX_COLUMNS].astype(np.float64)
+            found = np.zeros((len(row), values.shape[1])) if found is None else found
+            found[here] = values
+        assert found is not None
+        return found
+
+
+def _are_uneven(apart: Array) -> bool:
+    """Whether some rows are far further apart than most, or have nothing to do with what they meet."""
+    most = max(_UNLIKE, _FAR_MORE * float(np.quantile(apart, 0.75)))
+    return bool(apart.max() > min(most, _ALIKE))
+
+
+def _apart(one: Array, two: Array) -> Array:
+    """[rows]: how far rows are apart, no more than 1, so that a damaged one decides nothing."""
+    if one.shape[-1] != two.shape[-1]:
+        return np.zeros(len(two))
+    apart = np.abs(one - two).sum(-1) / (np.abs(one) + np.abs(two)).sum(-1)
+    return np.where(apart <= 1.0, apart, np.where((one == two).all(-1), 0.0, 1.0))

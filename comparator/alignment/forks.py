@@ -1,0 +1,43 @@
+"""Forks: where the tokens of two runs of one request part."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from tapscope.comparator.alignment.requests import Partners, named, num_equal
+from tapscope.comparator.alignment.trace import Request
+
+
+class Fork(Struct, frozen=True):
+    """The first position at which two runs of one request hold different tokens."""
+
+    index: int
+    """Which of the paired requests."""
+    request: str
+    """Its name in the baseline."""
+    position: int
+    baseline_token: int
+    target_token: int
+    in_prompt: bool
+    """Whether the tokens part within the prompt: the runs were given different text."""
+
+
+def find_forks(
+    left: Sequence[Request], right: Sequence[Request], pairs: Sequence[Partners]
+) -> tuple[tuple[Fork, ...], list[str]]:
+    """Where the paired requests part, and notes on those whose tokens are unknown."""
+    forks, unknown = [], []
+    for index, pair in enumerate(pairs):
+        one, two = left[pair.baseline], right[pair.target]
+        if not pair.shift and one.tokens and one.tokens == two.tokens:
+            continue
+        positions, mine, other = one.tokens.shared(two.tokens, pair.shift)
+        if not len(positions):
+            unknown.append(one.label)
+        elif (at := num_equal(mine, other)) < len(positions):
+            # What one side was given the other may have generated: only the part that both were given is prompt.
+            given = min(one.prompt_end, two.prompt_end - pair.shift)
+            position = positions.item(at)
+            forks.append(Fork(index, one.label, position, mine.item(at), other.item(at), position < given))
+    notes = [f"token ids unknown, so prefixes were not checked, for requests {named(unknown)}"] if unknown else []
+    return tuple(forks), notes

@@ -1,0 +1,79 @@
+"""Forms: what of preparing a pair depends on its shapes alone, so that sites of one kind are prepared once.
+
+A model has the same sites in every layer, and a site has many steps. Where each firing lies in its records as it is, or
+in shards side by side, its layouts and its plan are those of any other pair whose records have the same keys, shapes,
+dtypes and dims.
+"""
+
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
+
+from msgspec import structs
+
+from tapscope.comparator.alignment.layout import is_mask, is_parameter
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece
+from tapscope.comparator.runs.firings import Firing, Firings
+from tapscope.comparator.runs.series import Series
+from tapscope.record import Record
+
+
+def form_of(series: Series) -> Hashable:
+    """Equal forms are put together and laid out alike; None for what is made of several sites."""
+    if series.recipe is not None:
+        return None
+    kind = _kind(series.site.rpartition(":")[2])
+    if isinstance(series.firings, Firings) and (form := series.firings.form) is not None:
+        return kind, form
+    return kind, *map(_form, series.firings)
+
+
+@lru_cache
+def _kind(port: str) -> tuple[bool, bool]:
+    return is_parameter(f":{port}"), is_mask(f":{port}")
+
+
+def _form(firing: Firing) -> Hashable:
+    records = firing.records
+    if len(records) == 1:
+        return _signature(records[0])
+    hashes = [record.hash for record in records]  # whether ranks hold the same bytes decides how they are merged
+    return *map(_signature, records), tuple(None if h is None else hashes.index(h) for h in hashes)
+
+
+def _signature(record: Record) -> Hashable:
+    return record.key[1:], record.dtype, record.shape, record.dims, record.rows, record.slice
+
+
+def is_typical(wholes: tuple[Whole, ...], series: Series) -> bool:
+    """Whether other series of the same form can be made of these wholes by :func:`made_alike`."""
+    return len(wholes) == len(series.firings) and all(
+        whole.records == firing.records and not whole.replicas and _is_simple(whole.piece)
+        for whole, firing in zip(wholes, series.firings, strict=True)
+    )
+
+
+def _is_simple(piece: Piece | None) -> bool:
+    return isinstance(piece, Leaf) or (isinstance(piece, Joined) and all(map(_is_simple, piece.parts)))
+
+
+def made_alike(wholes: tuple[Whole, ...], series: Series) -> tuple[Whole, ...]:
+    """The wholes of a series, after those of one of the same form."""
+    return tuple([one_alike(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
+
+
+def one_alike(whole: Whole, firing: Firing) -> Whole:
+    """The whole of one firing, after that of another series' in its place."""
+    records = firing.records
+    if isinstance(whole.piece, Leaf) and len(records) == 1:
+        return Whole(whole.run, records, Leaf(records[0]), whole.dims, "", (), whole.notes, whole.warnings)
+    assert whole.piece is not None
+    instead = {id(old): new for old, new in zip(whole.records, records, strict=True)}
+    return structs.replace(whole, records=records, piece=_instead(whole.piece, instead))
+
+
+def _instead(piece: Piece, records: Mapping[int, Record]) -> Piece:
+    if isinstance(piece, Leaf):
+        return Leaf(records[id(piece.record)])
+    assert isinstance(piece, Joined)
+    return Joined(piece.axis, tuple(_instead(part, records) for part in piece.parts))

@@ -1,0 +1,83 @@
+"""Joins: rows of the firings of two sides that meet, because they have the same key."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.meet import meet
+from tapscope.comparator.assembly.blocks import Rows
+from tapscope.comparator.facts import RowCounts
+
+Array = np.ndarray[Any, Any]
+
+
+class Join(Struct, frozen=True):
+    """Rows of one firing that meet rows of another."""
+
+    baseline: int
+    """Index of the firing."""
+    target: int
+    baseline_rows: Rows = slice(None)
+    target_rows: Rows = slice(None)
+    pairs: Array | None = None
+    """Their row pairs in the RowMap; None when the tensors are compared whole."""
+    aligned: bool = True
+    """Whether every valid row meets the row at its own index, so that equal bytes are equal rows."""
+
+
+class Rowed(Struct):
+    """The comparable rows of one side as columns of equal length, and counts of the others."""
+
+    keys: Array
+    """What a row has in common with the one it meets."""
+    firing: Array
+    rows: Array
+    """Its place in the firing."""
+    valid: dict[int, int]
+    """Firing -> its rows that are no padding."""
+    num_forked: int
+    num_unaligned: int
+    slots: dict[int, int]
+    """Firing -> slots of its step, padding included."""
+
+
+def joined(left: Rowed, right: Rowed, num_pairs: int) -> list[Join]:
+    """Rows of equal keys, split where the firing of either side changes. A key modulo ``num_pairs`` is a row pair."""
+    first, second = meet(left.keys, right.keys)
+    order = np.lexsort((left.rows[first], left.firing[first], right.firing[second]))
+    first, second = first[order], second[order]
+    pair_of = np.stack([left.firing[first], right.firing[second]])
+    cuts = [0, *(np.flatnonzero(np.any(pair_of[:, 1:] != pair_of[:, :-1], axis=0)) + 1).tolist(), len(first)]
+    joins = []
+    for start, end in pairwise(cuts):
+        if start == end:
+            continue
+        mine, other = first[start:end], second[start:end]
+        b, t = int(pair_of[0, start]), int(pair_of[1, start])
+        rows_b, rows_t = left.rows[mine], right.rows[other]
+        same = left.valid[b] == right.valid[t] == len(mine) and np.array_equal(rows_b, rows_t)
+        joins.append(Join(b, t, compact(rows_b), compact(rows_t), left.keys[mine] % num_pairs, same))
+    return joins
+
+
+def counts_of(left: Rowed, right: Rowed, joins: Sequence[Join]) -> RowCounts:
+    """What became of the rows of both sides."""
+    met = sum(len(join.pairs) for join in joins if join.pairs is not None)
+    absent = len(left.keys) + len(right.keys) - 2 * met
+    forked, unaligned = max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned
+    return RowCounts(met, forked, unaligned, absent)
+
+
+def compact(rows: Array) -> Rows:
+    """Rows of rising numbers as a slice where they are neighbours."""
+    first, last = int(rows[0]), int(rows[-1])
+    neighbours = last - first == len(rows) - 1 and bool(np.all(rows[1:] - rows[:-1] == 1))
+    return slice(first, last + 1) if neighbours else rows
+
+
+def indices(rows: Rows) -> Array:
+    """The numbers of the rows."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows

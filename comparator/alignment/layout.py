@@ -1,0 +1,165 @@
+"""Layout: which axes of a tensor are its token rows, from its dims or from the shape of the step's token grid."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.runs.grids import SideRows, StepRows
+from tapscope.dims import Dims
+
+Array = np.ndarray[Any, Any]
+
+
+class Layout(Struct, frozen=True):
+    """Where a site's token rows are; the same for all of its firings."""
+
+    axes: tuple[int, ...] = ()
+    """Tensor axes that hold the token grid, in tensor order; empty when the tensor is compared whole."""
+    source: str = "whole"
+    """``annotated`` by dims, ``inferred`` from the grid, or ``whole``."""
+    swapped: bool = False
+    """Sequence before batch: row s * B + b is slot b * S + s."""
+    broadcast: bool = False
+    """One sequence that stands for every one of the batch."""
+    keyed: bool = False
+    """Attention weights ``[batch, heads, queries, keys]``: the columns are tokens too, see :mod:`.keyed`."""
+    cached: bool = False
+    """The second axis goes over all that the step's cache holds; the rows of the step itself are the last."""
+    problem: str = ""
+    """Why the annotation cannot be right; the site is not compared then."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether there are token rows."""
+        return bool(self.axes)
+
+
+def layout_of(site: str, wholes: Sequence[Whole], steps: SideRows) -> Layout:
+    """The layout of a site's firings, given the token grids of their steps.
+
+    Inference must hold for every firing: a table that has the grid's length in one step has another in the next.
+    """
+    placed = [(w, rows) for w in wholes if (rows := steps.of(w.records[0])) is not None]
+    if not placed or is_parameter(site):
+        return Layout()
+    if problem := _outside(placed):
+        return Layout(problem=problem)
+    dims = placed[0][0].dims
+    if dims is not None:
+        return _checked(_one_for_all(_annotated(dims), dims, placed), placed)
+    distinct = {(whole.shape, rows.grid, whole.records[0].rows): (whole, rows) for whole, rows in placed}
+    common = [_inferred(whole, rows) for whole, rows in distinct.values()]
+    return next((c for c in common[0] if all(c in other for other in common)), Layout())
+
+
+def is_parameter(site: str) -> bool:
+    """Whether the site is a parameter or buffer, or its gradient, which has no token rows whatever its shape."""
+    return site.rpartition(":")[2].startswith(("param[", "buffer["))
+
+
+def is_mask(site: str) -> bool:
+    """Whether the site is an attention mask: its key axis goes over the batch as it lies, padding and all."""
+    return "mask" in site.rpartition(":")[2]
+
+
+def _outside(placed: Sequence[tuple[Whole, StepRows]]) -> str:
+    """What is wrong with a record that names rows its step does not have."""
+    for whole, rows in placed:
+        for first, count in whole.records[0].rows or ():
+            if first < 0 or count < 0 or first + count > rows.num_slots:
+                key = whole.records[0].key
+                return (
+                    f"its rows name slots {first} to {first + count - 1} at step {key.step}, which has {rows.num_slots}"
+                )
+    return ""
+
+
+def _annotated(dims: Dims) -> Layout:
+    t, b, s = (dims.index(name) for name in ("t", "b", "s"))
+    flat = next((i for i, dim in enumerate(dims.dims) if sorted(dim.names) == ["b", "s"] and not dim.sections), None)
+    if flat is not None:
+        return Layout((flat,), "annotated", swapped=dims.dims[flat].names[0] == "s")
+    if t is not None:
+        return Layout((t,), "annotated")
+    if s is None:
+        return Layout()
+    if b is None:
+        return Layout((s,), "annotated")
+    keyed = (b, s, dims.index("k"), dims.ndim) == (0, 2, 3, 4)
+    return Layout((min(b, s), max(b, s)), "annotated", swapped=s < b, keyed=keyed)
+
+
+def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
+    """The layout, or that of one sequence for the whole batch: there is no batch axis, or one of size 1."""
+    b, s = dims.index("b"), dims.index("s")
+    if s is None or any(b is not None and whole.shape[b] != 1 for whole, _ in placed):
+        return layout
+    if all(len(rows.grid) == 2 and rows.grid[1] == whole.shape[s] for whole, rows in placed):
+        return Layout(layout.axes, "annotated", broadcast=True)
+    return layout
+
+
+def _checked(layout: Layout, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
+    if not layout.by_rows:
+        return layout
+    for whole, rows in placed:
+        found = math.prod([whole.shape[i] for i in layout.axes]) * (rows.grid[0] if layout.broadcast else 1)
+        if found != num_rows(whole, rows):
+            key = whole.records[0].key
+            return Layout(
+                problem=f"dims '{whole.dims}' give shape {tuple(whole.shape)} {found} token rows at step {key.step}, "
+                f"where the step has {num_rows(whole, rows)}"
+            )
+    return layout
+
+
+def _inferred(whole: Whole, rows: StepRows) -> list[Layout]:
+    """Layouts that fit this firing, the likeliest first."""
+    shape, expected, subset = whole.shape, num_rows(whole, rows), whole.records[0].rows is not None
+    found = []
+    padded = len(rows.grid) == 2
+    two = len(shape) >= 2 and shape[0] * shape[1] == expected
+    if two and (subset or tuple(shape[:2]) == (rows.grid if padded else (1, expected))):
+        found.append(Layout((0, 1), "inferred"))
+    if shape and shape[0] == expected:
+        found.append(Layout((0,), "inferred"))
+    if padded and not subset and len(shape) >= 2 and tuple(shape[:2]) == (1, rows.grid[1]):
+        found.append(Layout((0, 1), "inferred", broadcast=True))
+    found = found if padded else found[::-1]
+    return [*found, Layout((0, 2), "inferred", keyed=True)] if _may_be_keyed(whole, rows) else found
+
+
+def _may_be_keyed(whole: Whole, rows: StepRows) -> bool:
+    """Whether it has the shape of attention weights: a query for each place of the grid, and as many keys or more."""
+    batch, length = rows.grid if len(rows.grid) == 2 else (1, rows.num_slots)
+    shape, record = whole.shape, whole.records[0]
+    fits = len(shape) == 4 and (shape[0], shape[2]) == (batch, length) and shape[3] >= length
+    return fits and record.rows is None and not is_mask(record.key.site)
+
+
+def num_rows(whole: Whole, rows: StepRows) -> int:
+    """How many token rows the tensor must have."""
+    subset = whole.records[0].rows
+    return rows.num_slots if subset is None else sum(count for _, count in subset)
+
+
+def slots_of(whole: Whole, layout: Layout, rows: StepRows) -> tuple[Array, Array]:
+    """(slots, rows of the tensor), both int64 of one length: which grid slot each of its rows is."""
+    subset = whole.records[0].rows
+    if subset is not None:
+        slots = np.concatenate([np.arange(first, first + count, dtype=np.int64) for first, count in ((0, 0), *subset)])
+        return slots, np.arange(len(slots), dtype=np.int64)
+    slots = np.arange(rows.num_slots, dtype=np.int64)
+    if layout.broadcast:
+        return slots, slots % rows.grid[1]
+    if layout.cached:
+        (_, length), columns = rows.grid, whole.shape[layout.axes[1]]
+        return slots, slots // length * columns + columns - length + slots % length
+    if layout.swapped and len(rows.grid) == 2:
+        batch, length = rows.grid
+        return slots, (slots % length) * batch + slots // length
+    return slots, slots

@@ -1,0 +1,177 @@
+"""Pairing: the rows of two sides that meet, looked for in passes, each row once."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, field
+
+from tapscope.comparator.alignment.forks import Fork
+from tapscope.comparator.alignment.meet import meet
+from tapscope.comparator.alignment.requests import Partners
+from tapscope.comparator.alignment.rowmap import AGAIN, FORKED, PADDING, SUPERSEDED, UNALIGNED, RowMap
+from tapscope.comparator.alignment.trace import NEVER, Trace
+from tapscope.comparator.runs.grids import Grid, SideRows, StepRows
+
+Array = np.ndarray[Any, Any]
+
+
+class PairingSide:
+    """The rows of one side while they look for partners."""
+
+    def __init__(self, rows: Trace, shift_steps: int = 0) -> None:
+        self.rows = rows
+        self.pair = np.full(len(rows.requests), -1, np.int32)  # request -> pair of requests
+        self.position = rows.position  # in the baseline's count
+        self.code = np.empty(0, np.int64)
+        self.visit = np.maximum(rows.visit, rows.again) if rows.again.any() else rows.visit
+        self._steps = np.array([g.step - shift_steps for g in rows.grids], np.int64)
+
+    def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
+        """Take over (request, shift) of every pair, and the positions at which the pairs fork."""
+        shifts = np.zeros(len(self.pair), np.int64)
+        for index, (request, shift) in enumerate(requests):
+            self.pair[request], shifts[request] = index, shift
+        if shifts.any():
+            self.position = self.rows.position - shifts[self.rows.request]
+        self.pair_of_row = self.pair[self.rows.request]
+        self.code = np.where(self.position >= limits[self.pair_of_row], FORKED, UNALIGNED)
+        self.code[self.rows.superseded] = SUPERSEDED
+
+    def step(self, rows: Array) -> Array:
+        """The baseline's numbers of the steps that computed the rows."""
+        return self._steps[self.rows.grid[rows]]
+
+    def free(self) -> Array:
+        """Rows that may still pair."""
+        return np.flatnonzero((self.code == UNALIGNED) & (self.pair_of_row >= 0))
+
+    def count(self, code: int) -> int:
+        """How many rows ended so."""
+        return int((self.code == code).sum())
+
+    def side_rows(self) -> SideRows:
+        """Spread the codes over the slots of the grids."""
+        at: dict[tuple[int, int | None], dict[int, StepRows]] = {}
+        order = np.argsort(self.rows.grid, kind="stable")
+        bounds = np.searchsorted(self.rows.grid[order], np.arange(len(self.rows.grids) + 1))
+        for index, grid in enumerate(self.rows.grids):
+            rows = order[bounds[index] : bounds[index + 1]]
+            slots = self.rows.slot[rows]
+            pairs = np.full(_num_slots(grid, slots), PADDING, np.int64)
+            pairs[slots] = self.code[rows]
+            shared = StepRows(grid.shape, pairs, grid.micro is None)
+            at.setdefault((grid.step, grid.micro), {}).update(dict.fromkeys(grid.ranks, shared))
+        return SideRows(at)
+
+
+def _num_slots(grid: Grid, used: Array) -> int:
+    """Slots of the grid; a table whose rows lie outside its own grid is given room rather than trusted."""
+    return max(math.prod(grid.shape), int(used.max(initial=-1)) + 1)
+
+
+class Pairing(Struct):
+    """Pairs rows in passes, each row once."""
+
+    sides: tuple[PairingSide, PairingSide]
+    found: list[tuple[Array, Array]] = field(default_factory=list)
+    """Rows of both sides that met, a pass each."""
+    names: tuple[str, ...] = ()
+
+    def enter(self, pairs: Sequence[Partners], forks: Sequence[Fork]) -> None:
+        """Pair the rows of the paired requests, up to their forks."""
+        limits = np.full(len(pairs) + 1, NEVER)  # the last one is for rows of unpaired requests (-1)
+        for fork in forks:
+            limits[fork.index] = fork.position
+        left, right = self.sides
+        left.enter([(p.baseline, 0) for p in pairs], limits)
+        right.enter([(p.target, p.shift) for p in pairs], limits)
+        self.names = tuple(left.rows.requests[p.baseline].label for p in pairs)
+        for thirds in self._thirds():
+            self._join(*thirds)
+
+    def _thirds(self) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
+        """(rows, what must be equal beside request and position) of both sides, a pass each.
+
+        What a host computes again without saying so (an epoch, a prompt that grows) meets by step; everything else by
+        visit; and what is left in the order in which it was computed.
+        """
+        left, right = self.sides
+        silent = np.zeros(len(self.names) + 1, bool)
+        for side in self.sides:
+            silent[side.pair_of_row[side.rows.again > side.rows.visit]] = True
+        silent[-1] = False
+        rows = [mine[silent[side.pair_of_row[mine]]] for side in self.sides for mine in (side.free(),)]
+        yield (rows[0], left.step(rows[0])), (rows[1], right.step(rows[1]))
+        rows = [side.free() for side in self.sides]
+        yield (rows[0], left.visit[rows[0]]), (rows[1], right.visit[rows[1]])
+        rows = [side.free() for side in self.sides]
+        yield (rows[0], left.rows.again[rows[0]]), (rows[1], right.rows.again[rows[1]])
+
+    def _join(self, one: tuple[Array, Array], two: tuple[Array, Array]) -> None:
+        """Pair the rows of equal (request, position, third), each key once."""
+        left, right = self.sides
+        if not len(one[0]) or not len(two[0]):
+            return
+        columns = [
+            (side.pair_of_row[rows], side.position[rows], third)
+            for side, (rows, third) in zip((left, right), (one, two), strict=True)
+        ]
+        keys = _packed(columns)
+        del columns
+        first, second = meet(*keys)
+        mine, other = one[0][first], two[0][second]
+        order = np.argsort(mine, kind="stable")
+        self.found.append((mine[order], other[order]))
+        left.code[mine], right.code[other] = 0, 0  # no longer free; numbered when all passes are done
+
+    def row_map(self, forks: tuple[Fork, ...], notes: tuple[str, ...], problems: tuple[str, ...]) -> RowMap:
+        """Number the pairs in the baseline's order and count the rest."""
+        left, right = self.sides
+        none = np.empty(0, np.int64)
+        mine, other = (np.concatenate(rows) for rows in zip((none, none), *self.found, strict=True))
+        order = np.argsort(mine, kind="stable")
+        mine, other = mine[order], other[order]
+        left.code[mine] = right.code[other] = np.arange(len(mine))
+        for side, met in ((left, mine), (right, other)):
+            if not len(rest := side.free()):
+                continue
+            columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]
+            keys = _packed(columns)
+            side.code[rest[np.isin(keys[0], keys[1])]] = AGAIN
+        forked, unaligned, again, superseded = (
+            (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, AGAIN, SUPERSEDED)
+        )
+        return RowMap(
+            left.side_rows(),
+            right.side_rows(),
+            self.names,
+            left.pair_of_row[mine],
+            left.position[mine],
+            left.visit[mine],
+            forked,
+            unaligned,
+            again,
+            superseded,
+            forks,
+            notes,
+            problems,
+        )
+
+
+def _packed(sides: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
+    """The columns of both sides as one integer a row; equal integers are equal columns."""
+    if not all(len(side[0]) for side in sides):
+        return [np.empty(len(side[0]), np.int64) for side in sides]
+    lows = [min(int(side[i].min()) for side in sides) for i in range(3)]
+    spans = [max(int(side[i].max()) for side in sides) - low + 1 for i, low in enumerate(lows)]
+    packed = []
+    for side in sides:
+        key = np.zeros(len(side[0]), np.int64)
+        for column, low, span in zip(side, lows, spans, strict=True):
+            key *= span
+            key += column
+            key -= low
+        packed.append(key)
+    return packed

@@ -1,0 +1,198 @@
+"""Prepare: put both sides of a pair together and decide which rows meet, without reading values but those of experts'
+choices and of a few of their rows."""
+
+from collections.abc import Hashable, Sequence
+
+from msgspec import Struct
+
+from tapscope import dtypes
+from tapscope.comparator.alignment.align import Aligner, Plan, without_rows
+from tapscope.comparator.alignment.expert_rows import LAYOUT, plan_experts
+from tapscope.comparator.alignment.forms import form_of, is_typical, made_alike
+from tapscope.comparator.alignment.joins import Join
+from tapscope.comparator.alignment.keyed import with_keys
+from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
+from tapscope.comparator.alignment.readings import settle
+from tapscope.comparator.alignment.routed import Choices
+from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.alignment.turn import turned
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import Block, blocks
+from tapscope.comparator.assembly.pieces import same_form
+from tapscope.comparator.assembly.realise import realise
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.runs.places import Places, places_of
+from tapscope.comparator.runs.series import Key, Series, key_of
+from tapscope.comparator.runs.split import split_series
+from tapscope.errors import DataError
+from tapscope.run import Run
+
+_WEIGHTS = 4
+"""Axes of attention weights."""
+
+
+class Prepared(Struct, frozen=True):
+    """A pair ready to be measured."""
+
+    left: tuple[Whole, ...]
+    right: tuple[Whole, ...]
+    layouts: tuple[Layout, Layout]
+    plan: Plan
+    problem: str = ""
+    """Why it cannot be measured."""
+    num_broken: int = 0
+    """Firings left out because they could not be put together, though others of the site could."""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Of the notes, those that say why values may be wrong."""
+
+    def of(self, pair: Pair) -> "Prepared":
+        """The same of another pair of the form."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        left, right = made_alike(self.left, pair.baseline), made_alike(self.right, pair.target)
+        return Prepared(left, right, self.layouts, self.plan, self.problem, self.num_broken, self.notes, self.warnings)
+
+    @property
+    def used(self) -> list[Whole]:
+        """The firings that take part, each once."""
+        if len(self.plan.joins) == 1:
+            (join,) = self.plan.joins
+            return [self.left[join.baseline], self.right[join.target]]
+        left, right = {j.baseline for j in self.plan.joins}, {j.target for j in self.plan.joins}
+        return [*(self.left[i] for i in sorted(left)), *(self.right[i] for i in sorted(right))]
+
+    def equal_by_hash(self, join: Join) -> bool:
+        """Whether equal hashes already say that the joined rows are equal."""
+        one, two = self.left[join.baseline], self.right[join.target]
+        return self.may_be_equal(join) and (digest := one.digest) is not None and digest == two.digest
+
+    def may_be_equal(self, join: Join) -> bool:
+        """Whether equal hashes would say that the joined rows are equal."""
+        one, two = self.left[join.baseline], self.right[join.target]
+        return one.dtype == two.dtype and join.aligned and self.layouts[0] == self.layouts[1]
+
+    def unequal_by_hash(self, join: Join) -> bool:
+        """Whether both tensors are put together alike and their hashes are not the same."""
+        one, two = self.left[join.baseline].digest, self.right[join.target].digest
+        return one is not None and two is not None and same_form(one, two) and one != two
+
+    def equal_by_bag(self, join: Join) -> bool:
+        """Whether both tensors hold the same elements in whatever order, as far as their bags tell."""
+        one, two = self.left[join.baseline], self.right[join.target]
+        return one.dtype == two.dtype and (bag := one.bag) is not None and bag == two.bag
+
+
+class Preparer:
+    """Prepares the pairs of one comparison; what pairs have in common is worked out once."""
+
+    def __init__(self, baseline: Run, target: Run, row_map: RowMap, shift_steps: int = 0) -> None:
+        """``shift_steps``: how much higher the target's step numbers are."""
+        self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
+        self._aligner = Aligner(row_map, shift_steps)
+        self.places: tuple[Places, Places] = places_of(baseline), places_of(target)
+        self._choices = Choices(baseline, row_map.baseline), Choices(target, row_map.target)
+        self._left_out: dict[tuple[Key, Key], frozenset[int]] = {}
+        self._known: dict[Hashable, Prepared] = {}
+        """What pairs of one form have in common, see :mod:`.forms`."""
+
+    def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
+        """From now on the pair is prepared without these row pairs."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        self._left_out[key_of(pair.baseline), key_of(pair.target)] = rows
+
+    def leave_out_nothing(self) -> None:
+        """Forget what :meth:`leave_out` said."""
+        self._left_out.clear()
+
+    def prepare(self, pair: Pair) -> Prepared:
+        """Prepare a pair of tensors; never raises for what the runs hold."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        form = self.form(pair)
+        if (known := self.like(form)) is not None:
+            return known.of(pair)
+        ready = self._prepare(pair.baseline, pair.target)
+        if form is not None and is_typical(ready.left, pair.baseline) and is_typical(ready.right, pair.target):
+            self._known[form] = ready
+        return ready
+
+    def form(self, pair: Pair) -> Hashable:
+        """Pairs of one form have in common what :meth:`prepare` gives, but for their tensors; None for one that has it
+        alone."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        if self._left_out or any(self._choices):
+            return None
+        forms = form_of(pair.baseline), form_of(pair.target)
+        return None if None in forms else forms
+
+    def like(self, form: Hashable) -> Prepared | None:
+        """The first pair of a form, if others of it can be made after that one."""
+        return self._known.get(form)
+
+    def weights_of(self, side: int, series: Series) -> list[list[Block]]:
+        """The firings of what one run alone gave out, where these may be attention weights whose values are there."""
+        is_output = series.site.rpartition(":")[2].startswith("out") and not series.site.endswith(".grad")
+        if not is_output or len(series.shape) != _WEIGHTS or not dtypes.is_float(series.dtype):
+            return []
+        wholes, _, layout = self._laid_out(side, series)
+        if not layout.keyed or not all(whole.has_values for whole in wholes):
+            return []
+        return [blocks(whole.piece, whole.run, layout.axes) for whole in wholes if whole.piece is not None]
+
+    def _prepare(self, baseline: Series, target: Series) -> Prepared:
+        left, broken_left, layout_left = self._laid_out(0, baseline)
+        right, broken_right, layout_right = self._laid_out(1, target)
+        layouts = settle((layout_left, layout_right), (left, right), (self.row_map.baseline, self.row_map.target))
+        left, right, odd = turned(left, right, layouts)
+        problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
+        problem = next((p for p in (*problems, odd) if p), "")
+        plan = None if any(layout.source == "annotated" for layout in layouts) else self._routed(left, right)
+        if plan is not None:
+            layouts, problem = (LAYOUT, LAYOUT), ""
+        else:
+            plan = Plan() if problem else self._aligner.plan(left, right, layouts)
+        if layouts[0].keyed and plan.joins:
+            keyed = with_keys(plan, left, right, self.row_map, self._aligner.steps)
+            plan, left, right = keyed.plan, keyed.left, keyed.right
+        if rows := self._left_out.get((key_of(baseline), key_of(target))):
+            plan = without_rows(plan, rows)
+        warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
+        notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
+        broken = broken_left + broken_right
+        notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
+        notes += (plan.note,) if plan.note else ()
+        return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
+
+    def _routed(self, left: Sequence[Whole], right: Sequence[Whole]) -> Plan | None:
+        """The plan of rows that lie in the order of a choice of experts; None where none orders them."""
+        if left[0].problem or right[0].problem:
+            return None
+        num_pairs = self.row_map.num_pairs
+        try:
+            entries = self._choices[0].entries(left, num_pairs), self._choices[1].entries(right, num_pairs)
+            return plan_experts(entries, (left, right), num_pairs) if any(entries) else None
+        except DataError as error:
+            return Plan(problem=str(error))
+
+    def _laid_out(self, side: int, series: Series) -> tuple[tuple[Whole, ...], list[Whole], Layout]:
+        """(sound firings, broken ones, where their token rows are); ranks that hold other rows are firings apart."""
+        run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
+        places = self.places[side]
+        parts = series if is_parameter(series.site) else split_series(series, rows, places.coords)
+        if parts is not series:
+            apart, broken = _sound(run, places, parts)
+            layout = layout_of(series.site, apart, rows)
+            if layout.by_rows and not apart[0].problem:
+                return apart, broken, layout
+        together, broken = _sound(run, places, series)
+        return together, broken, layout_of(series.site, together, rows)
+
+
+def _sound(run: Run, places: Places, series: Series) -> tuple[tuple[Whole, ...], list[Whole]]:
+    """(firings that could be put together, those that could not); all of them as the first where none could."""
+    wholes = realise(run, places, series)
+    sound = tuple(w for w in wholes if not w.problem)
+    return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])

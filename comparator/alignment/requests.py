@@ -1,0 +1,224 @@
+"""Requests: which request of the target is which of the baseline.
+
+A name that somebody chose decides. A mere number does not: it is a place in a batch. Then tokens decide, first equal
+ones, then the longest common beginning that covers at least the shorter prompt, each request once; what is left meets
+by its number after all, so that prompts that differ are reported as such.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, field
+
+from tapscope import text
+from tapscope.comparator.alignment.trace import Request, is_automatic
+
+Array = np.ndarray[Any, Any]
+
+MAX_TRIES = 40_000
+"""Pairs of left-over requests whose tokens are laid over each other; more are not tried, and that is said."""
+
+MIN_MOVED = 4
+"""Equal tokens at other positions that are no chance, unless they are all there are."""
+
+
+class Partners(Struct, frozen=True):
+    """A pair of requests, as indices into both sides."""
+
+    baseline: int
+    target: int
+    shift: int = 0
+    """Target positions are this much higher."""
+
+
+class Matching(Struct):
+    """The paired requests, and sentences on what was assumed and what is missing."""
+
+    pairs: list[Partners]
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class _Match(Struct):
+    """Requests of both sides that have no partner yet."""
+
+    sides: tuple[Sequence[Request], Sequence[Request]]
+    rest: tuple[list[int], list[int]]
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    num_ambiguous: int = 0
+
+    def take(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Pair requests up."""
+        found = list(pairs)
+        self.pairs += found
+        for side, taken in enumerate(zip(*found, strict=True)):
+            gone = set(taken)
+            self.rest[side][:] = [i for i in self.rest[side] if i not in gone]
+
+    def by(self, key: Callable[[Request], object]) -> list[tuple[list[int], list[int]]]:
+        """Groups of left-over requests of equal key on both sides; a key of None joins nothing."""
+        groups: dict[object, tuple[list[int], list[int]]] = {}
+        for side, rest in enumerate(self.rest):
+            for i in rest:
+                if (value := key(self.sides[side][i])) is not None:
+                    groups.setdefault(value, ([], []))[side].append(i)
+        return [group for group in groups.values() if all(group)]
+
+
+def match_requests(names: tuple[str, str], left: Sequence[Request], right: Sequence[Request]) -> Matching:
+    """Pair the requests of both runs; ``names`` are those of the runs, for sentences."""
+    work = _Match((left, right), (list(range(len(left))), list(range(len(right)))))
+    chosen = _chosen_names(left) & _chosen_names(right)
+    work.take((i, j) for (i, *_), (j, *_) in work.by(lambda r: r.name if r.name in chosen else None))
+    for group in work.by(lambda r: (r.first, words) if (words := r.text) else None):
+        work.num_ambiguous += min(map(len, group)) if max(map(len, group)) > 1 else 0
+        work.take(_like_named(work, *group))
+    for group in work.by(lambda r: r.first if r.text else None):
+        work.take(_by_beginning(work, *group))
+    missed = _by_overlap(work)
+    for one, two in work.by(lambda r: (r.name, r.part)):
+        work.take(zip(one, two, strict=False))
+    return _said(work, names, missed)
+
+
+def _chosen_names(requests: Sequence[Request]) -> set[str]:
+    """Names that somebody gave to exactly one request."""
+    counts = Counter(r.name for r in requests)
+    return {name for name, count in counts.items() if count == 1 and not is_automatic(name)}
+
+
+def _like_named(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
+    """Pair requests that are alike: those of one name first, the others in order."""
+    by_name = {(work.sides[1][j].name, work.sides[1][j].part): j for j in right}
+    pairs = [(i, j) for i in left if (j := by_name.get((work.sides[0][i].name, work.sides[0][i].part))) is not None]
+    taken = {i for i, _ in pairs}, {j for _, j in pairs}
+    others = ([i for i in side if i not in gone] for side, gone in zip((left, right), taken, strict=True))
+    return pairs + list(zip(*others, strict=False))
+
+
+def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
+    """Pair requests of one first position by the longest common beginning of their tokens, each once.
+
+    Sorted texts have their longest common beginning with a neighbour; so neighbours are joined from the longest one
+    down, and whoever is in a joined stretch without a partner is paired there.
+    """
+    everyone = sorted(
+        (work.sides[side][i].text, side, i) for side, indices in enumerate((left, right)) for i in indices
+    )
+    common = [_common(a[0], b[0]) for a, b in pairwise(everyone)]
+    stretch: list[tuple[list[int], list[int]]] = [([i], []) if side == 0 else ([], [i]) for _, side, i in everyone]
+    first_of, last_of = list(range(len(everyone))), list(range(len(everyone)))
+    pairs = []
+    for at in sorted(range(len(common)), key=lambda k: -common[k]):
+        begin, end = first_of[at], last_of[at + 1]
+        mine, other = stretch[begin], stretch[at + 1]
+        joined = mine[0] + other[0], mine[1] + other[1]
+        for i in list(joined[0]):
+            fitting = [j for j in joined[1] if common[at] >= _prompt(work.sides[0][i], work.sides[1][j])]
+            if fitting:
+                j = next((j for j in fitting if work.sides[1][j].name == work.sides[0][i].name), fitting[0])
+                pairs.append((i, j))
+                joined[0].remove(i)
+                joined[1].remove(j)
+        stretch[begin] = joined
+        last_of[begin], first_of[end] = end, begin
+    return pairs
+
+
+def _common(one: bytes, two: bytes) -> int:
+    """Length of the common beginning of two texts, in tokens."""
+    num = min(len(one), len(two)) // 8
+    return num_equal(np.frombuffer(one, np.int64, num), np.frombuffer(two, np.int64, num))
+
+
+def num_equal(one: Array, two: Array) -> int:
+    """How many are equal before the first that is not."""
+    other = one != two
+    return int(other.argmax()) if other.any() else len(one)
+
+
+def _prompt(one: Request, two: Request) -> int:
+    """How many tokens two requests must have in common to be one: the shorter prompt."""
+    return min(one.prompt_end - one.first, two.prompt_end - two.first)
+
+
+def _by_overlap(work: _Match) -> int:
+    """Pair what begins at different positions (a cached prefix, positions counted from elsewhere), best first.
+
+    Returns how many requests were not tried because there are too many of them.
+    """
+    left, right = ([i for i in work.rest[side] if work.sides[side][i].tokens] for side in (0, 1))
+    if len(left) * len(right) > MAX_TRIES:
+        return len(left) + len(right)
+    scores = [
+        (overlap, -abs(shift), -i, -j)
+        for i in left
+        for j in right
+        for shift, overlap in [best_shift(work.sides[0][i], work.sides[1][j])]
+        if overlap and overlap >= _needed(work.sides[0][i], work.sides[1][j], shift)
+    ]
+    taken: tuple[set[int], set[int]] = set(), set()
+    pairs = []
+    for _, _, i, j in sorted(scores, reverse=True):
+        if -i not in taken[0] and -j not in taken[1]:
+            pairs.append((-i, -j))
+            taken[0].add(-i)
+            taken[1].add(-j)
+    work.take(pairs)
+    return 0
+
+
+def _needed(one: Request, two: Request, shift: int) -> int:
+    """How many tokens of the shorter prompt both hold, at least 1."""
+    begin = max(one.first, two.first - shift)
+    return max(1, min(one.prompt_end, two.prompt_end - shift) - begin)
+
+
+def best_shift(one: Request, two: Request) -> tuple[int, int]:
+    """(how much higher the target's positions are, how many tokens are equal from the first common one on)."""
+    delta = two.first - one.first
+    here = _overlap(one, two, 0)
+    moved = _overlap(one, two, delta) if delta else 0
+    whole = moved == len(one.tokens) == len(two.tokens)
+    is_chance = not whole and moved < max(MIN_MOVED, _needed(one, two, delta))
+    return (delta, moved) if moved > here and not is_chance else (0, here)
+
+
+def _shift(one: Request, two: Request) -> int:
+    return best_shift(one, two)[0] if one.first != two.first else 0
+
+
+def _overlap(one: Request, two: Request, shift: int) -> int:
+    _, mine, other = one.tokens.shared(two.tokens, shift)
+    return num_equal(mine, other)
+
+
+def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
+    left, right = work.sides
+    pairs = [Partners(i, j, _shift(left[i], right[j])) for i, j in sorted(work.pairs)]
+    notes = []
+    if renamed := sum(left[p.baseline].name != right[p.target].name for p in pairs):
+        notes.append(f"{text.plural(renamed, 'request')} with different names paired by equal prompts")
+    if work.num_ambiguous:
+        notes.append(f"{text.plural(work.num_ambiguous, 'request')} have the tokens of another one: paired in order")
+    if shifted := [p for p in pairs if p.shift]:
+        first = shifted[0]
+        notes.append(
+            f"positions of {text.plural(len(shifted), 'request')} are counted from elsewhere in {names[1]}, e.g. "
+            f"{first.shift:+d} for request {left[first.baseline].label}: aligned by their tokens"
+        )
+    if num_untried:
+        notes.append(f"{num_untried:,} requests that begin at different positions were too many to try one by one")
+    sides = zip(names, (left, right), work.rest, strict=True)
+    problems = [
+        f"requests only in {name}: {named([side[i].label for i in rest])}" for name, side, rest in sides if rest
+    ]
+    return Matching(pairs, notes, problems)
+
+
+def named(names: list[str], limit: int = 4) -> str:
+    """The first few of some requests."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

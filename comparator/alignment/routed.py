@@ -1,0 +1,154 @@
+"""Routed rows: what a module of experts holds row by row in an order that its choice of experts decides.
+
+Experts work on (token, choice) pairs. Which row is which pair's follows from the whole table of choices, that of
+padding included, and from how the pairs are laid out: sorted by expert, or left as they are, tokens or choices first.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.joins import Rowed
+from tapscope.comparator.alignment.layout import is_parameter
+from tapscope.comparator.alignment.rowmap import FORKED, UNALIGNED
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.runs.grids import SideRows
+from tapscope.record import FORWARD, Record
+from tapscope.run import Run
+
+Array = np.ndarray[Any, Any]
+_Place = tuple[str, int, int, int]
+"""(model, step, micro-batch, rank)."""
+_MAX_EXPERTS = 1 << 20
+
+
+class Entries(Struct, frozen=True):
+    """The (token, choice) pairs of a site, and where each lies in its firings."""
+
+    keys: Array
+    """[entries] int64: row pair and expert as one number; below 0 a code of :mod:`.rowmap`."""
+    experts: Array
+    """[entries] int64: the expert, and which micro-batch it works on."""
+    at: tuple[Array, ...]
+    """For each layout of :func:`_layouts`, [entries]: index into the next two."""
+    firing: Array
+    """[rows] of all firings."""
+    row: Array
+    """[rows] within the firing."""
+
+    def rowed(self, layout: int) -> Rowed:
+        """The rows to be met, by layout."""
+        at = self.at[layout]
+        use, forked, unaligned = (self.keys >= 0), (self.keys == FORKED), (self.keys == UNALIGNED)
+        valid = np.bincount(self.firing[at[use | forked | unaligned]], minlength=1)
+        counts = dict(enumerate(valid.tolist()))
+        rows = at[use]
+        return Rowed(
+            self.keys[use], self.firing[rows], self.row[rows], counts, int(forked.sum()), int(unaligned.sum()), {}
+        )
+
+
+class Choices:
+    """The integers that modules of one run were given, several for each token."""
+
+    def __init__(self, run: Run, rows: SideRows) -> None:
+        self._run, self._rows = run, rows
+        self._tables: dict[str, dict[_Place, list[Record]]] = {}
+        for record in run.records.take(run.records.which(lambda kind: "int" in (kind.dtype or ""))):
+            if _is_table(record, rows):
+                place = (record.key.model, record.key.step, record.key.micro, record.key.rank)
+                self._tables.setdefault(_path(record), {}).setdefault(place, []).append(record)
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    def entries(self, wholes: Sequence[Whole], num_pairs: int) -> Entries | None:
+        """What the rows of the firings are of, where a choice says: a step's firings then have as many rows as it has
+        entries. Raises DataError where the choice cannot be read."""
+        path = _path(wholes[0].records[0])
+        while path and self._tables:
+            path = path.rpartition(".")[0]
+            if path in self._tables and _fits(self._tables[path], wholes):
+                return self._entries(self._tables[path], wholes, num_pairs)
+        return None
+
+    def _entries(self, tables: Mapping[_Place, list[Record]], wholes: Sequence[Whole], num_pairs: int) -> Entries:
+        firings: dict[_Place, list[int]] = {}
+        for i, whole in enumerate(wholes):
+            firings.setdefault(place_of(whole), []).append(i)
+        order = [i for found in firings.values() for i in found]
+        parts = [part for place in firings for part in self._parts(tables[place], num_pairs)]
+        starts = np.cumsum([0, *(len(part.keys) for part in parts)])[:-1].tolist()
+        at = [[start + rows for rows in part.at] for start, part in zip(starts, parts, strict=True)]
+        sizes = [wholes[i].shape[0] for i in order]
+        return Entries(
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.experts for part in parts]),
+            tuple(map(np.concatenate, zip(*at, strict=True))),
+            np.repeat(np.array(order, np.int64), sizes),
+            np.concatenate([np.arange(size) for size in sizes]),
+        )
+
+    def _parts(self, tables: Iterable[Record], num_pairs: int) -> Iterator["_Part"]:
+        for table in tables:
+            grid = self._rows.of(table)
+            assert grid is not None  # of every table that was taken, see _is_table
+            experts = self._run.array(table).reshape(-1, table.shape[-1]).astype(np.int64)
+            turn = table.key.micro * _MAX_EXPERTS if grid.whole_step else 0
+            known = turn + experts.reshape(-1) % _MAX_EXPERTS
+            pairs = np.repeat(grid.pairs, experts.shape[1])
+            yield _Part(np.where(pairs < 0, pairs, pairs + num_pairs * known), known, _layouts(experts))
+
+
+class _Part(Struct, frozen=True):
+    """What one table of choices says, as :class:`Entries`."""
+
+    keys: Array
+    experts: Array
+    at: tuple[Array, ...]
+
+
+def _layouts(experts: Array) -> tuple[Array, ...]:
+    """``experts`` [tokens, choices]; for each layout that is known, [tokens * choices] the row of each entry: sorted by
+    expert, then token (a grouped product), or then choice (a loop over experts), the experts backwards (what such a
+    loop gives in a backward pass); tokens first; choices first."""
+    flat, num = experts.reshape(-1), experts.size
+    by_choice = np.arange(num).reshape(experts.shape).T.reshape(-1)
+    orders = [np.argsort(by, kind="stable") for by in (flat, -flat)]
+    orders += [by_choice[np.argsort(by[by_choice], kind="stable")] for by in (flat, -flat)]
+    return tuple(np.argsort(order) for order in (*orders, np.arange(num), by_choice))
+
+
+def _is_table(record: Record, rows: SideRows) -> bool:
+    """Whether it holds two integers or more for each token row of its step."""
+    port, shape = record.key.site.rpartition(":")[2], record.shape
+    if record.key.pass_ != FORWARD or not port.startswith("in[") or len(shape) < 2 or shape[-1] < 2:
+        return False
+    grid = rows.of(record)
+    return grid is not None and math.prod(shape[:-1]) == grid.num_slots
+
+
+def _fits(tables: Mapping[_Place, list[Record]], wholes: Sequence[Whole]) -> bool:
+    if is_parameter(wholes[0].records[0].key.site):
+        return False
+    rows: dict[_Place, int] = {}
+    for whole in wholes:
+        rows[place_of(whole)] = rows.get(place_of(whole), 0) + (whole.shape[0] if len(whole.shape) > 1 else 0)
+    return all(place in tables and _orders(tables[place], count) for place, count in rows.items())
+
+
+def _orders(tables: Iterable[Record], rows: int) -> bool:
+    return rows > 0 and rows == sum(math.prod(table.shape) for table in tables)
+
+
+def place_of(whole: Whole) -> _Place:
+    """Where a choice and the rows that it orders were recorded."""
+    key = whole.records[0].key
+    return key.model, key.step, key.micro, key.rank
+
+
+def _path(record: Record) -> str:
+    return record.key.site.rpartition(":")[0]

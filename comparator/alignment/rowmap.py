@@ -1,0 +1,57 @@
+"""Row map: which token row of the baseline is which token row of the target.
+
+A row is known by (request, position, visit). It is comparable while every earlier token of its request, and its own,
+is equal on both sides; where they part the request is *forked*, and its later rows are set aside.
+"""
+
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.forks import Fork
+from tapscope.comparator.runs.grids import SideRows
+
+Array = np.ndarray[Any, Any]
+
+PADDING, FORKED, UNALIGNED, AGAIN, SUPERSEDED = -1, -2, -3, -4, -5
+"""Codes in a slot table for slots that have no pair: no token, behind a fork, never computed by the other run,
+computed again by one run only (preemption), and computed for a token that was replaced (a rejected draft)."""
+_NONE = np.empty(0, np.int64)
+
+
+class RowMap(Struct, frozen=True):
+    """The row pairs of two runs, and what could not be paired."""
+
+    baseline: SideRows
+    target: SideRows
+    requests: tuple[str, ...] = ()
+    """Baseline names of the paired requests."""
+    pair_request: Array = _NONE
+    """[pairs] index into :attr:`requests`."""
+    pair_position: Array = _NONE
+    """[pairs] the baseline's."""
+    pair_visit: Array = _NONE
+    num_forked: tuple[int, int] = (0, 0)
+    """Rows set aside behind a fork, on (baseline, target)."""
+    num_unaligned: tuple[int, int] = (0, 0)
+    """Rows whose token the other run never computed, on (baseline, target)."""
+    num_again: tuple[int, int] = (0, 0)
+    """Rows that only one run computed again (preemption), on (baseline, target)."""
+    num_superseded: tuple[int, int] = (0, 0)
+    """Rows computed for a token that was replaced later (a rejected draft), on (baseline, target)."""
+    forks: tuple[Fork, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences on what was assumed or could not be checked."""
+    problems: tuple[str, ...] = ()
+    """Sentences on what makes the data partial."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Comparable row pairs."""
+        return len(self.pair_request)
+
+    @property
+    def known(self) -> bool:
+        """Whether both sides say which rows their steps hold."""
+        return bool(self.baseline) and bool(self.target)

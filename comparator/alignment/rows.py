@@ -1,0 +1,54 @@
+"""Rows: the row map of two runs, from what their hosts told or else what the recorded arguments of the model tell."""
+
+from msgspec import structs
+
+from tapscope.comparator.alignment.forks import find_forks
+from tapscope.comparator.alignment.pairing import Pairing, PairingSide
+from tapscope.comparator.alignment.requests import match_requests
+from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.alignment.trace import trace
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.runs.grids import SideRows, Told, grids_of, lineages, selected
+from tapscope.comparator.runs.recorded import called_again, recorded_grids
+from tapscope.comparator.runs.tokentext import TokenText
+from tapscope.garbage import give_back
+from tapscope.run import Run
+
+
+def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) -> RowMap:
+    """Pair the rows of the selected steps and ranks of both runs."""
+    options = options or CompareOptions()
+    runs = baseline, target
+    told = [_told(run, options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
+    mute = [run.name for run, one in zip(runs, told, strict=True) if not one.grids]
+    if mute:
+        who = f"{mute[0]} does" if len(mute) == 1 else "both runs do"
+        note = f"{who} not say which token rows the steps hold: tensors are compared whole, step by step"
+        return RowMap(SideRows({}), SideRows({}), notes=(note,))
+    left, right = (trace(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
+    matching = match_requests((baseline.name, target.name), left.requests, right.requests)
+    forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
+    for request in (*left.requests, *right.requests):
+        request.tokens = TokenText()  # there may be millions, and nobody asks for them again
+    give_back()
+    work = Pairing((PairingSide(left), PairingSide(right, options.shift_steps)))
+    work.enter(matching.pairs, forks)
+    notes = (*told[0].notes, *told[1].notes, *matching.notes, *unchecked)
+    found = work.row_map(forks, notes, (*told[0].doubts, *told[1].doubts, *matching.problems))
+    del left, right, work
+    give_back()
+    return found
+
+
+def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> Told:
+    """The grids that the host told, and where it did not those that the recorded arguments of the model tell."""
+    told = grids_of(run, steps, ranks)
+    read = recorded_grids(run, frozenset(grid.step for grid in told), steps)
+    better = {grid.step for grid in read.grids}
+    grids = [grid for grid in told if grid.step not in better] + selected(read.grids, ranks)
+    again = called_again(run, frozenset(grid.step for grid in told) - better)
+    return structs.replace(
+        read,
+        notes=(*read.notes, *again),
+        grids=tuple(sorted(grids, key=lambda grid: (grid.step, grid.micro or 0, grid.ranks))),
+    )

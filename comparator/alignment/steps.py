@@ -1,0 +1,100 @@
+"""Steps: which step of the target is which of the baseline, for what has no token rows and is compared whole."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.rowmap import PADDING, RowMap
+from tapscope.comparator.runs.grids import StepRows
+
+Array = np.ndarray[Any, Any]
+IN_ORDER = "no step number is in both runs: steps meet in order"
+
+
+class Partners(Struct, frozen=True):
+    """Which steps meet."""
+
+    of: Mapping[int, int]
+    """Target step -> baseline step."""
+    note: str = ""
+    """What was assumed."""
+    is_by_rows: bool = False
+    """Whether they meet because they hold the same rows, so that a step without a partner lacks nothing."""
+
+
+class StepPartners:
+    """Pairs the steps of one comparison.
+
+    What depends on the rows of its step (a mask, a loss) meets where both runs say what these are and they are the
+    same, at the same places of the same grid, and were before; a vector also where the padding is elsewhere, a single
+    number also where the order is another one. All else (parameters, runs that do not tell their rows) meets by step
+    number; where no number is in both runs, in order, and that is said.
+    """
+
+    def __init__(self, rows: RowMap, shift: int = 0) -> None:
+        """``shift``: how much higher the target's step numbers are."""
+        self.shift = shift
+        self._rows = rows
+        self._found: dict[int, Mapping[int, int]] = {}
+
+    def by_rows(self, num_axes: int) -> Partners:
+        """Steps that hold the same rows, for tensors of so many axes; only where both runs tell their rows."""
+        kind = min(num_axes, 2)
+        if kind not in self._found:
+            found = self._by_rows(_FORMS[kind])
+            self._found[kind] = self._of_like_past(found) if kind == 2 else found
+        return Partners(self._found[kind], is_by_rows=True)
+
+    def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> Partners:
+        """Steps of equal number, or when there is none, in order."""
+        left, right = sorted(set(baseline)), sorted(set(target))
+        equal = {step: step - self.shift for step in right if step - self.shift in set(left)}
+        if equal or not left or not right or self.shift:
+            return Partners(equal)
+        note = f"{IN_ORDER}, {left[0]} with {right[0]} and so on"
+        return Partners(dict(zip(right, left, strict=False)), note)
+
+    def _of_like_past(self, partners: Mapping[int, int]) -> dict[int, int]:
+        """The steps whose requests were batched alike before, too: keys of attention lie as they did then."""
+        kept: dict[int, int] = {}
+        unlike: set[int] = set()
+        for step, grids in self._rows.target.by_step().items():
+            pairs = _valid(grids)
+            requests = set(self._rows.pair_request[pairs[pairs >= 0]].tolist())
+            if step in partners and not requests & unlike:
+                kept[step] = partners[step]
+            else:
+                unlike |= requests
+        return kept
+
+    def _by_rows(self, form: Callable[[Sequence[StepRows]], bytes]) -> dict[int, int]:
+        """Target step -> baseline step that holds exactly the same rows."""
+        found: dict[bytes, list[int]] = {}
+        for step, grids in self._rows.baseline.by_step().items():
+            valid = _valid(grids)
+            if len(valid) and valid.min() >= 0:
+                found.setdefault(form(grids), []).append(step)
+        partners = {}
+        for step, grids in self._rows.target.by_step().items():
+            same = found.get(form(grids))
+            if same:
+                partners[step] = same[0]
+        return partners
+
+
+def _valid(grids: Sequence[StepRows]) -> Array:
+    return np.concatenate([grid.pairs[grid.pairs != PADDING] for grid in grids])
+
+
+def _everything(grids: Sequence[StepRows]) -> bytes:
+    return b"".join(f"{grid.grid}".encode() + grid.pairs.tobytes() for grid in grids)
+
+
+_FORMS: Mapping[int, Callable[[Sequence[StepRows]], bytes]] = {
+    0: lambda grids: np.sort(_valid(grids)).tobytes(),
+    1: lambda grids: _valid(grids).tobytes(),
+    2: _everything,
+}
+"""Number of axes (2 for more) -> what must be equal of two steps."""

@@ -1,0 +1,1 @@
+"""What the ranks recorded of one firing, put back together."""

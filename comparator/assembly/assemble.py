@@ -1,0 +1,109 @@
+"""Assemble: put what the ranks recorded of one firing back together, by dims and mesh; nothing is guessed silently."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from tapscope import dims as dims_grammar
+from tapscope.comparator.assembly.merge import is_plain, merge
+from tapscope.comparator.assembly.numbered_rows import with_rows
+from tapscope.comparator.assembly.pieces import Leaf, Piece, digest, is_joined, leaves
+from tapscope.comparator.assembly.shards import UnassembledError
+from tapscope.comparator.runs.firings import Firing
+from tapscope.comparator.runs.places import Places
+from tapscope.comparator.runs.split import without
+from tapscope.dims import Dims
+from tapscope.errors import DimsError
+from tapscope.record import Record
+from tapscope.run import Run
+
+
+class Whole(Struct, frozen=True):
+    """One firing as one tensor."""
+
+    run: Run
+    records: tuple[Record, ...]
+    piece: Piece | None
+    """None when it could not be put together; :attr:`problem` says why."""
+    dims: Dims | None = None
+    problem: str = ""
+    replicas: tuple[tuple[Piece, Piece, str], ...] = ()
+    """Pairs that must hold equal values though their bytes differ, and the mesh axis that says so."""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Sentences that say why the values may be wrong though they could be put together."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole, or of the first record where it could not be put together."""
+        return self.piece.shape if self.piece else self.records[0].shape
+
+    @property
+    def dtype(self) -> str | None:
+        """Element type of the records."""
+        return self.records[0].dtype
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the bytes of every part are on disk."""
+        piece = self.piece
+        if isinstance(piece, Leaf):
+            return piece.record.entry is not None
+        return piece is not None and all(r.entry is not None for r in leaves(piece))
+
+    @property
+    def digest(self) -> tuple[object, ...] | None:
+        """Equal digests mean equal bytes in one layout; None when a hash is missing."""
+        parts = tuple(leaves(self.piece)) if self.piece else ()
+        if self.piece is None or any(r.hash is None for r in parts) or self.replicas:
+            return None
+        return digest(self.piece)
+
+    @property
+    def bag(self) -> tuple[str | None, int] | None:
+        """Equal bags propose equal elements in any order; None without bags or where it is no plain join of shards."""
+        parts = tuple(leaves(self.piece)) if self.piece else ()
+        if self.piece is None or not is_joined(self.piece) or any(r.bag is None for r in parts):
+            return None
+        return self.dtype, sum(int(r.bag or "0", 16) for r in parts) % 2**64
+
+
+def assemble(run: Run, places: Places, firing: Firing) -> Whole:
+    """Put one firing together; never raises for what the run holds, see :attr:`Whole.problem`."""
+    records = firing.records
+    dims: Dims | None = None
+    try:
+        dims = _dims(records, firing.apart)
+        if len(records) == 1 and (dims is None or is_plain(dims, places)):
+            return Whole(run, records, Leaf(records[0]), dims)
+        work = merge(run, places, records, dims)
+    except (UnassembledError, DimsError) as error:
+        return Whole(run, records, None, dims, str(error))
+    ((_, piece),) = work.items
+    if work.rows is not None:
+        records = with_rows(records, work.rows)
+    return Whole(run, records, piece, dims, "", tuple(work.replicas), tuple(work.notes), tuple(work.warnings))
+
+
+def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
+    if len(records) > 1:
+        _check_agree(records)
+    text = records[0].dims
+    if text is None:
+        return None
+    dims = dims_grammar.parse(text)
+    for record in records:
+        dims.check(record.shape)
+    return without(dims, apart)
+
+
+def _check_agree(records: Sequence[Record]) -> None:
+    texts = {r.dims for r in records}
+    if len(texts) > 1:
+        raise UnassembledError(f"ranks disagree on the dims: {', '.join(sorted(map(repr, texts)))}")
+    if len({r.dtype for r in records}) > 1:
+        raise UnassembledError(f"ranks disagree on the dtype: {', '.join(sorted({str(r.dtype) for r in records}))}")
+    twice = [rank for rank, num in Counter(r.key.rank for r in records).items() if num > 1]
+    if twice:
+        raise UnassembledError(f"rank {twice[0]} recorded this firing {len(records)} times: one record a rank is known")

@@ -1,0 +1,175 @@
+"""Blocks: a piece as column blocks of [rows, width], in place where its bytes lie so, else some rows at a time."""
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.assembly.pieces import Array, Cut, Joined, Leaf, Piece, leaves
+from tapscope.comparator.assembly.read import Select, read, view
+from tapscope.run import Run
+
+Rows = Array | slice
+"""Rows of a matrix; a slice where they are neighbours, so that nothing is gathered."""
+
+MAX_ROWS = 1 << 20
+"""Of a tensor without token rows: what is measured of each takes 160 bytes."""
+_WIDEST = 1 << 20
+"""Columns of a block that has to be copied to be read."""
+
+
+class Block(Struct, frozen=True):
+    """Some columns of the rows of a tensor. A complex number is two neighbouring columns."""
+
+    offset: int
+    """First column within the whole width."""
+    num_rows: int
+    width: int
+    rank: int | None
+    """The rank whose record this is; None where several ranks were added up or it is the same on all."""
+    values: Array | None
+    """[rows, columns] in place, columns next to each other; None where reading takes a copy."""
+    piece: Piece
+    run: Run
+    axes: tuple[int, ...]
+    """The axes of the piece that are rows."""
+
+    def rows(self, rows: Rows) -> Array:
+        """[n, columns]: some of the rows; a copy unless :attr:`values` are there and ``rows`` is a slice."""
+        if self.values is not None:
+            return self.values[rows]
+        index = np.arange(*rows.indices(self.num_rows)) if isinstance(rows, slice) else rows
+        shape = self.piece.shape
+        if self.axes:
+            at = dict(zip(self.axes, np.unravel_index(index, [shape[i] for i in self.axes]), strict=True))
+            select: Select = tuple(at[i] if i in at else slice(0, n) for i, n in enumerate(shape))
+            found = read(self.piece, self.run, select)
+        else:
+            found = read(self.piece, self.run)
+        width = math.prod([n for i, n in enumerate(shape) if i not in self.axes])
+        return _real(np.ascontiguousarray(found.reshape(len(index), width)))
+
+    def columns(self, start: int, stop: int) -> "Columns":
+        """A part of the columns, counted within the whole width."""
+        return Columns(self, start - self.offset, stop - self.offset)
+
+
+class Columns(Struct, frozen=True):
+    """Neighbouring columns of a block."""
+
+    block: Block
+    start: int
+    stop: int
+
+    @property
+    def width(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    @property
+    def values(self) -> Array | None:
+        """[rows, columns] in place, or None."""
+        values = self.block.values
+        return values if values is None or self.width == self.block.width else values[:, self.start : self.stop]
+
+    def rows(self, rows: Rows) -> Array:
+        """[n, columns]."""
+        return self.block.rows(rows)[:, self.start : self.stop]
+
+
+def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
+    """The piece as column blocks, where ``token_axes`` are flattened to rows.
+
+    Without token axes the last axis longer than 1 is the width, so that a place reads like an index; as many axes
+    before it are, too, as leave no more than :data:`MAX_ROWS` rows. Shards along the first other axis stay where they
+    lie; what else is spread is read in parts.
+    """
+    axes = token_axes or row_axes(piece.shape)
+    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the plain case, in fewer steps
+        array = run.array(piece.record)
+        if array.flags.c_contiguous:
+            values = _real(array if array.shape == matrix else array.reshape(matrix))
+            return [Block(0, matrix[0], values.shape[1], piece.record.key.rank, values, piece, run, axes)]
+    return list(_blocks(piece, run, axes, 0))
+
+
+def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes that are rows where there are no token axes."""
+    count = max((i for i, n in enumerate(shape) if n != 1), default=0)
+    while count and math.prod(shape[:count]) > MAX_ROWS:
+        count -= 1
+    return tuple(range(count))
+
+
+@lru_cache(maxsize=1024)
+def outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] | None:
+    """(rows, width) where the axes that are rows come first; else None."""
+    if axes != tuple(range(len(axes))):
+        return None
+    return math.prod(shape[: len(axes)]), math.prod(shape[len(axes) :])
+
+
+def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Iterator[Block]:
+    others = [i for i in range(len(piece.shape)) if i not in axes]
+    rows, width = (math.prod([piece.shape[i] for i in some]) for some in (axes, others))
+    if isinstance(piece, Joined) and piece.axis not in axes and _outer(piece, others) == 1:
+        for part in piece.parts:
+            for block in _blocks(part, run, axes, offset):
+                yield block
+                offset = block.offset + block.width
+        return
+    values = _matrix(view(piece, run), axes, others)
+    if values is None and width > _WIDEST:
+        first = next(i for i in others if piece.shape[i] > 1)
+        step = max(1, _WIDEST * piece.shape[first] // width)
+        for start in range(0, piece.shape[first], step):
+            cut = Cut(first, start, min(start + step, piece.shape[first]), piece)
+            for block in _blocks(cut, run, axes, offset):
+                yield block
+                offset = block.offset + block.width
+        return
+    width *= 2 if _is_complex(piece) else 1
+    yield Block(offset, rows, width, _rank(piece), values, piece, run, axes)
+
+
+def _outer(piece: Joined, others: list[int]) -> int:
+    """Elements that vary more slowly than the sharded axis within a row; 1 when shards are whole column ranges."""
+    return math.prod([piece.shape[i] for i in others[: others.index(piece.axis)]])
+
+
+def _rank(piece: Piece) -> int | None:
+    while isinstance(piece, Cut):
+        piece = piece.part
+    return piece.record.key.rank if isinstance(piece, Leaf) else None
+
+
+def _is_complex(piece: Piece) -> bool:
+    return (next(leaves(piece)).dtype or "").startswith("complex")
+
+
+def _matrix(array: Array | None, axes: tuple[int, ...], others: list[int]) -> Array | None:
+    """[rows, width] as a view with its columns next to each other, or None where that takes a copy."""
+    if array is None:
+        return None
+    sides = [[(array.shape[i], array.strides[i]) for i in some] for some in (axes, others)]
+    rows, columns = map(_merged, sides)
+    shape = tuple(math.prod([n for n, _ in side]) for side in sides)
+    together = columns == array.itemsize or (shape[1] == 1 and array.dtype.kind != "c")
+    if array.size and (rows is None or not together):
+        return None
+    return _real(np.transpose(array, (*axes, *others)).reshape(shape))
+
+
+def _merged(axes: list[tuple[int, int]]) -> int | None:
+    """The stride of several (size, stride) as one axis; None where they cannot be one."""
+    longer = [(n, stride) for n, stride in axes if n != 1]
+    if any(outer != inner * n for (_, outer), (n, inner) in pairwise(longer)):
+        return None
+    return longer[-1][1] if longer else 0
+
+
+def _real(matrix: Array) -> Array:
+    return matrix.view(matrix.real.dtype) if matrix.dtype.kind == "c" else matrix

@@ -1,0 +1,248 @@
+"""Merge: the records of one firing, merged mesh axis by mesh axis into one piece."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct, field
+
+from tapscope.axes import STAGES, Dim, Dims, Shard
+from tapscope.comparator.assembly.numbered_rows import numbered_rows
+from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, digest, leaves
+from tapscope.comparator.assembly.sequences import dealt_lengths
+from tapscope.comparator.assembly.shards import UnassembledError, cropped, dealt_out, side_by_side, ungrouped
+from tapscope.comparator.runs.places import Coords, Places, active, projected
+from tapscope.record import Record
+from tapscope.run import Run
+from tapscope.site import compact_ranges
+
+
+class Work(Struct):
+    """Pieces with their places, merged axis by axis until one is left."""
+
+    places: Places
+    items: list[tuple[Coords, Piece]]
+    dims: Dims | None
+    replicas: list[tuple[Piece, Piece, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    rows: tuple[tuple[int, int], ...] | None = None
+    """Token rows of the whole, where another port numbers them."""
+
+    def groups(self, axes: Iterable[str]) -> list[list[tuple[Coords, Piece]]]:
+        """Items that differ in ``axes`` only, by coordinate."""
+        axes = tuple(axes)
+        found: dict[tuple[tuple[str, int], ...], list[tuple[Coords, Piece]]] = {}
+        for place, piece in sorted(self.items, key=lambda item: tuple(item[0].get(axis, 0) for axis in axes)):
+            rest = tuple(sorted((a, c) for a, c in place.items() if a not in axes))
+            found.setdefault(rest, []).append((place, piece))
+        return list(found.values())
+
+    def ranks(self) -> str:
+        """The ranks whose records are left, in words."""
+        return compact_ranges({r.key.rank for _, piece in self.items for r in leaves(piece)})
+
+
+def is_plain(dims: Dims, places: Places) -> bool:
+    """Whether one record is the whole as it lies: its dims only name axes, or shard them over axes of one rank."""
+    if dims.replicated or dims.rows or dims.dp:
+        return False
+    return all(
+        not dim.sections and dim.size is None and all(places.size(shard.axis) == 1 for shard in dim.shards)
+        for dim in dims.dims
+    )
+
+
+def merge(run: Run, places: Places, records: Sequence[Record], dims: Dims | None) -> Work:
+    """One piece out of the records of a firing; raises UnassembledError where that takes a guess."""
+    ranks = tuple(r.key.rank for r in records)
+    said = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
+    kept = places.known.get((ranks, said))
+    if kept is None:
+        stood = [places.coords[rank] for rank in ranks]
+        _check_places(ranks, stood)
+        kept = places.known[ranks, said] = projected(stood, said)
+    pieces: Sequence[Piece] = [Leaf(r) for r in records]
+    work = Work(places, [], dims)
+    if dims is not None and dims.rows:
+        numbered = numbered_rows(run, places, records, dims)
+        pieces, work.rows = numbered.pieces, numbered.rows
+    work.items = list(zip(kept, pieces, strict=True))
+    if dims is not None and dims.replicated:
+        _pick_replicas(work, dims, [places.coords[rank] for rank in ranks])
+    if any(0 in piece.shape for piece in pieces):
+        _drop_empty(work)
+    for axis, dim in enumerate(dims.dims if dims else ()):
+        if dim.shards or dim.size or dim.sections:
+            _spread(work, run, axis, dim)
+    _join_requests(work)
+    _pick_equal(work)
+    return work
+
+
+def _check_places(ranks: Sequence[int], stood: Sequence[Coords]) -> None:
+    seen: dict[tuple[tuple[str, int], ...], int] = {}
+    for rank, place in zip(ranks, stood, strict=True):
+        other = seen.setdefault(tuple(sorted(place.items())), rank)
+        if other != rank:
+            raise UnassembledError(f"ranks {other} and {rank} have the same mesh coordinates {dict(place)}")
+
+
+def _pick_replicas(work: Work, dims: Dims, stood: Sequence[Coords]) -> None:
+    """Keep the first of each group of declared replicas; the others must be equal to it."""
+    axes = [axis for axis in dims.replicated if axis in active(stood)]
+    for axis in dims.replicated:
+        found, size = len({place.get(axis) for place in stood}), work.places.size(axis)
+        if found < size and axis not in STAGES:
+            work.notes.append(f"{found} of {size} replicas over {axis} were recorded: the others are not checked")
+    groups = work.groups(axes)
+    if axes and len(work.items) > 1 and all(len(group) == 1 for group in groups):
+        work.notes.append(f"'{axes[0]}:replicated' was not checked: another axis already tells its ranks apart")
+    kept: list[tuple[Coords, Piece]] = []
+    for (place, first), *others in groups:
+        rest = {axis: at for axis, at in place.items() if axis not in axes}
+        kept.append((rest, first))
+        work.replicas += [(first, other, "+".join(axes)) for _, other in others if not _same_bytes(first, other)]
+    work.items = kept
+
+
+def _drop_empty(work: Work) -> None:
+    """Ranks without a row of a batch (data parallel ranks that idle) have nothing to add."""
+    axis = work.dims.dp if work.dims and work.dims.dp else "dp"
+    filled = [item for item in work.items if math.prod(item[1].shape)]
+    sharded = axis in {shard.axis for _, shard in (work.dims.shards() if work.dims else ())}
+    if not sharded and 0 < len(filled) < len(work.items) and axis in active(place for place, _ in work.items):
+        work.notes.append(f"{len(work.items) - len(filled)} ranks of {axis} hold no rows")
+        work.items = filled
+
+
+def _spread(work: Work, run: Run, axis: int, dim: Dim) -> None:
+    """Put the shards of one axis together, the innermost first."""
+    sizes = [work.places.size(shard.axis) for shard in dim.shards if not shard.partial]
+    if dim.groups:
+        share = math.prod(sizes)
+        work.items = [(place, ungrouped(piece, axis, dim, share)) for place, piece in work.items]
+    for shard in reversed(dim.shards):
+        size = work.places.size(shard.axis)
+        if size == 1:
+            continue
+        merged: list[tuple[Coords, Piece]] = []
+        for group in work.groups([shard.axis]):
+            _check_complete(work, group, shard, size)
+            parts = [piece for _, piece in group]
+            rest = {a: c for a, c in group[0][0].items() if a != shard.axis}
+            merged.append((rest, _put_together(work, run, parts, axis, dim, shard)))
+        work.items = merged
+    said: list[str] = []
+    work.items = [(place, cropped(piece, axis, dim, said.append)) for place, piece in work.items]
+    work.notes += dict.fromkeys(said)
+
+
+def _check_complete(work: Work, group: Sequence[tuple[Coords, Piece]], shard: Shard, size: int) -> None:
+    found = [place.get(shard.axis) for place, _ in group]
+    if found == list(range(size)):
+        return
+    missing = sorted(set(range(size)) - {at for at in found if at is not None})
+    lacks = f"; {_list(missing)} missing" if missing else ""
+    odd = "" if all(at in range(size) for at in found) and missing else f"; the ranks stand at {_places(found)}"
+    raise UnassembledError(f"dims '{work.dims}' need {size} shards over {shard.axis}{lacks}{odd}")
+
+
+def _places(found: Sequence[int | None]) -> str:
+    return ", ".join("no place" if at is None else str(at) for at in found)
+
+
+def _put_together(work: Work, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:
+    if shard.partial:
+        _check_summands(work, parts, shard.axis)
+    if shard.partial or (work.rows is not None and dim.names == ("t",)):  # numbered rows are placed where they belong
+        return Summed(tuple(parts))
+    rests = {(*p.shape[:axis], *p.shape[axis + 1 :]) for p in parts}
+    if len(rests) > 1:
+        raise UnassembledError(f"shards over {shard.axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
+    lengths = dealt_lengths(run, parts, axis, dim, shard)
+    if lengths is not None:
+        return dealt_out(parts, axis, lengths, zigzag=shard.order == "zigzag")
+    piece, equal = side_by_side(parts, axis, dim, copies=shard is dim.shards[-1])
+    work.replicas += [(one, other, shard.axis) for one, other in equal if not _same_bytes(one, other)]
+    return piece
+
+
+def _check_summands(work: Work, parts: Sequence[Piece], axis: str) -> None:
+    if len({p.shape for p in parts}) > 1:
+        raise UnassembledError(f"summands over {axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
+    nonzero = any(r.stats is None or r.stats.absmax != 0.0 for r in leaves(parts[0]))
+    if nonzero and all(_same_bytes(parts[0], other) for other in parts[1:]):
+        work.warnings.append(
+            f"the {len(parts)} summands over {axis} are identical: a value that is replicated, not partial, "
+            f"comes out {len(parts)} times too large"
+        )
+
+
+def _join_requests(work: Work) -> None:
+    """Join the ranks of the axis that dims declare to be data parallel, each with requests of its own."""
+    axis = work.dims.dp if work.dims else None
+    if work.dims is None or axis is None or axis not in active(place for place, _ in work.items):
+        return
+    at = next((i for name in ("t", "b") if (i := work.dims.index(name)) is not None), None)
+    for group in work.groups([axis]):
+        if at is None and not all(_same_bytes(group[0][1], piece) for _, piece in group):
+            raise UnassembledError(f"dims '{work.dims}' name no axis t or b to join the ranks of {axis} along")
+    if at is None:
+        return
+    work.items = [
+        ({a: c for a, c in group[0][0].items() if a != axis}, Joined(at, tuple(piece for _, piece in group)))
+        for group in work.groups([axis])
+    ]
+    work.notes.append(f"the ranks of {axis} hold other requests: joined along {work.dims.dims[at]}")
+
+
+def _pick_equal(work: Work) -> None:
+    """Keep one of pieces that no dims tell apart; their bytes must be equal."""
+    if len(work.items) < 2:
+        return
+    (place, first), *others = work.items
+    for _, other in others:
+        if _same_bytes(first, other):
+            continue
+        if first.shape == other.shape and _unhashed(first, other):
+            work.replicas.append((first, other, "ranks"))
+            continue
+        raise UnassembledError(_unexplained(work))
+    work.items = [(place, first)]
+
+
+def _unexplained(work: Work) -> str:
+    axes = active(place for place, _ in work.items)
+    axis = next((a for a in axes if a != "rank"), None)
+    ranks = f"ranks {work.ranks()} hold different values"
+    if axis is None:
+        return f"{ranks} and the run has no mesh that says how they belong together: give it, e.g. --mesh tp=2"
+    if axis in STAGES:
+        return (
+            f"{ranks}: the stages of {axis} recorded other values at one site; do their layer numbers count from 0 on "
+            "every stage? Rename them with a map"
+        )
+    if work.dims is None:
+        return (
+            f"{ranks} and no dims say how they belong together: annotate e.g. 't h[{axis}]', 't h[{axis}:partial]' or "
+            f"'t h # {axis}:replicated'"
+        )
+    unknown = sorted({s.axis for _, s in work.dims.shards() if work.places.size(s.axis) == 1})
+    lacks = f" ({work.places.describe()} has no {', '.join(unknown)})" if unknown else ""
+    return (
+        f"{ranks} and dims '{work.dims}' do not speak of {', '.join(axes)}{lacks}: shard an axis over {axis}, e.g. "
+        f"h[{axis}] or t[{axis}], or declare '# {axis}:replicated'"
+    )
+
+
+def _same_bytes(first: Piece, other: Piece) -> bool:
+    hashed = all(r.hash is not None for piece in (first, other) for r in leaves(piece))
+    return hashed and digest(first) == digest(other)
+
+
+def _unhashed(*pieces: Piece) -> bool:
+    return any(r.hash is None for piece in pieces for r in leaves(piece))
+
+
+def _list(shards: list[int]) -> str:
+    return f"shard {shards[0]} is" if len(shards) == 1 else f"shards {', '.join(map(str, shards))} are"

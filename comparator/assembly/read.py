@@ -1,0 +1,140 @@
+"""Read: any part of a piece, alone, as an array."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.assembly.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned
+from tapscope.run import Run
+
+Select = tuple[slice | Array, ...]
+"""What to read along each axis: slices with a start and a stop, or for the token axes index arrays of one length."""
+
+
+def view(piece: Piece, run: Run) -> Array | None:
+    """The piece as a view of mapped bytes; None where it lies in several places or has to be computed."""
+    if isinstance(piece, Leaf):
+        return run.array(piece.record)
+    if isinstance(piece, Cut):
+        inner = view(piece.part, run)
+        return None if inner is None else inner[(slice(None),) * piece.axis + (slice(piece.start, piece.stop),)]
+    if isinstance(piece, Turned):
+        inner = view(piece.part, run)
+        return None if inner is None else inner.transpose(piece.order)
+    if isinstance(piece, Placed):
+        return None
+    return view(piece.parts[0], run) if len(piece.parts) == 1 and isinstance(piece, Joined) else None
+
+
+def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
+    """Part of a piece: [n, *sliced axes in order] where ``select`` has index arrays, else the sliced shape.
+
+    Everything where ``select`` is None. Raises RunCorruptError where bytes are missing.
+    """
+    if select is None:
+        select = tuple(slice(0, n) for n in piece.shape)
+    if isinstance(piece, Leaf):
+        return _picked(run.array(piece.record), select)
+    if isinstance(piece, Cut):
+        at = _shifted(select[piece.axis], piece.start)
+        return read(piece.part, run, (*select[: piece.axis], at, *select[piece.axis + 1 :]))
+    if isinstance(piece, Turned):
+        return _read_turned(piece, run, select)
+    if isinstance(piece, Placed):
+        return _read_placed(piece, run, select)
+    return _read_joined(piece, run, select) if isinstance(piece, Joined) else _read_summed(piece, run, select)
+
+
+def _picked(array: Array, select: Select) -> Array:
+    """Index arrays first, whatever axis they are of."""
+    indexed = [i for i, at in enumerate(select) if not isinstance(at, slice)]
+    moved = np.moveaxis(array, indexed, range(len(indexed))) if indexed else array
+    rest = [at for at in select if isinstance(at, slice)]
+    return np.asarray(moved[(*(select[i] for i in indexed), *rest)])
+
+
+def _shifted(at: slice | Array, by: int) -> slice | Array:
+    return slice(at.start + by, at.stop + by) if isinstance(at, slice) else at + by
+
+
+def _read_turned(piece: Turned, run: Run, select: Select) -> Array:
+    inner = tuple(select[piece.order.index(i)] for i in range(len(select)))
+    found = read(piece.part, run, inner)
+    sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the order asked for
+    front = found.ndim - len(sliced)
+    order = [front + sorted(sliced).index(i) for i in sliced]
+    return found.transpose(*range(front), *order)
+
+
+def _read_joined(piece: Joined, run: Run, select: Select) -> Array:
+    at, bounds = select[piece.axis], np.cumsum([0, *(p.shape[piece.axis] for p in piece.parts)])
+    if isinstance(at, slice):
+        found = []
+        for part, start, stop in zip(piece.parts, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            low, high = max(at.start, start), min(at.stop, stop)
+            if low < high:
+                inner = (*select[: piece.axis], slice(low - start, high - start), *select[piece.axis + 1 :])
+                found.append(read(part, run, inner))
+        if not found:
+            return read(piece.parts[0], run, (*select[: piece.axis], slice(0, 0), *select[piece.axis + 1 :]))
+        axis = sum(isinstance(s, slice) for s in select[: piece.axis]) + (not all(isinstance(s, slice) for s in select))
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=axis)
+    owner = np.searchsorted(bounds, at, side="right") - 1
+    out: Array | None = None
+    for index in np.unique(owner).tolist():
+        mine = owner == index
+        inner = tuple(s if isinstance(s, slice) else s[mine] for s in select)
+        inner = (*inner[: piece.axis], inner[piece.axis] - bounds[index], *inner[piece.axis + 1 :])
+        values = read(piece.parts[index], run, inner)
+        if out is None:
+            out = np.empty((len(at), *values.shape[1:]), values.dtype)
+        out[mine] = values
+    return read(piece.parts[0], run, select) if out is None else out
+
+
+def _read_placed(piece: Placed, run: Run, select: Select) -> Array:
+    at = select[piece.axis]
+    if isinstance(at, slice):
+        return _read_placed_slice(piece, run, select, np.arange(at.start, at.stop))
+    order = np.argsort(piece.rows, kind="stable")
+    first, last = (np.searchsorted(piece.rows[order], at, side) for side in ("left", "right"))
+    owner = np.repeat(np.arange(len(at)), last - first)
+    rows = order[np.arange(len(owner)) - np.repeat(np.cumsum(last - first) - last, last - first)]
+    inner = tuple(s if isinstance(s, slice) else s[owner] for s in select)
+    values = read(piece.part, run, (*inner[: piece.axis], rows, *inner[piece.axis + 1 :]))
+    total = np.zeros((len(at), *values.shape[1:]), sum_dtype([values.dtype]))
+    np.add.at(total, owner, values.astype(total.dtype))
+    return total
+
+
+def _read_placed_slice(piece: Placed, run: Run, select: Select, at: Array) -> Array:
+    """Rows that are read as an index array and put back where the slice stood."""
+    indexed = [s for s in select if not isinstance(s, slice)]
+    num = len(indexed[0]) if indexed else 1
+    every = [s if isinstance(s, slice) else np.repeat(s, len(at)) for s in select]
+    every[piece.axis] = np.tile(at, num)
+    found = _read_placed(piece, run, tuple(every))
+    before = sum(isinstance(s, slice) for s in select[: piece.axis])
+    found = np.moveaxis(found.reshape(num, len(at), *found.shape[1:]), 1, 1 + before)
+    return found if indexed else found[0]
+
+
+def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
+    arrays = [read(part, run, select) for part in piece.parts]
+    wide = sum_dtype(a.dtype for a in arrays)
+    total = arrays[0].astype(wide)
+    for other in arrays[1:]:
+        total += other.astype(wide)
+    return total
+
+
+def sum_dtype(kinds: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    """What summands are added in: int64 or complex128 where they are such, float64 where one has 32 bits or more, else
+    float32."""
+    found = list(kinds)
+    if any(k.kind == "c" for k in found):
+        return np.dtype(np.complex128)
+    if all(k.kind in "iub" for k in found):
+        return np.dtype(np.int64)
+    return np.dtype(np.float64 if any(k.itemsize >= 4 for k in found) else np.float32)

@@ -1,0 +1,45 @@
+"""Sequences: how long the sequences of a step are whose tokens were dealt out over ranks."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tapscope.axes import Dim, Shard
+from tapscope.comparator.assembly.pieces import Piece, leaves
+from tapscope.comparator.assembly.shards import UnassembledError
+from tapscope.run import Run
+
+
+def dealt_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, shard: Shard) -> list[int] | None:
+    """Lengths of what was dealt out one by one over the shards; None where the axis was cut into neighbouring parts.
+
+    Packed tokens ``t`` are dealt out sequence by sequence, as Megatron-core and SGLang do it under context parallelism;
+    ``s`` is one sequence. Raises UnassembledError for an order that cannot be undone.
+    """
+    total = sum(part.shape[axis] for part in parts)
+    zigzag, packed = shard.order == "zigzag", dim.names == ("t",)
+    if zigzag and not packed and dim.names != ("s",):
+        raise UnassembledError(f"zigzag is an order of the axes s and t, not of '{dim}'")
+    if not packed or not (zigzag or shard.axis.endswith("cp")):
+        return [total] if zigzag else None
+    key = next(leaves(parts[0])).key
+    lengths = sequence_lengths(run, key.step, key.rank)
+    if zigzag and not lengths:
+        raise UnassembledError(
+            f"'{dim}' is dealt out sequence by sequence, and no row table of step {key.step} says how long they are: "
+            "capture with rows, or call the axis s where it is one sequence"
+        )
+    divide = len(lengths) > 1 and all(length % len(parts) == 0 for length in lengths)
+    return lengths if zigzag or (divide and sum(lengths) <= total) else None
+
+
+def sequence_lengths(run: Run, step: int, rank: int) -> list[int]:
+    """Token slots of each sequence of a step, padding included, as the rank's row table has them; empty if unknown."""
+    line = run.steps.get(step, {}).get(rank)
+    if line is None or not line.info.grid or not line.info.rows:
+        return []
+    if len(line.info.grid) == 2:
+        return [line.info.grid[1]] * line.info.grid[0]
+    rows = sorted(line.info.rows, key=lambda row: row.slot)
+    others = [row.slot for before, row in pairwise(rows) if row.request != before.request]
+    return [stop - start for start, stop in pairwise([0, *others, math.prod(line.info.grid)])]

@@ -1,0 +1,147 @@
+"""Shards: put the parts of one axis side by side, whatever order they were dealt out in."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from tapscope.axes import Dim
+from tapscope.comparator.assembly.pieces import Cut, Joined, Piece
+
+Pairs = list[tuple[Piece, Piece]]
+"""Pieces that must hold the same values."""
+
+
+class UnassembledError(Exception):
+    """A firing cannot be put together; the text says why and what would help."""
+
+
+def dealt_out(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigzag: bool) -> Piece:
+    """The whole of parts over which each of several sequences was dealt out.
+
+    Of R parts, part r holds chunk r of R of every sequence, or with ``zigzag`` chunks r and 2R-1-r of 2R (the balanced
+    split of causal attention: Ring Attention with load balancing, as Megatron-core's ``get_batch_on_this_cp_rank``).
+    Where a length does not divide, chunks are those of ``torch.chunk`` or of ``numpy.array_split``, whichever gives the
+    parts their sizes. What the parts have beyond the sequences is padding and goes to the end. Raises UnassembledError
+    where neither or both fit.
+    """
+    num = len(parts)
+    owners = [*range(num), *reversed(range(num))] if zigzag else list(range(num))
+    fitting: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+    for split in (_ceiling, _balanced):
+        cuts, used = _cuts(owners, [split(length, len(owners)) for length in lengths])
+        tails = [part.shape[axis] - end for part, end in zip(parts, used, strict=True)]
+        if len(set(tails)) == 1 and tails[0] >= 0:
+            fitting[tuple(cuts)] = used
+    exact = {cuts: used for cuts, used in fitting.items() if used == [p.shape[axis] for p in parts]} or fitting
+    if len(exact) != 1:
+        sizes = ", ".join(str(part.shape[axis]) for part in parts)
+        how = "more than one way" if exact else "no way"
+        raise UnassembledError(
+            f"{how} of dealing out {_count(lengths)} over {num} ranks gives shards of {sizes}: "
+            "check the order (zigzag or natural) and the axis"
+        )
+    ((found, used),) = exact.items()
+    pieces: list[Piece] = [Cut(axis, start, stop, parts[owner]) for owner, start, stop in found]
+    pieces += [Cut(axis, end, p.shape[axis], p) for p, end in zip(parts, used, strict=True) if end < p.shape[axis]]
+    return Joined(axis, tuple(pieces or parts))
+
+
+def _ceiling(length: int, chunks: int) -> list[int]:
+    size = math.ceil(length / chunks)
+    return [max(0, min(size, length - i * size)) for i in range(chunks)]
+
+
+def _balanced(length: int, chunks: int) -> list[int]:
+    return [length // chunks + (i < length % chunks) for i in range(chunks)]
+
+
+def _cuts(owners: Sequence[int], sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """((part, start, stop) in the order of the whole, how much of each part is used)."""
+    used = [0] * (max(owners) + 1)
+    found: list[tuple[int, int, int]] = []
+    for sizes in sequences:
+        for owner, size in zip(owners, sizes, strict=True):
+            start = used[owner]
+            used[owner] += size
+            if found and found[-1][0] == owner and found[-1][2] == start:
+                found[-1] = (owner, found[-1][1], start + size)
+            elif size:
+                found.append((owner, start, start + size))
+    return found, used
+
+
+def _count(lengths: Sequence[int]) -> str:
+    return f"a sequence of {lengths[0]}" if len(lengths) == 1 else f"{len(lengths)} sequences of {sum(lengths)} in all"
+
+
+def ungrouped(piece: Piece, axis: int, dim: Dim, share: int) -> Piece:
+    """A shard of ``1/share`` of the groups of ``dim``, with the same sections of all its groups put together."""
+    if not dim.groups:
+        return piece
+    if dim.groups % share:
+        raise UnassembledError(f"{dim.groups} groups of '{dim}' do not divide by {share} ranks")
+    here, size = dim.groups // share, piece.shape[axis]
+    bounds = _bounds(dim, size, here)
+    parts = [
+        Cut(axis, group * (size // here) + start, group * (size // here) + stop, piece)
+        for start, stop in bounds
+        for group in range(here)
+    ]
+    return Joined(axis, tuple(parts))
+
+
+def side_by_side(parts: Sequence[Piece], axis: int, dim: Dim, *, copies: bool) -> tuple[Piece, Pairs]:
+    """(the parts joined section by section, copies that must be equal); ``copies``: neighbours may hold one shard."""
+    if not dim.sections and (dim.size is None or dim.size.copies == 1 or not copies):
+        return Joined(axis, tuple(parts)), []
+    bounds = [_bounds(dim, part.shape[axis], copies=copies) for part in parts]
+    pieces: list[Piece] = []
+    equal: Pairs = []
+    for index, size in enumerate(_sizes(dim)):
+        each = size[1] if copies else 1
+        if len(parts) % each:
+            raise UnassembledError(f"{each} copies in '{dim}' do not divide the {len(parts)} ranks that hold them")
+        cuts = [_cut(axis, *bound[index], part) for bound, part in zip(bounds, parts, strict=True)]
+        for first in range(0, len(cuts), each):
+            pieces.append(cuts[first])
+            equal += [(cuts[first], other) for other in cuts[first + 1 : first + each]]
+    return Joined(axis, tuple(pieces)), equal
+
+
+def _cut(axis: int, start: int, stop: int, part: Piece) -> Piece:
+    return part if (start, stop) == (0, part.shape[axis]) else Cut(axis, start, stop, part)
+
+
+def _sizes(dim: Dim) -> list[tuple[int, int]]:
+    """(weight, copies) of each section; of the axis itself where it has none."""
+    if not dim.sections:
+        return [(dim.size.whole, dim.size.copies) if dim.size else (1, 1)]
+    return [(s.size.whole, s.size.copies) if s.size else (1, 1) for s in dim.sections]
+
+
+def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> list[tuple[int, int]]:
+    """Where the sections of a shard lie, or those of one of its groups."""
+    weights = [whole * (each if copies else 1) for whole, each in _sizes(dim)]
+    total = sum(weights) * groups
+    if any(size * weight % total for weight in weights):
+        per = f"{groups} groups of " if groups > 1 else ""
+        raise UnassembledError(f"a shard of {size} does not divide into {per}the sections of '{dim}'")
+    return list(pairwise(accumulate((size * weight // total for weight in weights), initial=0)))
+
+
+def cropped(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piece:
+    """The piece without what it has beyond the size that ``dim`` says."""
+    said = dim.size.whole if dim.size else sum(s.size.whole for s in dim.sections if s.size)
+    found = piece.shape[axis]
+    if not said or said == found:
+        return piece
+    if found < said or dim.sections:
+        raise UnassembledError(f"'{dim}' is {said} long as a whole, but its shards are {found} together")
+    note(f"{found - said} of {found} along '{dim}' are padding and were left out")
+    return Cut(axis, 0, said, piece)
+
+
+def sections_of(piece: Piece, axis: int, dim: Dim) -> dict[str, Piece]:
+    """Section name -> its part of an assembled whole."""
+    bounds = _bounds(dim, piece.shape[axis])
+    return {s.name: _cut(axis, *bound, piece) for s, bound in zip(dim.sections, bounds, strict=True)}

@@ -1,0 +1,1 @@
+"""Everything about one matched pair that can be known without looking at others."""

@@ -1,0 +1,119 @@
+"""Replicas: values that dims call equal on several ranks must be equal, up to the rounding of their dtype."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.comparator.alignment.joins import Join
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import blocks
+from tapscope.comparator.assembly.pieces import Piece, leaves
+from tapscope.comparator.facts import Place
+from tapscope.comparator.measures.joined_rows import compare_blocks
+from tapscope.kernels.native import RowMeasures
+
+TOLERANCE_EPS = 2.0
+"""A replica's row may be off by this many epsilons of its dtype, relative to its size: an all-reduce need not add up
+in one order on every rank, and each order rounds by up to one."""
+TOLERANCE_GAIN = 0.25
+"""All of it may be scaled by this many epsilons: rounding goes both ways and averages out over many elements."""
+
+
+class Replicas(NamedTuple):
+    """What is known of the replicas of some wholes; both empty where all are equal."""
+
+    problem: str = ""
+    """One sentence on the first that differ by more than rounding."""
+    note: str = ""
+    """One sentence on the first that differ by no more."""
+    place: Place | None = None
+    """Where the first that differ are furthest apart: row (along the first axis), column, and the rank that is not the
+    first of its group."""
+
+
+class _Distance(NamedTuple):
+    """How far two replicas are apart."""
+
+    row: float
+    """The largest error of a row; inf where non-finite values differ."""
+    gain: float = 0.0
+    """Their common factor minus 1, of many elements."""
+    at: tuple[int, ...] = ()
+    """(row, column) of it, where values were compared."""
+
+
+def check_replicas(wholes: Iterable[Whole]) -> Replicas:
+    """Compare every replica with the first of its group."""
+    note = ""
+    for whole in wholes:
+        for first, other, axis in whole.replicas:
+            eps = dtypes.epsilon(whole.dtype or "")
+            ranks = ", ".join(str(r.key.rank) for piece in (first, other) for r in leaves(piece))
+            where = f"ranks {ranks} at step {whole.records[0].key.step}"
+            if first.shape != other.shape:
+                shapes = f"{tuple(first.shape)} and {tuple(other.shape)}"
+                problem = f"{where} have shapes {shapes}"
+                return Replicas(f"replicas over {axis} differ in {whole.run.name}: {problem}", note, _place(other, ()))
+            apart = _distance(whole, first, other)
+            if how := _problem(apart, eps):
+                problem = f"replicas over {axis} differ in {whole.run.name}: {where} {how}"
+                return Replicas(problem, note, _place(other, apart.at))
+            if apart.row and not note:
+                note = f"replicas over {axis} differ by rounding: {where} are apart by {apart.row:.1e} of their size"
+    return Replicas("", note)
+
+
+def _problem(apart: _Distance, eps: float) -> str:
+    """What is beyond the rounding of ``eps``; empty where nothing is."""
+    if apart.row > TOLERANCE_EPS * eps:
+        return "are not equal" if math.isinf(apart.row) else f"are apart by {apart.row:.1e} of their size"
+    if abs(apart.gain) > TOLERANCE_GAIN * eps:
+        return f"differ by a common factor, 1 {'+' if apart.gain > 0 else '-'} {abs(apart.gain):.1e}"
+    return ""
+
+
+def _place(other: Piece, at: tuple[int, ...]) -> Place:
+    keys = [record.key for record in leaves(other)]
+    rank = keys[0].rank if len(keys) == 1 else None
+    return Place(keys[0].step, keys[0].step, index=at, rank=rank)
+
+
+def _distance(whole: Whole, first: Piece, other: Piece) -> _Distance:
+    """Of values; of statistics alone how far the largest magnitudes are apart, and the root mean squares."""
+    if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
+        one, two = (next(leaves(piece)).stats for piece in (first, other))
+        if one is None or two is None or one.nonfinite != two.nonfinite:
+            return _Distance(math.inf)  # unequal hashes are all there is
+        return _Distance(abs(_ratio(two.absmax, one.absmax)), _ratio(two.rms, one.rms))
+    axes = (0,) if len(first.shape) > 1 else ()
+    rows = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), Join(0, 0))
+    if rows.nonfinite_mismatch.any():
+        row = int(np.argmax(rows.nonfinite_mismatch > 0))
+        return _Distance(math.inf, at=(row,))
+    if not rows.sum_sq_diff.any():
+        return _Distance(0.0)
+    errors = _row_errors(rows)
+    row = int(np.nanargmax(errors))
+    return _Distance(float(errors[row]), _gain(rows), (row, int(rows.argmax[row])))
+
+
+def _ratio(one: float | None, two: float | None) -> float:
+    if not one or not two:
+        return 0.0 if bool(one) == bool(two) else math.inf
+    return one / two - 1.0
+
+
+def _row_errors(rows: RowMeasures) -> np.ndarray[Any, Any]:
+    scale = np.maximum(rows.sum_sq_baseline, np.median(rows.sum_sq_baseline))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.sqrt(rows.sum_sq_diff / scale))
+
+
+def _gain(rows: RowMeasures) -> float:
+    size = float(rows.sum_sq_baseline.sum())
+    if int(rows.width.sum()) < 64 or not 0.0 < size < math.inf:
+        return 0.0
+    return float(rows.dot.sum()) / size - 1.0

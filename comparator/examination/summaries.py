@@ -1,0 +1,123 @@
+"""Summaries: records without values to subtract, that is plain values and tensors kept as statistics only."""
+
+import json
+import math
+from functools import reduce
+
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import is_joined, leaves
+from tapscope.comparator.examination.examined import About, Examined, Read
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.measures.spread import NOTHING, QUANTILES, Spread
+from tapscope.comparator.runs.series import Series, side_of
+from tapscope.record import Stats
+
+
+def examine_values(pair: Pair, shift: int) -> Examined:
+    """A pair of which at least one side is no tensor; ``shift`` as of :func:`compare_values`."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    problem, compared, unequal = compare_values(pair.baseline, pair.target, shift)
+    nowhere = not problem and not compared
+    about = About(
+        baseline=side_of(pair.baseline, pair.baseline.first.shape),
+        target=side_of(pair.target, pair.target.first.shape),
+        problem=problem,
+        apart="a plain value that changes, and no step number is in both runs" if nowhere else "",
+    )
+    read = Read(basis="value" if compared else "none", num_unequal=unequal)
+    return Examined(pair, pair.site or pair.baseline.site, about, read)
+
+
+def compare_values(baseline: Series, target: Series, shift: int = 0) -> tuple[str, int, int]:
+    """(problem, values compared, values that differ) of two sites whose records are typed JSON values.
+
+    A value that never changes is compared once, whatever the steps; else firings meet by step and turn, the target's
+    steps being ``shift`` higher.
+    """
+    if (baseline.first.dtype is None) != (target.first.dtype is None):
+        return "a tensor on one side and a plain value on the other", 0, 0
+    left, right = _values(baseline, 0), _values(target, shift)
+    if len(set(left.values())) == len(set(right.values())) == 1:
+        return "", 1, int(set(left.values()) != set(right.values()))
+    both = left.keys() & right.keys()
+    return "", len(both), sum(left[place] != right[place] for place in both)
+
+
+def _values(series: Series, shift: int) -> dict[tuple[int, tuple[int, int]], str]:
+    return {(f.step - shift, f.turn): json.dumps(f.records[0].value, sort_keys=True) for f in series.firings}
+
+
+def compare_stats(ready: Prepared) -> tuple[str, Spread]:
+    """(problem, spread) from statistics alone, where every join covers both of its tensors wholly.
+
+    The typical error is the difference of the means beside the rms, the worst row's that of the largest magnitudes,
+    and the gain is the ratio of the rms minus 1: statistics do not see what leaves all three alone.
+    """
+    found: list[tuple[float, float, float]] = []
+    for join in ready.plan.joins:
+        one, two = ready.left[join.baseline], ready.right[join.target]
+        covered = join.pairs is None or _are_alike(one, two, ready.layouts)
+        covered = covered or all(
+            _holds_only(whole, layout, 0 if join.pairs is None else len(join.pairs))
+            for whole, layout in zip((one, two), ready.layouts, strict=True)
+        )
+        stats = _stats(one), _stats(two)
+        if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:
+            return "statistics only, and they are over other rows: capture with keep=full to compare these", NOTHING
+        found.append(_differences(stats[0], stats[1]))
+    mean, largest, gain = (max(column, key=abs) for column in zip(*found, strict=True))
+    if not (mean or largest or gain):
+        return "", NOTHING
+    errors = (abs(mean),) * (len(QUANTILES) - 1) + (max(abs(mean), abs(largest)),)
+    return "", Spread(1, errors, 0.0, gain, 0.0)
+
+
+def unequal_hashes(ready: Prepared) -> tuple[int, bool]:
+    """(joins whose hashes are of one layout and differ, whether padding may be all that differs)."""
+    odd, padded = 0, False
+    for join in ready.plan.joins:
+        one, two = ready.left[join.baseline], ready.right[join.target]
+        alike = join.aligned and ready.layouts[0] == ready.layouts[1] and _are_alike(one, two, ready.layouts)
+        if not alike or one.dtype != two.dtype or one.digest is None or two.digest is None:
+            continue
+        if len(one.digest) == len(two.digest) and one.digest != two.digest:
+            odd += 1
+            num_pairs = 0 if join.pairs is None else len(join.pairs)
+            padded |= join.pairs is not None and not _holds_only(one, ready.layouts[0], num_pairs)
+    return odd, padded
+
+
+def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
+    """Whether the tensor holds the compared rows and nothing else, no padding either."""
+    count = 1
+    for axis in layout.axes:
+        count *= whole.shape[axis]
+    return count == num_pairs and not layout.broadcast
+
+
+def _are_alike(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> bool:
+    """Whether both hold the same grid in one shape: statistics then meet one to one, padding and all."""
+    return one.shape == two.shape and layouts[0].axes == layouts[1].axes
+
+
+def _stats(whole: Whole) -> Stats | None:
+    if whole.piece is None or not is_joined(whole.piece):  # statistics of summands do not add up
+        return None
+    parts = [record.stats for record in leaves(whole.piece)]
+    known = [p for p in parts if p is not None]
+    return reduce(Stats.merge, known) if len(known) == len(parts) else None
+
+
+def _differences(one: Stats, two: Stats) -> tuple[float, float, float]:
+    """(mean, largest magnitude, gain), each relative to the baseline."""
+    if one.nonfinite != two.nonfinite:
+        return math.inf, math.inf, 0.0
+    if one.rms is None or two.rms is None or one.mean is None or two.mean is None:
+        return 0.0, 0.0, 0.0  # not one finite value
+    if one.rms == 0.0:
+        return (0.0, 0.0, 0.0) if two.rms == 0.0 else (math.inf, math.inf, 0.0)
+    largest = (two.absmax or 0.0) / (one.absmax or math.inf) - 1.0
+    return (two.mean - one.mean) / one.rms, largest, two.rms / one.rms - 1.0

@@ -1,0 +1,1 @@
+"""Which site of the target is which site of the baseline."""

@@ -1,0 +1,135 @@
+"""Fusions: the passes in which one fused tensor meets the parts that the other run records."""
+
+from collections.abc import Mapping, Sequence
+
+from tapscope.comparator.matching.fused import (
+    Anatomy,
+    FusedSite,
+    annotated,
+    fused_names,
+    fused_site,
+    is_split,
+    lies,
+    width_of,
+)
+from tapscope.comparator.runs.hints import Hints
+from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.recipe import Fused, Join, Part
+from tapscope.comparator.runs.series import Series, made_of
+
+Met = tuple[Series, Series, str, str]
+"""(baseline, target, the pass, name of the finding)."""
+
+
+class Fusions:
+    """Takes fused tensors apart, for one comparison."""
+
+    def __init__(self, hints: tuple[Hints, Hints]) -> None:
+        self.hints, self.anatomy = hints, Anatomy(hints)
+
+    def apart(self, one: Series, two: Series) -> list[Met]:
+        """Part by part, where two fused series of one name hold their parts in different orders; else nothing."""
+        site = fused_site(one.site)
+        if site is None or not is_split(site.port) or not (one.is_tensor and two.is_tensor):
+            return []
+        both = (one, two)
+        fused = [self.anatomy.fused(side, both[side], site, ()) for side in (0, 1)]
+        if lies(one, fused[0], self.hints[0]) == lies(two, fused[1], self.hints[1]) or self._is_single(one, site):
+            return []
+        return [
+            (self.part(0, one, fused[0], i), self.part(1, two, fused[1], i), label(fused), port_of(one.site, part))
+            for i, part in enumerate(site.parts)
+        ]
+
+    def _is_single(self, series: Series, site: FusedSite) -> bool:
+        """Whether a first linear of an MLP has no gate: then it is one tensor."""
+        size = self.hints[0].count("intermediate_size") or self.hints[1].count("intermediate_size")
+        return site.kind == "gate_up_proj" and size == width_of(
+            series, self.hints[0], 0 if "param[" in site.port else -1
+        )
+
+    def part(self, side: int, series: Series, fused: Fused, index: int | None) -> Series:
+        """A series whose values are one part of a fused one, or all in plain order."""
+        source = annotated(series, fused, self.hints[side])
+        name = series.site if index is None else port_of(series.site, fused.parts[index])
+        return made_of(name, Part(fused, index), (source,))
+
+    def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[Met]:
+        """Fused modules of one side meet the modules they stand for on the other; both are taken out."""
+        found: list[Met] = []
+        for side, (mine, others) in enumerate(((left, right), (right, left))):
+            names = list(fused_names(mine))
+            spelled = _spelled(others) if names else {}
+            for name, site in names:
+                partners = {i: n for i in range(len(site.parts)) if (n := _partner(site, i, spelled, others))}
+                if partners and mine[name].is_tensor:
+                    found += self._split(side, mine.pop(name), site, {i: others.pop(n) for i, n in partners.items()})
+        return found
+
+    def _split(self, side: int, series: Series, site: FusedSite, partners: Mapping[int, Series]) -> list[Met]:
+        if not is_split(site.port):  # inputs: the parts all read what the fused module reads
+            return [self._met(side, series, other, "fused input", site.parts[i]) for i, other in partners.items()]
+        fused = self.anatomy.fused(side, series, site, self.widths(1 - side, series, partners, len(site.parts)))
+        if len(partners) == len(site.parts) and not all(map(has_values, (series, *partners.values()))):
+            joined = made_of(series.site, Join(fused), [partners[i] for i in sorted(partners)])
+            return [self._met(side, series, joined, f"{label((fused,))}, joined", "")]
+        return [
+            self._met(side, self.part(side, series, fused, i), other, label((fused,)), site.parts[i])
+            for i, other in partners.items()
+        ]
+
+    def widths(self, side: int, series: Series, partners: Mapping[int, Series], num_parts: int) -> tuple[int, ...]:
+        """Sizes of the parts as the other side has them, where it has them all."""
+        if len(partners) < num_parts or not all(p.first.shape for p in partners.values()):
+            return ()
+        axis = 0 if ":param[" in series.site else -1
+        return tuple(width_of(partners[i], self.hints[side], axis) for i in range(num_parts))
+
+    def _met(self, side: int, fused: Series, other: Series, how: str, part: str) -> Met:
+        """The finding has the baseline's name; a part of the baseline's fused tensor is named as one of its ports."""
+        if side == 1:
+            return other, fused, how, other.site
+        return fused, other, how, port_of(fused.sources[0].site if fused.sources else fused.site, part)
+
+
+def label(fused: Sequence[Fused]) -> str:
+    """``fused qkv (grouped)``: which pass, and the order that it went by."""
+    kind = {"q_proj": "qkv", "gate_proj": "gate_up"}.get(fused[0].parts[0], "parts")
+    orders = ["grouped" if one.groups > 1 else "plain" for one in fused]
+    return f"fused {kind} ({' against '.join(dict.fromkeys(orders))})" if kind == "qkv" else f"fused {kind}"
+
+
+def has_values(series: Series) -> bool:
+    """Whether the bytes of every record are on disk."""
+    return all(record.entry is not None for firing in series.firings for record in firing.records)
+
+
+def port_of(site: str, part: str) -> str:
+    """``a.linear_qkv:out[0].grad`` and ``q_proj`` -> ``a.linear_qkv:out[q_proj].grad``; without part the site."""
+    if not part:
+        return site
+    path, _, port = site.rpartition(":")
+    bare, grad = port.removesuffix(".grad"), ".grad" if port.endswith(".grad") else ""
+    if bare.startswith("param["):
+        return f"{path}:{bare[:-1]}.{part}]{grad}"
+    return f"{path}:{bare.partition('[')[0]}[{part}]{grad}"
+
+
+def _spelled(series: Mapping[str, Series]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, one in series.items():
+        path, _, port = common(name).rpartition(":")
+        if port.startswith("in["):
+            port = "in.grad" if port.endswith(".grad") else "in"
+        if one.is_tensor:
+            found.setdefault(f"{path}:{port}", []).append(name)
+    return found
+
+
+def _partner(site: FusedSite, index: int, spelled: Mapping[str, list[str]], others: Mapping[str, Series]) -> str | None:
+    """The one name of the other side that is the part; None where there is none, or several."""
+    port = site.port
+    if port.startswith("in["):
+        port = "in.grad" if port.endswith(".grad") else "in"
+    names = [n for n in spelled.get(f"{site.path}{site.parts[index]}:{port}", ()) if n in others]
+    return names[0] if len(names) == 1 else None

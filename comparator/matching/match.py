@@ -1,0 +1,239 @@
+"""Match: which site of the target is which site of the baseline. Passes go from exact to generous, and each pair
+remembers the pass that made it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec import Struct
+
+from tapscope.comparator.matching.fusions import Fusions
+from tapscope.comparator.matching.misnomers import are_masks_other, is_mask, misnomer
+from tapscope.comparator.matching.sums import sums
+from tapscope.comparator.matching.usermap import UserMap
+from tapscope.comparator.options.mapfile import MapFile
+from tapscope.comparator.options.renames import renamed
+from tapscope.comparator.runs.hints import Hints
+from tapscope.comparator.runs.inputs import only_inputs
+from tapscope.comparator.runs.names import FAMILIES, common, is_partial, reduced, unique
+from tapscope.comparator.runs.series import Key, Series, key_of, origins
+
+
+class Pair(Struct, frozen=True, gc=False):
+    """A matched pair, or an orphan that has one side only."""
+
+    baseline: Series | None
+    target: Series | None
+    matched_by: str = ""
+    """The pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``argument``, ``fused …``, ``only
+    input`` or ``partial sum``; empty for an orphan."""
+    site: str = ""
+    """What the finding is called; empty: as its baseline, or as what it has."""
+    note: str = ""
+    """Why an orphan has no partner, where several would do."""
+
+    def names(self) -> set[str]:
+        """Every name that either run has for it."""
+        return {self.site} - {""} | {site for one in (self.baseline, self.target) if one for _, site in origins(one)}
+
+
+class Matching:
+    """The series of one model and pass on both sides, by name, while they are matched."""
+
+    def __init__(
+        self, left: dict[str, Series], right: dict[str, Series], fusions: Fusions, hints: tuple[Hints, Hints]
+    ) -> None:
+        self.left, self.right, self.fusions, self.hints = left, right, fusions, hints
+        self.pairs: list[Pair] = []
+        self.everything = dict(left), dict(right)
+        self._offered: list[tuple[dict[str, Series], str, dict[str, Series]]] = []
+
+    def take(self, a: str, b: str, how: str) -> None:
+        """Pair what is left under two names; part by part, where both are fused and lie differently."""
+        one, two = self.left.pop(a), self.right.pop(b)
+        parts = self.fusions.apart(one, two)
+        if parts:
+            self.pairs += [Pair(x, y, f"{how}, {what}", site) for x, y, what, site in parts]
+        else:
+            self.pairs.append(Pair(one, two, self._how(one, two, a, how)))
+
+    def _how(self, one: Series, two: Series, name: str, how: str) -> str:
+        if one.recipe or two.recipe:
+            return "sum"
+        if how != "exact" or one.site == two.site == name:
+            return how
+        return "argument" if any(name == offer for _, offer, _ in self._offered) else "map"
+
+    def set_aside(self) -> None:
+        """Make orphans of what a name would mislead about."""
+        for side, mine in enumerate((self.left, self.right)):
+            for name in list(mine):
+                if note := misnomer(name, self.hints[side].class_of(mine[name].site)):
+                    self._alone(side, mine.pop(name), note)
+
+    def set_masks_aside(self) -> None:
+        """Make orphans of attention masks that mean opposite things."""
+        if not are_masks_other(self.hints):
+            return
+        for side, mine in enumerate((self.left, self.right)):
+            for name in list(filter(is_mask, mine)):
+                note = "not compared: Megatron's masks mark what is hidden, other frameworks' what is seen"
+                self._alone(side, mine.pop(name), note)
+
+    def _alone(self, side: int, one: Series, note: str) -> None:
+        self.pairs.append(Pair(one, None, note=note) if side == 0 else Pair(None, one, note=note))
+
+    def families(self) -> None:
+        """Meet by common spelling, from the least generous family to the most."""
+        for family in FAMILIES:
+            if not (self.left and self.right):
+                return
+            names = unique(self.left, family)
+            for spelling, site in unique(self.right, family).items():
+                if spelling in names:
+                    self.take(names[spelling], site, family.name)
+
+    def offer_sums(self) -> None:
+        """Put sums in place of their summands, and hidden states in place of numbered arguments.
+
+        Not between two runs of one framework: there a residual that one of them lacks was not recorded, not added.
+        """
+        if self.hints[0].framework == self.hints[1].framework not in ("", "torch"):
+            return
+        for mine, others in ((self.left, self.right), (self.right, self.left)):
+            for name, pair, total in list(sums(mine, others)):
+                self._offered.append((mine, name, {one: mine.pop(one) for one in pair}))
+                mine[name] = total
+
+    def withdraw_sums(self) -> None:
+        """Take back the sums that nothing came to meet."""
+        for mine, name, pieces in self._offered:
+            if name in mine:
+                del mine[name]
+                mine.update(pieces)
+
+    def only_inputs(self) -> None:
+        """A module's only unmatched tensor input meets the other side's: argument names are the frameworks' own."""
+        for a, b in only_inputs((self.left, self.right), self.everything):
+            self.take(a, b, "only input")
+
+    def partials(self) -> None:
+        """Summands that only one side recorded meet the other side's sum, beside that sum's own pair."""
+        for side, mine in enumerate((self.right, self.left)):
+            others = self.everything[side]
+            summands = [site for site in mine if is_partial(site)]
+            names = unique(others, FAMILIES[-1]) if summands else {}
+            for site in summands:
+                whole = names.get(common(reduced(site)))
+                if whole is not None and others[whole].first.dtype is not None:
+                    one = mine.pop(site)
+                    both = (others[whole], one) if side == 0 else (one, others[whole])
+                    self.pairs.append(Pair(*both, "partial sum", one.site if side == 0 else both[0].site))
+
+    def orphans(self) -> None:
+        """What is left, and where several of the other side would have done, which."""
+        spelled = [{name: common(name) for name in side} for side in (self.left, self.right)]
+        alike = [_by_spelling(side) for side in spelled]
+        for side, mine in enumerate((self.left, self.right)):
+            for name, one in mine.items():
+                others = alike[1 - side].get(spelled[side][name])
+                self._alone(side, one, _rivals(name, alike[side][spelled[side][name]], others) if others else "")
+
+
+def match(
+    baseline: Sequence[Series],
+    target: Sequence[Series],
+    mapping: MapFile | None = None,
+    hints: tuple[Hints, Hints] | None = None,
+) -> list[Pair]:
+    """Pairs and orphans, in the target's execution order; a baseline orphan follows its predecessor's partner.
+
+    Raises ConfigError for an entry of the ``mapping`` that matches nothing.
+    """
+    hints = hints or (Hints(), Hints())
+    mapping = mapping or MapFile()
+    names = renamed(baseline, target, mapping.rename)
+    fusions = Fusions(hints)
+    user = UserMap(fusions, mapping.fuse)
+    pairs: list[Pair] = []
+    for left, right in _groups(baseline, target):
+        both = [{names[i][one.site]: one for one in side} for i, side in enumerate((left, right))]
+        pairs += _match_group(Matching(both[0], both[1], fusions, hints), user)
+    user.check(baseline, target)
+    return _in_order(pairs, baseline, target)
+
+
+def _match_group(group: Matching, user: UserMap) -> list[Pair]:
+    group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
+    group.offer_sums()  # before the names: what one run calls hidden_states may be only a summand in the other
+    group.set_masks_aside()
+    for name in [name for name in group.right if name in group.left]:
+        group.take(name, name, "exact")
+    if not (group.left or group.right):
+        return group.pairs
+    group.set_aside()
+    group.families()
+    group.pairs += [Pair(*given) for given in group.fusions.built_in(group.left, group.right)]
+    group.only_inputs()
+    group.withdraw_sums()
+    group.partials()
+    group.orphans()
+    return group.pairs
+
+
+def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tuple[list[Series], list[Series]]]:
+    """Series of one model and pass on both sides; a run's only model meets the other run's, whatever it is called."""
+    models = [{s.group[0] for s in side} for side in (baseline, target)]
+    sole = all(len(names) == 1 for names in models)
+    split: dict[tuple[str, str], tuple[list[Series], list[Series]]] = {}
+    for side, series in enumerate((baseline, target)):
+        for one in series:
+            group = ("" if sole else one.group[0], one.group[1])
+            split.setdefault(group, ([], []))[side].append(one)
+    yield from split.values()
+
+
+def _rivals(name: str, own: Iterable[str], others: Sequence[str]) -> str:
+    """Why a name that the other side has as well found no partner: which of several was meant cannot be known."""
+    rivals = ", ".join(other for other in own if other != name)
+    also = f", and so could {rivals}" if rivals else ""
+    return f"could be {' or '.join(others[:3])}{also}: say which by rename in --map"
+
+
+def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Spelling -> names."""
+    found: dict[str, list[str]] = {}
+    for name, spelling in names.items():
+        found.setdefault(spelling, []).append(name)
+    return found
+
+
+def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
+    """By the place of the target, or of what it was made of; a lone baseline comes after what came before it."""
+    places = {key_of(s): (i, 0) for i, s in enumerate(target)}
+    lone = {} if all(pair.target for pair in pairs) else _lone(pairs, baseline, places)
+
+    def place(pair: Pair) -> tuple[int, int]:
+        one = pair.target or pair.baseline
+        assert one is not None
+        known = places if pair.target else lone
+        return max(known[key] for key in origins(one)) if one.sources else known[key_of(one)]
+
+    return sorted(pairs, key=place)
+
+
+_Places = dict[Key, tuple[int, int]]
+
+
+def _lone(pairs: Sequence[Pair], baseline: Sequence[Series], places: _Places) -> _Places:
+    """The places of the baseline's series: those of their partners, or behind that of the one before."""
+    partner = {
+        key: max(places[k] for k in origins(p.target))
+        for p in pairs
+        if p.baseline and p.target
+        for key in origins(p.baseline)
+    }
+    lone: _Places = {}
+    last = (-1, 0)
+    for i, one in enumerate(baseline):
+        last = partner.get(key_of(one), (last[0], i + 1))
+        lone[key_of(one)] = last
+    return lone

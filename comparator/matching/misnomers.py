@@ -1,0 +1,31 @@
+"""Misnomers: sites whose name is that of another framework's site, and whose values are something else."""
+
+import re
+
+from tapscope.comparator.runs.hints import Hints
+
+_MASK = re.compile(r":in\[(?:attention_)?mask\]$")
+_NORM = re.compile(r"(?:^|\.)(?:input_layernorm|pre_mlp_layernorm):out")
+IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
+
+
+def are_masks_other(hints: tuple[Hints, Hints]) -> bool:
+    """Whether one of two frameworks alone, Megatron, marks in its attention masks what is hidden."""
+    frameworks = {one.framework for one in hints}
+    return len(frameworks) > 1 and "megatron" in frameworks
+
+
+def is_mask(name: str) -> bool:
+    """Whether it is an attention mask that a module was given."""
+    return _MASK.search(name) is not None
+
+
+def misnomer(name: str, cls: str) -> str:
+    """Why a site, by its name and its module's class, meets no like-named site of another framework; else nothing."""
+    if cls == "Conv1D" and ":param[weight]" in name:
+        return "not compared: a Conv1D keeps its weight transposed"
+    if cls in IDENTITIES and _NORM.search(name):
+        return "not compared: no norm, but a copy of its input; the linear behind it normalises"
+    if "LayerNorm" in cls and "Linear" in cls and ":in[" in name:
+        return "not compared: this linear normalises its input first, so that it is the norm's"
+    return ""

@@ -1,0 +1,100 @@
+"""Selection: which records and which pairs a comparison is about, in both runs, whatever each calls a site."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.runs.series import Key, key_of, recorded
+from tapscope.comparator.runs.stages import Numbered
+from tapscope.errors import RuleError
+from tapscope.records import Records
+from tapscope.run import Run
+from tapscope.site import Glob, compact_ranges, describe_layers, layer_of
+
+
+def select(runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: CompareOptions) -> tuple[Records, Records]:
+    """The records of both runs in the steps and ranks asked for.
+
+    A glob that matches a site of neither run raises RuleError, and so do steps or ranks of which one has none: a typing
+    error must not look like sameness.
+    """
+    every = {*given[0].records.sites, *given[1].records.sites}
+    where = f"{runs[0].path} or {runs[1].path}"
+    choice = Choice(options)
+    for glob in (*choice.wanted, *choice.unwanted):
+        if not any(map(glob.matches, every)):
+            raise RuleError(
+                f"no site matches {glob.text!r} in {where}; {describe_layers(every)} (see: tapscope ls {runs[0].path})"
+            )
+    if every and not any(choice.means((site,)) for site in every):
+        raise RuleError(f"the selection leaves no site of {where}; {describe_layers(every)}")
+    for side, (run, one) in enumerate(zip(runs, given, strict=True)):
+        known = one.records.per_step()
+        _check_numbers(run, "step", options.steps_of(side), {step for _, step in known})
+        _check_numbers(run, "rank", options.ranks, {rank for rank, _ in known})
+    return given[0].records.of(options.steps_of(0), options.ranks), given[1].records.of(
+        options.steps_of(1), options.ranks
+    )
+
+
+def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: set[int]) -> None:
+    if wanted is not None and known and not known & wanted:
+        raise RuleError(f"no {what} {compact_ranges(wanted)} in {run.path}; {what}s are {compact_ranges(known)}")
+
+
+def select_pairs(pairs: Sequence[Pair], options: CompareOptions) -> list[Pair]:
+    """Pairs of which the selection means either side."""
+    choice = Choice(options)
+    return list(pairs) if choice.is_everything else [pair for pair in pairs if choice.means(pair.names())]
+
+
+class Choice:
+    """The sites that are asked for."""
+
+    def __init__(self, options: CompareOptions) -> None:
+        self.wanted, self.unwanted = [Glob(g) for g in options.sites], [Glob(g) for g in options.skip]
+        self._layers = options.layers
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing in particular is asked for."""
+        return not (self.wanted or self.unwanted) and self._layers is None
+
+    def means(self, names: Collection[str]) -> bool:
+        """Whether it means a site that goes by these names: one of them is asked for, and none is to be skipped."""
+        if self.wanted and not any(glob.matches(name) for glob in self.wanted for name in names):
+            return False
+        if self._layers is not None and not any(layer_of(n.rpartition(":")[0]) in self._layers for n in names):
+            return False
+        return not any(glob.matches(name) for glob in self.unwanted for name in names)
+
+
+def objects(records: Records) -> list[int]:
+    """The places of records of objects that have no value to compare: of a cache, a config."""
+    plain = records.which(lambda kind: kind.dtype is None).tolist()
+    values = ((at, records[at].value) for at in plain)
+    return [at for at, value in values if not (isinstance(value, dict) and "value" in value)]
+
+
+def without_objects(records: Records) -> Records:
+    """The records but for those of :func:`objects`."""
+    left_out = objects(records)
+    return records.take(np.delete(np.arange(len(records)), left_out)) if left_out else records
+
+
+def num_objects(records: Records, options: CompareOptions) -> int:
+    """Records of objects without a value that the selection means."""
+    choice = Choice(options)
+    return sum(choice.means((records.sites[at],)) for at in objects(records))
+
+
+def num_selected(pairs: Iterable[Pair], side: int) -> int:
+    """Records of one side in these pairs, each once."""
+    found: dict[Key, int] = {}
+    for pair in pairs:
+        one = pair.target if side else pair.baseline
+        for source in recorded(one) if one else ():
+            found[key_of(source)] = source.num_records
+    return sum(found.values())

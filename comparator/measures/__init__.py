@@ -1,0 +1,1 @@
+"""How far apart values are that meet, read once and in place."""

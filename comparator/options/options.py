@@ -1,0 +1,70 @@
+"""What a comparison is asked for: which records, and by which tolerance."""
+
+import math
+from pathlib import Path
+
+from msgspec import Struct, field
+
+from tapscope.comparator.options.mapfile import DimsEntry, MapFile, RuleEntry
+from tapscope.comparator.options.overrides import MeshEntry
+from tapscope.errors import ConfigError
+
+MARGIN = 3.0
+"""Two draws of the same rounding: their medians agree within some 20 %, their worst rows within a factor of 2 to 3."""
+
+
+class CompareOptions(Struct, frozen=True, kw_only=True):
+    """Selections apply to both runs. Raises ConfigError for a tolerance that cannot be meant."""
+
+    sites: tuple[str, ...] = ()
+    """Globs; a pair is compared when either run's site matches any of them. Empty selects every site."""
+    skip: tuple[str, ...] = ()
+    """Globs of sites to leave out."""
+    layers: frozenset[int] | None = None
+    """Layers to compare; sites outside every layer are left out then."""
+    steps: frozenset[int] | None = None
+    """Steps of either run whose records are compared."""
+    shift_steps: int = 0
+    """How much higher the target's step numbers are; ``steps`` are the baseline's then."""
+    ranks: frozenset[int] | None = None
+    """Ranks whose records are compared."""
+    rtol: float | None = None
+    """With ``atol``: every element must obey abs(target - baseline) <= atol + rtol * abs(baseline)."""
+    atol: float | None = None
+    """See ``rtol``; giving either replaces the noise floor, and the other one is then 0."""
+    mapping: MapFile = field(default_factory=MapFile)
+    """What the user's map files say of names, fused tensors, dims and rules, see :func:`.mapfile.read_maps`."""
+    dims: tuple[DimsEntry, ...] = ()
+    """Dims that count in place of the recorded ones, before those of the map files; the first that matches a site."""
+    mesh: tuple[MeshEntry, ...] = ()
+    """Meshes of runs that do not say their own."""
+    floor: Path | None = None
+    """A twin of the baseline, whose distance to it is what rounding explains; None: a model of rounding."""
+    margin: float = MARGIN
+    """How many times the twin's distance rounding may reach."""
+    rules: tuple[RuleEntry, ...] = ()
+    """Conditions that sites must obey instead of the floor; those of the map files come behind these."""
+    detail: bool = False
+    """Measure unequal sites once more: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
+    allow_partial: bool = False
+    """Let a comparison of partial data pass when everything that could be compared agrees."""
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.margin < math.inf:
+            raise ConfigError(f"margin={self.margin} is no margin; give a finite number that is not below 1")
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if value is not None and not (0.0 <= value < math.inf):
+                raise ConfigError(f"{name}={value} is no tolerance; give a finite number that is not negative")
+
+    @property
+    def tolerance(self) -> tuple[float, float] | None:
+        """(atol, rtol) where the user gave either, else None: the noise floor decides."""
+        if self.rtol is None and self.atol is None:
+            return None
+        return self.atol or 0.0, self.rtol or 0.0
+
+    def steps_of(self, side: int) -> frozenset[int] | None:
+        """The selected steps in the baseline's (0) or the target's (1) own numbers."""
+        shift = self.shift_steps if side else 0
+        return None if self.steps is None else frozenset(step + shift for step in self.steps)

@@ -1,0 +1,123 @@
+"""Overrides: dims and meshes that the user gives at compare time, in place of recorded ones or where there are none."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct, structs
+
+from tapscope.axes import AXES, STAGES
+from tapscope.comparator.options.mapfile import DimsEntry
+from tapscope.comparator.runs.stages import Numbered
+from tapscope.dims import parse
+from tapscope.errors import ConfigError, DimsError, RuleError
+from tapscope.records import Records
+from tapscope.run import Run
+from tapscope.site import Glob, describe_layers
+
+SIDES = ("baseline", "target")
+_MESH = re.compile(r"(?P<axis>\w+)=(?P<size>[0-9]{1,6})")
+
+
+class MeshEntry(Struct, frozen=True):
+    """The mesh of a run that does not say its own."""
+
+    where: str
+    """Flag or file and key, for messages."""
+    sizes: tuple[tuple[str, int], ...]
+    """(axis, size), the slowest first."""
+    side: str = "both"
+
+
+def parse_dims(text: str) -> DimsEntry:
+    """``[baseline:|target:]GLOB=DIMS``, as ``--dims`` takes it; raises ConfigError or DimsError."""
+    side, rest = _side(text)
+    glob, equals, dims = rest.partition("=")
+    if not equals or not glob.strip() or not dims.strip():
+        raise ConfigError(f"--dims {text!r} must be GLOB=DIMS, e.g. 'layers.*.mlp:out=t h[tp:partial]'")
+    return DimsEntry(f"--dims {text!r}", glob.strip(), dims.strip(), side)
+
+
+def parse_mesh(text: str) -> MeshEntry:
+    """``[baseline:|target:]AXIS=SIZE,...``, as ``--mesh`` takes it; raises ConfigError."""
+    side, rest = _side(text)
+    found = [_MESH.fullmatch(part.strip()) for part in rest.split(",")]
+    sizes = tuple((m["axis"], int(m["size"])) for m in found if m is not None)
+    if len(sizes) < len(found) or not all(size for _, size in sizes) or len(dict(sizes)) < len(sizes):
+        raise ConfigError(f"--mesh {text!r} must be AXIS=SIZE,..., the slowest axis first, e.g. 'pp=2,tp=4'")
+    unknown = next((axis for axis, _ in sizes if axis not in (*AXES, *STAGES)), None)
+    if unknown is not None:
+        raise ConfigError(f"--mesh {text!r}: {unknown!r} is no mesh axis; known: {', '.join((*AXES, *STAGES))}")
+    return MeshEntry(f"--mesh {text!r}", sizes, side)
+
+
+def _side(text: str) -> tuple[str, str]:
+    side, colon, rest = text.partition(":")
+    return (side, rest) if colon and side in SIDES else ("both", text)
+
+
+def assume_meshes(runs: tuple[Run, Run], entries: Iterable[MeshEntry]) -> None:
+    """Tell the runs their meshes; raises ConfigError for one that no run needs, or that its run contradicts."""
+    for entry in entries:
+        sides = [i for i, side in enumerate(SIDES) if entry.side in (side, "both")]
+        if entry.side == "both":
+            sides = [i for i in sides if not runs[i].mesh and runs[i].world_size > 1]
+        if not sides:
+            raise ConfigError(f"{entry.where}: both runs say their mesh, or are of one rank")
+        for i in sides:
+            runs[i].assume_mesh(dict(entry.sizes))
+
+
+def override_dims(
+    runs: tuple[Run, Run], given: tuple[Numbered, Numbered], entries: Sequence[DimsEntry]
+) -> tuple[Numbered, Numbered]:
+    """The records of both runs with the dims of the first entry that matches their site.
+
+    Raises DimsError for dims that do not parse, naming the entry, and RuleError for an entry that matches no tensor.
+    """
+    for entry in entries:
+        try:
+            parse(entry.dims)
+        except DimsError as error:
+            raise DimsError(f"{entry.where}: {error}") from None
+    if not entries:
+        return given
+    used: set[int] = set()
+    left, right = (_overridden(numbered, entries, side, used) for numbered, side in zip(given, SIDES, strict=True))
+    lost = next((entry for i, entry in enumerate(entries) if i not in used), None)
+    if lost is not None:
+        paths = [str(run.path) for run, side in zip(runs, SIDES, strict=True) if lost.side in (side, "both")]
+        sites = {site for numbered in given for site in numbered.records.sites}
+        raise RuleError(
+            f"{lost.where}: no tensor of {' or '.join(paths)} is at {lost.site!r} (or earlier dims already cover it); "
+            f"{describe_layers(sites)} (see: tapscope ls {paths[0]})"
+        )
+    return left, right
+
+
+def of_side(entries: Iterable[DimsEntry], side: str) -> list[tuple[Glob, str]]:
+    """The sites and dims of the entries about one side, see :data:`SIDES`."""
+    return [(Glob(entry.site), entry.dims) for entry in entries if entry.side in (side, "both")]
+
+
+def of_baseline(entries: Iterable[DimsEntry], numbered: Numbered) -> tuple[DimsEntry, ...]:
+    """The entries that give sites of the baseline their dims; another run of the baseline has them too."""
+    mine = [entry for entry in entries if entry.side != "target"]
+    globs = [Glob(entry.site) for entry in mine]
+    sites = {r.key.site for r in numbered.records if r.dtype is not None}
+    first = {next((i for i, glob in enumerate(globs) if glob.matches(site)), -1) for site in sites}
+    return tuple(entry for i, entry in enumerate(mine) if i in first)
+
+
+def _overridden(numbered: Numbered, entries: Sequence[DimsEntry], side: str, used: set[int]) -> Numbered:
+    mine = [(i, Glob(entry.site), entry.dims) for i, entry in enumerate(entries) if entry.side in (side, "both")]
+    chosen: dict[str, str | None] = {}
+    records = []
+    for record in numbered.records:
+        site = record.key.site
+        if record.dtype is not None and site not in chosen:
+            first = next(((i, dims) for i, glob, dims in mine if glob.matches(site)), None)
+            chosen[site] = first[1] if first else None
+            used |= {first[0]} if first else set()
+        dims = chosen.get(site)
+        records.append(record if dims is None or record.dtype is None else record._replace(dims=dims))
+    return structs.replace(numbered, records=Records(records))

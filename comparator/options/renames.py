@@ -1,0 +1,69 @@
+"""Renames: the user's regular expressions over sites, applied to each side before any pass."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tapscope.comparator.options.mapfile import Rename
+from tapscope.comparator.runs.series import Series
+from tapscope.errors import ConfigError
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")
+_SIDES = ("baseline", "target")
+
+
+def renamed(
+    baseline: Sequence[Series], target: Sequence[Series], entries: Sequence[Rename]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Site -> name of both sides.
+
+    Raises ConfigError for an entry that changes no site, with what comes near it, and for two sites of one side that
+    would get one name.
+    """
+    used: set[str] = set()
+    sides = []
+    for side, series in zip(_SIDES, (baseline, target), strict=True):
+        mine = [entry for entry in entries if entry.side in (side, "both")]
+        names = {site: _renamed(site, mine, used) for site in {one.site for one in series}}
+        sides.append(names)
+        if mine:
+            _check_apart(names, side, mine)
+    for entry in entries:
+        if entry.where not in used:
+            of = "either run" if entry.side == "both" else f"the {entry.side}"
+            known = {
+                site
+                for side, names in zip(_SIDES, sides, strict=True)
+                if entry.side in (side, "both")
+                for site in names
+            }
+            raise ConfigError(
+                f"{entry.where}: {entry.pattern.pattern!r} changes no site of {of}{near(entry.pattern.pattern, known)}"
+            )
+    return sides[0], sides[1]
+
+
+def _renamed(site: str, entries: Iterable[Rename], used: set[str]) -> str:
+    for entry in entries:
+        name = entry.apply(site)
+        if name != site:
+            used.add(entry.where)
+            site = name
+    return site
+
+
+def _check_apart(names: dict[str, str], side: str, entries: Sequence[Rename]) -> None:
+    sites: dict[str, str] = {}
+    for site, name in sorted(names.items()):
+        if name in sites:
+            raise ConfigError(f"{entries[0].where}: {sites[name]} and {site} of the {side} both become {name}")
+        sites[name] = site
+
+
+def near(pattern: str, sites: Iterable[str]) -> str:
+    """``; near it: …`` for an error message, one site for all layers; empty where nothing is near."""
+    import difflib  # only where something is wrong
+
+    kinds = {_NUMBER.sub("0", site): site for site in sorted(sites, reverse=True)}
+    asked = re.sub(r"\\d\+?|[\\^$()?*+]", "", _NUMBER.sub("0", pattern))
+    found = difflib.get_close_matches(asked, list(kinds)[:2000], 3, 0.3)
+    return f"; near it: {', '.join(kinds[name] for name in found)}" if found else ""

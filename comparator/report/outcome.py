@@ -1,0 +1,88 @@
+"""Outcome: the report of a comparison, as values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from tapscope import dtypes
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.verdicts.coverage import Coverage
+from tapscope.comparator.verdicts.finding import Finding, Verdict
+from tapscope.comparator.verdicts.localise import Divergence
+from tapscope.run import Run
+
+
+class Header(Struct, frozen=True):
+    """What a run is, for the head of a report."""
+
+    name: str
+    path: str
+    framework: str
+    model: str
+    dtype: str
+    mesh: dict[str, int]
+    steps: int
+    records: int
+    """Records selected."""
+    is_open: bool
+    kv_cache_dtype: str = ""
+    """Element type of the KV cache, empty where the run does not tell."""
+
+    @property
+    def precision(self) -> str:
+        """The dtype in short, and that of the KV cache where it is another: ``bf16, KV fp8_e4m3``."""
+        kv = self.kv_cache_dtype if self.kv_cache_dtype not in ("", "auto", self.dtype) else ""
+        return dtypes.short(self.dtype or None) + (f", KV {dtypes.short(kv)}" if kv else "")
+
+
+class Report(Struct, frozen=True):
+    """The outcome of a comparison."""
+
+    baseline: Header
+    target: Header
+    findings: tuple[Finding, ...]
+    """In execution order."""
+    divergences: tuple[Divergence, ...]
+    """Producers, in execution order."""
+    coverage: Coverage
+    options: CompareOptions
+
+    @property
+    def first_divergence(self) -> Divergence | None:
+        """The culprit, or None when nothing differs as numbers."""
+        return self.divergences[0] if self.divergences else None
+
+    @property
+    def num_bad(self) -> int:
+        """Findings that speak against the target."""
+        return sum(f.verdict.is_bad for f in self.findings)
+
+    @property
+    def closest_call(self) -> Finding | None:
+        """The finding with the largest error beside its floor, among those that pass by it."""
+        passing = [f for f in self.findings if f.verdict is Verdict.CLOSE and f.floor > 0.0 and f.test != "rule"]
+        return max(passing, key=lambda f: f.ratio, default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1; 3 when bytes
+        of either run are damaged (and that is not allowed)."""
+        if self.coverage.damaged and not self.options.allow_partial:
+            return 3
+        return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
+
+    def to_json(self) -> Iterator[dict[str, Any]]:
+        """One object a line: a header, the findings, a summary; see :mod:`.report.json`."""
+        from tapscope.comparator.report.json import lines
+
+        yield from lines(self)
+
+
+def header_of(run: Run, records: int) -> Header:
+    """What a run is, of which ``records`` were selected."""
+    manifest = run.manifest
+    framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
+    kv = str(manifest.get("kv_cache_dtype", ""))
+    count = len(run.steps)
+    return Header(run.name, str(run.path), framework, model, dtype, run.mesh, count, records, not run.closed, kv)

@@ -1,0 +1,43 @@
+"""Inputs: argument names are the frameworks' own, but where a module has one input it is that one."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.series import Series
+
+Names = Mapping[str, Series]
+
+ARGUMENTS = frozenset({"input_ids", "position_ids", "positions", "attention_mask", "residual", "rotary_pos_emb"})
+"""Names that mean one thing: an input that is called one of these is no input that is called another."""
+
+
+def only_inputs(left: tuple[Names, Names], everything: tuple[Names, Names]) -> list[tuple[str, str]]:
+    """(baseline's name, target's) of the inputs that are the only ones of one module and are ``left`` on both sides."""
+    one, two = (_single(mine, every) for mine, every in zip(left, everything, strict=True))
+    both = [(one[module], name) for module, name in two.items() if module in one]
+    return [pair for pair in both if not {_argument(name) for name in pair} <= ARGUMENTS]
+
+
+def _single(series: Mapping[str, Series], everything: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
+    """(common path, whether of gradients) -> name of the only tensor input that a module has, where it has no partner.
+
+    One of several inputs whose others have found theirs is not meant: what is left over may be anything.
+    """
+    inputs = Counter(_input_of(name) for name, one in everything.items() if one.first.dtype is not None)
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name, one in series.items():
+        place = _input_of(name)
+        if place is not None and one.first.dtype is not None and inputs[place] == 1:
+            found.setdefault((common(f"{place[0]}:"), place[1]), []).append(name)
+    return {path: names[0] for path, names in found.items() if len(names) == 1}
+
+
+def _argument(name: str) -> str:
+    return name.rpartition(":in[")[2].removesuffix(".grad").removesuffix("]")
+
+
+def _input_of(name: str) -> tuple[str, bool] | None:
+    """(module path, whether a gradient) of an input's site."""
+    path, _, port = name.rpartition(":")
+    return (path, port.endswith(".grad")) if port.startswith("in[") else None

@@ -1,0 +1,171 @@
+"""Series: the records of a run by site: all firings of one site, on all ranks and steps, in execution order."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.facts import Side
+from tapscope.comparator.runs.firings import Firing, Firings, FiringTable, Spans
+from tapscope.comparator.runs.recipe import Recipe
+from tapscope.member import MAX_COUNT
+from tapscope.record import Record
+from tapscope.records import Records
+from tapscope.run import Run
+
+
+class Series(Struct, frozen=True, gc=False):
+    """All firings of one site in one pass of one model, by step."""
+
+    site: str
+    group: tuple[str, str]
+    """(model, pass)."""
+    firings: Sequence[Firing]
+    recipe: Recipe | None = None
+    """How its values are made of those of :attr:`sources`; None for a site as it was recorded."""
+    sources: tuple["Series", ...] = ()
+
+    @property
+    def first(self) -> Record:
+        """The first record; its dtype and shape stand for the site where one is shown."""
+        return self.firings[0].records[0]
+
+    @property
+    def dtype(self) -> str | None:
+        """Of the first record."""
+        return self.firings.kind.dtype if isinstance(self.firings, Firings) else self.first.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first record."""
+        return self.firings.kind.shape if isinstance(self.firings, Firings) else self.first.shape
+
+    @property
+    def hashes(self) -> list[str | None]:
+        """Of all records."""
+        if isinstance(self.firings, Firings):
+            return self.firings.hashes
+        return [record.hash for firing in self.firings for record in firing.records]
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all records have a payload."""
+        if isinstance(self.firings, Firings):
+            return self.firings.is_stored
+        return all(record.entry is not None for firing in self.firings for record in firing.records)
+
+    @property
+    def num_records(self) -> int:
+        """Records on all ranks."""
+        if isinstance(self.firings, Firings):
+            return self.firings.num_records
+        return sum([len(f.records) for f in self.firings])
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it holds tensors, and no plain values."""
+        return self.dtype is not None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point tensors."""
+        return (self.dtype or "").startswith(("float", "bfloat"))
+
+
+Key = tuple[tuple[str, str], str]
+"""Of a recorded series within its run: (model, pass) and site."""
+
+
+def key_of(one: Series) -> Key:
+    """What tells a recorded series from the others of its run."""
+    return one.group, one.site
+
+
+def recorded(one: Series) -> Sequence[Series]:
+    """The recorded series that a series is, or is made of."""
+    return [found for source in one.sources for found in recorded(source)] if one.sources else (one,)
+
+
+def origins(one: Series) -> Iterator[Key]:
+    """Their keys."""
+    return map(key_of, recorded(one))
+
+
+def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
+    """A series whose values are made of those of ``sources``, where all of them fired; raises ValueError if nowhere."""
+    shared = _shared(sources)
+    kept = [
+        structs.replace(one, firings=tuple(f for f in one.firings if (f.step, f.turn) in shared)) for one in sources
+    ]
+    if not shared:
+        raise ValueError(f"{' and '.join(s.site for s in sources)} never fired together")
+    return Series(site, kept[0].group, kept[0].firings, recipe, tuple(kept))
+
+
+def side_of(one: Series, shape: tuple[int, ...]) -> Side:
+    """What a finding says of a series whose first firing has, put together, this shape."""
+    first, sources = one.first, recorded(one)
+    ranks = [record.key.rank for firing in one.firings for record in firing.records]
+    count = sum(source.num_records for source in sources) if one.sources else len(ranks)
+    parts = tuple(source.site for source in sources) if len(sources) > 1 else ()
+    return Side(sources[0].site, first.dtype, shape, count, first.dims, _ordered(frozenset(ranks)), parts)
+
+
+def named_side(side: Side | None, one: Series | None) -> Side | None:
+    """The same of another series of the same form."""
+    if side is None or one is None or (site := recorded(one)[0].site) == side.site:
+        return side
+    return Side(site, side.dtype, side.shape, side.num_records, side.dims, side.ranks, side.parts)
+
+
+@lru_cache
+def _ordered(ranks: frozenset[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))  # one object for all sites of the same ranks
+
+
+def spans_of(series: Sequence[Series]) -> Spans:
+    """Where the payloads lie of series that :attr:`~Series.is_stored` holds of and that have as many records each."""
+    own = [one.firings for one in series if isinstance(one.firings, Firings)]
+    if len(own) == len(series) and all(each.table is own[0].table for each in own):
+        return own[0].table.spans([each.at for each in own])
+    entries = [record.entry for one in series for firing in one.firings for record in firing.records]
+    files = dict[str, int]()
+    found = [(files.setdefault(e.file, len(files)), _within(e.offset), e.nbytes) for e in entries if e is not None]
+    return Spans(*np.array(found, np.int64).T)
+
+
+def _within(offset: int) -> int:
+    return offset if 0 <= offset < MAX_COUNT else -1
+
+
+def fire_together(sources: Sequence[Series]) -> bool:
+    """Whether there is a firing that all of them have."""
+    return bool(_shared(sources))
+
+
+def _shared(sources: Sequence[Series]) -> set[tuple[int, tuple[int, int]]]:
+    return set.intersection(*({(f.step, f.turn) for f in one.firings} for one in sources))
+
+
+def series_of(run: Run, records: Records) -> list[Series]:
+    """Group records into series, in execution order."""
+    if not records:
+        return []
+    stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
+    groups: dict[tuple[str, str], tuple[str, str]] = {}  # equal ones are one object: there are as many as records
+    found, order = list[Series](), list[tuple[bool, int, int, str]]()
+    for place, firings in FiringTable(records).series():
+        kind, site = firings.kind, records.sites[place]
+        group = groups.setdefault((kind.model, kind.pass_), (kind.model, kind.pass_))
+        found.append(Series(site, group, firings))
+        order.append((kind.pass_ == "backward", stages.get(kind.rank, 0), records.seq_at(place), site))
+    return [found[i] for i in sorted(range(len(found)), key=order.__getitem__)]
+
+
+def identity(series: Series | None) -> Hashable:
+    """What is equal where the series hold equal values, by their hashes; None where one is not known."""
+    found = series.hashes if series else []
+    if len(found) == 1:
+        return found[0]
+    return None if None in found or not found else tuple(found)

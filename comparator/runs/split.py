@@ -1,0 +1,60 @@
+"""Split: ranks that hold other rows (data, context or expert parallel) are firings of their own.
+
+Where each rank says which rows it has, nobody needs to lay its tensor beside the others': (request, position) already
+says which row of the other run each of its rows meets, however ragged the shards and in whatever order.
+"""
+
+from collections.abc import Mapping
+
+from msgspec import structs
+
+from tapscope.comparator.runs.firings import Firing
+from tapscope.comparator.runs.grids import SideRows
+from tapscope.comparator.runs.series import Series
+from tapscope.dims import Dims
+from tapscope.record import Record
+
+_TOKEN_AXES = frozenset({"t", "b", "s"})
+
+
+def split_series(series: Series, rows: SideRows, coords: Mapping[int, Mapping[str, int]]) -> Series:
+    """The series with every firing taken apart by the rows of its ranks; itself where all ranks hold the same."""
+    parts = [_split(firing, rows, coords) for firing in series.firings]
+    sources = tuple(split_series(one, rows, coords) for one in series.sources)
+    firings = tuple(part for firing in parts for part in firing)
+    if len(firings) == len(series.firings) or any(len(one.firings) != len(firings) for one in sources):
+        return series
+    return structs.replace(series, firings=firings, sources=sources)
+
+
+def _split(firing: Firing, rows: SideRows, coords: Mapping[int, Mapping[str, int]]) -> list[Firing]:
+    if len(firing.records) == 1:
+        return [firing]
+    groups: dict[object, list[Record]] = {}
+    for record in firing.records:
+        groups.setdefault((id(rows.of(record)), record.rows), []).append(record)
+    if len(groups) == 1:
+        return [firing]
+    apart = _axes_between([[coords[r.key.rank] for r in group] for group in groups.values()])
+    return [structs.replace(firing, records=tuple(records), apart=apart) for records in groups.values()]
+
+
+def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
+    """The mesh axes along which the parts differ, and no part does within itself."""
+    axes = {axis for part in parts for place in part for axis in place}
+    values = {axis: [{place.get(axis) for place in part} for part in parts] for axis in axes}
+    return frozenset(a for a, found in values.items() if all(len(v) == 1 for v in found) and len(set.union(*found)) > 1)
+
+
+def without(dims: Dims, apart: frozenset[str]) -> Dims:
+    """The dims of one part: its token axes are no longer sharded over the axes ``apart``."""
+    if not apart:
+        return dims
+    parts = tuple(
+        structs.replace(dim, shards=tuple(s for s in dim.shards if s.partial or s.axis not in apart))
+        if _TOKEN_AXES.issuperset(dim.names)
+        else dim
+        for dim in dims.dims
+    )
+    replicated = tuple(axis for axis in dims.replicated if axis not in apart)
+    return structs.replace(dims, dims=parts, replicated=replicated, dp=None if dims.dp in apart else dims.dp)

@@ -1,0 +1,1 @@
+"""What is wrong, and where it began."""

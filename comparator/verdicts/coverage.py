@@ -1,0 +1,195 @@
+"""Coverage: how much of both runs the verdict is about, and what makes the data partial."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from tapscope import text
+from tapscope.comparator.alignment.forks import Fork
+from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.alignment.steps import IN_ORDER
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.verdicts.finding import Finding, Verdict
+from tapscope.comparator.verdicts.models import differences
+from tapscope.ledger import Ledger
+from tapscope.run import Run
+from tapscope.site import layer_of
+
+UNLIKE = "the models are configured differently"
+"""How the sentence on hyperparameters that differ begins."""
+ITSELF = "baseline and target are one directory"
+"""What is said of a run that is compared with itself."""
+
+
+class Coverage(Struct, frozen=True):
+    """The account of a comparison; ``partial`` and ``warnings`` are sentences."""
+
+    sites_matched: int
+    sites_only_baseline: int
+    sites_only_target: int
+    sites_not_comparable: int
+    rows_known: bool
+    """Whether both runs say which token rows their steps hold."""
+    rows_aligned: int
+    rows_forked: tuple[int, int]
+    rows_unaligned: tuple[int, int]
+    rows_again: tuple[int, int]
+    rows_superseded: tuple[int, int]
+    forks: tuple[Fork, ...]
+    ledgers: tuple[Ledger, Ledger]
+    partial: tuple[str, ...]
+    """What is missing, so that agreement of the rest is no verdict on the whole."""
+    warnings: tuple[str, ...]
+    """What was assumed or left out without making the verdict weaker than it says."""
+    damaged: tuple[str, ...] = ()
+    """Values of a run whose bytes are gone or are not those that were recorded; part of :attr:`partial`."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the verdict is about everything that both runs have in common and should have."""
+        return not self.partial
+
+
+def cover(
+    runs: tuple[Run, Run],
+    rows: RowMap,
+    examined: Sequence[Examined],
+    findings: Sequence[Finding],
+    num_objects: int,
+    notes: Sequence[str] = (),
+) -> Coverage:
+    """Account for a comparison; ``num_objects`` records held objects that have no value to compare, and ``notes`` say
+    what else was assumed."""
+    counts = Counter(f.verdict for f in findings)
+    ledgers = runs[0].ledger(), runs[1].ledger()
+    told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
+    partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
+    partial += [sentence for ledger, sentence in told if not ledger.complete]
+    missing = [one.site for one in examined if one.about.missing]
+    if missing:
+        lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
+        partial.append(f"{lack} records that the other run has, first {missing[0]}")
+    warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
+    warnings += [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
+    warnings += [sentence for ledger, sentence in told if ledger.complete]
+    warnings += _assumed(examined, findings)
+    if num_objects:
+        warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
+    return Coverage(
+        sum(n for v, n in counts.items() if not v.is_orphan),
+        counts[Verdict.ONLY_BASELINE],
+        counts[Verdict.ONLY_TARGET],
+        counts[Verdict.SHAPE],
+        rows.known,
+        rows.num_pairs,
+        rows.num_forked,
+        rows.num_unaligned,
+        rows.num_again,
+        rows.num_superseded,
+        rows.forks,
+        ledgers,
+        tuple(partial),
+        tuple(warnings),
+    )
+
+
+def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[str]:
+    """What makes single findings say less than they seem to."""
+    odd: dict[str, list[str]] = {}
+    for one in examined:
+        for warning in one.about.warnings:
+            odd.setdefault(warning, []).append(one.site)
+    said = [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
+    if by_stats := sum(f.basis == "stats" for f in findings):
+        what = "what leaves mean, rms and maximum alone is not seen"
+        said.append(f"{text.plural(by_stats, 'site')} compared by statistics alone: {what}")
+    if plain := [f.site for f in findings if f.test == "plain"]:
+        said.append(f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}: judged by the tensors alone")
+    if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
+        said.append(f"{text.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}")
+    return said
+
+
+def _unlike(runs: tuple[Run, Run]) -> list[str]:
+    found = differences(*runs)
+    return [f"{UNLIKE}: {', '.join(found)}"] if found else []
+
+
+def _more(sites: Sequence[str]) -> str:
+    return f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+
+
+def _left_out(examined: Sequence[Examined]) -> list[str]:
+    """What was not compared, or by an assumption, though nothing is wrong."""
+    reasons: dict[str, list[str]] = {}
+    for one in examined:
+        if one.apart:
+            reasons.setdefault(one.apart, []).append(one.site)
+    said = [f"{text.plural(len(sites), 'site')} not compared, e.g. {sites[0]}: {why}" for why, sites in reasons.items()]
+    return said + list(dict.fromkeys(note for one in examined for note in one.notes if note.startswith(IN_ORDER)))
+
+
+def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
+    return [
+        f"{count:,} token rows of {run.name} were never computed by {other.name}{_cached(run, other)}"
+        for run, other, count in zip(runs, runs[::-1], rows.num_unaligned, strict=True)
+        if count
+    ]
+
+
+def _cached(run: Run, other: Run) -> str:
+    """Which request of the other run begins late, as behind a prefix that was computed before."""
+    whole, begun = _beginnings(run), _beginnings(other)
+    late = next((name for name, start in begun.items() if whole.get(name, start) < start), None)
+    if late is None:
+        return ""
+    where = f"request {late} begins at position {begun[late]} there"
+    return f" ({where}, as behind a cached prefix: dump without prefix caching)"
+
+
+def _beginnings(run: Run) -> dict[str, int]:
+    """Request -> the first position that was computed of it."""
+    found: dict[str, int] = {}
+    for lines in run.steps.values():
+        for row in (row for line in lines.values() for row in line.info.rows):
+            found[row.request] = min(found.get(row.request, row.position), row.position)
+    return found
+
+
+def _prompts(forks: Sequence[Fork]) -> list[str]:
+    given = [f for f in forks if f.in_prompt]
+    if not given:
+        return []
+    return [f"the prompts differ: request {given[0].request} at position {given[0].position}, {len(given)} in all"]
+
+
+def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
+    """Orphans are usual between frameworks; a layer, most of a run, or a tapped module that has none is not."""
+    said: list[str] = []
+    matched = [f for f in findings if not f.verdict.is_orphan]
+    if len(matched) == len(findings):
+        return said
+    layers = {_layer(f.site) for f in matched}
+    sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
+    for verdict, side in sides:
+        alone = [f for f in findings if f.verdict is verdict]
+        lost = sorted({layer for f in alone if (layer := _layer(f.site)) is not None} - layers)
+        if lost:
+            said.append(
+                f"layer {lost[0]} and {len(lost) - 1} more are only in {runs[side].name}"
+                if len(lost) > 1
+                else f"layer {lost[0]} is only in {runs[side].name}"
+            )
+        tapped = set(ledgers[1 - side].never_fired)
+        silent = [f.site for f in alone if f.site in tapped]
+        if silent:
+            said.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
+    fewer = len(matched) + min(sum(f.verdict is v for f in findings) for v, _ in sides)
+    if matched and 2 * len(matched) < fewer:
+        said.append(f"only {len(matched)} of at least {fewer} sites have a counterpart")
+    return said
+
+
+def _layer(site: str) -> int | None:
+    return layer_of(site.rpartition(":")[0])

@@ -1,0 +1,147 @@
+"""Damage: records whose bytes are gone or are not those that were recorded; the rest of the runs is compared."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from msgspec import Struct, field, structs
+
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.runs.series import Series, recorded
+from tapscope.comparator.verdicts.coverage import Coverage
+from tapscope.comparator.verdicts.localise import Divergence
+from tapscope.dims import parse
+from tapscope.errors import DataError, DimsError, RunCorruptError
+from tapscope.kernels.native import summarize_array
+from tapscope.manifest import HASH_VERSION
+from tapscope.record import Key, Record
+from tapscope.records import Records
+from tapscope.run import Run
+from tapscope.text import plural
+
+
+class Damage(Struct):
+    """What is damaged in one run.
+
+    Where no other rank holds a copy of it the firing goes as a whole: the rest is no tensor without it.
+    """
+
+    run: Run
+    reasons: dict[Key, str] = field(default_factory=dict)
+    """Record -> what is wrong with it."""
+    num_records: int = 0
+    """Records left out, sound ones of the same firing included."""
+    num_copied: int = 0
+    """Of those, damaged ones of which another rank holds a copy."""
+    _compared: Records = field(default_factory=Records)
+
+    def sound(self, records: Records) -> Records:
+        """Without what is damaged; raises RunCorruptError when nothing is left.
+
+        Here only what need not be read is looked at: whether the bytes are there.
+        """
+        for record in self.run.suspects(records):
+            if reason := self.run.lacks(record):
+                self.reasons.setdefault(record.key, reason)
+        kept = self._without(records) if self.reasons else records
+        self.num_records, self._compared = len(records) - len(kept), kept
+        if not kept and self.reasons:
+            raise RunCorruptError(f"{self.run.path}: not one value of what is to be compared is whole: {self._first()}")
+        return kept
+
+    def _without(self, records: Records) -> Records:
+        odd = {_firing(key) for key in self.reasons}
+        firings: dict[Key, list[Record]] = {}
+        for record in records:
+            if (firing := _firing(record.key)) in odd:
+                firings.setdefault(firing, []).append(record)
+        lost = {firing: [r for r in every if r.key in self.reasons] for firing, every in firings.items()}
+        gone = {firing for firing, some in lost.items() if not all(self._has_copy(r, firings[firing]) for r in some)}
+        self.num_copied = sum(len(some) for firing, some in lost.items() if firing not in gone)
+        keys = [record.key for record in records]
+        kept = [at for at, key in enumerate(keys) if key not in self.reasons and _firing(key) not in gone]
+        return records.take(np.array(kept, np.int64))
+
+    def _has_copy(self, lost: Record, firing: Iterable[Record]) -> bool:
+        return any(other.key not in self.reasons and self._is_copy(lost, other) for other in firing)
+
+    def _is_copy(self, lost: Record, other: Record) -> bool:
+        """Whether another rank's record stands for one: the dims call it a replica, or the recorded hashes are equal;
+        and no axis over which the tensor is spread tells the two apart."""
+        if (lost.dtype, lost.shape, lost.dims) != (other.dtype, other.shape, other.dims):
+            return False
+        try:
+            dims = parse(lost.dims) if lost.dims else None
+        except DimsError:
+            return False
+        here, there = self.run.coords(lost.key.rank), self.run.coords(other.key.rank)
+        apart = {axis for axis in {**here, **there} if here.get(axis) != there.get(axis)}
+        if dims is not None and (dims.rows or apart & {*(shard.axis for _, shard in dims.shards()), dims.dp}):
+            return False
+        declared = dims is not None and bool(apart) and apart <= set(dims.replicated)
+        return declared or (lost.hash is not None and lost.hash == other.hash)
+
+    def look(self, suspects: Iterable[Series]) -> bool:
+        """Read the values of ``suspects`` and check them; whether some are not what was recorded.
+
+        Where one is not, every record that is compared is read: damage seldom comes alone.
+        """
+        if self.run.hash_version != HASH_VERSION:
+            return False
+        before = len(self.reasons)
+        for series in suspects:
+            for source in recorded(series):
+                for firing in source.firings:
+                    for record in firing.records:
+                        self._check(record)
+        if len(self.reasons) == before:
+            return False
+        for record in self._compared:
+            self._check(record)
+        return True
+
+    def _check(self, record: Record) -> None:
+        if record.entry is None or record.hash is None:
+            return
+        try:
+            found = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
+        except DataError as error:
+            self.reasons.setdefault(record.key, str(error))
+            return
+        if found != record.hash:
+            key = record.key
+            reason = (
+                f"{record.entry.file} of rank {key.rank}: the bytes of {key.site} at step {key.step} are not those "
+                "that were recorded"
+            )
+            self.reasons.setdefault(record.key, reason)
+
+    def sentences(self) -> list[str]:
+        """What is damaged, in one sentence; none when nothing is."""
+        if not self.reasons:
+            lost = self.run.damaged
+            return [f"{self.run.name} is damaged, {plural(len(lost), 'file')} left out: {lost[0]}"] if lost else []
+        left_out = f"{plural(self.num_records, 'record')} left out"
+        left_out += f", {self.num_copied:,} of them replicas that other ranks hold" if self.num_copied else ""
+        return [f"{self.run.name} is damaged, {left_out} (tapscope verify {self.run.path} lists them): {self._first()}"]
+
+    def _first(self) -> str:
+        return next(iter(self.reasons.values()))
+
+
+def look(damage: tuple[Damage, Damage], divergences: Sequence[Divergence], examined: Sequence[Examined]) -> bool:
+    """Check the values of every culprit; whether one of them is damage and no doing of a module."""
+    sites = {divergence.finding.site for divergence in divergences}
+    pairs = [one.pair for one in examined if one.site in sites]
+    sides = [p.baseline for p in pairs if p.baseline], [p.target for p in pairs if p.target]
+    found = [one.look(series) for one, series in zip(damage, sides, strict=True)]
+    return any(found)
+
+
+def with_damage(coverage: Coverage, damage: tuple[Damage, Damage]) -> Coverage:
+    """The account, with what was left out."""
+    said = tuple(sentence for one in damage for sentence in one.sentences())
+    return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
+
+
+def _firing(key: Key) -> Key:
+    return key._replace(rank=0)
