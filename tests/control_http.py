@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 import warm
+from jobs import LIMIT_S
 
 TOKEN = "correct-horse-battery"
 
@@ -22,7 +23,7 @@ def send(
 ) -> tuple[int, Any, dict[str, str]]:
     """Status, body (JSON where it is JSON) and headers of the answer; POST when there is a body."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-    connection = http.client.HTTPConnection(address, timeout=30)
+    connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
     try:
         connection.request(method or ("GET" if data is None else "POST"), path, data, headers or {})
         reply = connection.getresponse()

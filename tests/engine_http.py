@@ -22,12 +22,18 @@ class Hold:
     def __init__(self, llm: LLM) -> None:
         self._left: int | None = None
         self._released = threading.Event()
+        self._stands = threading.Event()
         llm.model.register_forward_pre_hook(self._wait)
 
     def after(self, steps: int) -> None:
         """The step after the next ``steps`` waits for :meth:`release`."""
         self._released.clear()
+        self._stands.clear()
         self._left = steps
+
+    def until_it_stands(self) -> None:
+        """Wait for the step that waits for :meth:`release`."""
+        assert self._stands.wait(60), "the model never came to that step"
 
     def release(self) -> None:
         """Go on, from now on."""
@@ -37,11 +43,19 @@ class Hold:
     def _wait(self, *_: Any) -> None:
         if self._left is not None:
             self._left -= 1
-            assert self._left >= 0 or self._released.wait(30), "nobody released the model"
+            if self._left < 0:
+                self._stands.set()
+                assert self._released.wait(60), "nobody released the model"
 
 
 HOLDS: dict[str, Hold] = {}
 """Of the servers that :func:`served` has running, by their addresses."""
+
+
+def raw_post(body: dict[str, Any]) -> bytes:
+    """A request to generate, as a client sends it that does as it likes with its connection."""
+    content = json.dumps(body).encode()
+    return f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 class Served:
@@ -53,7 +67,7 @@ class Served:
         self._server = uvicorn.Server(uvicorn.Config(make_app(llm, routers, settings), log_config=None))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self._socket.getsockname()[1]}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self._socket.getsockname()[1]}", timeout=90)
 
     def generate(self, **body: Any) -> httpx.Response:
         return self.client.post("/generate", json=body)

@@ -15,14 +15,13 @@ from typing import Any
 
 import fault_worker
 from fault_worker import Spec
-from jobs import wait_until
+from jobs import LIMIT_S, wait_until
 from warm import RANKS
 
 from tapscope.dumper.process import is_alive
 
 SLACK_S = 10.0
 """What a busy machine may add to a wait; a wait without a bound would be longer."""
-_END_S = 90.0
 
 
 class Ranks:
@@ -77,17 +76,17 @@ class Ranks:
     def opened(self) -> "Ranks":
         """Wait until every rank has opened its dumper."""
         for spec in self.specs:
-            wait_until(lambda rank=spec.rank: self.mark("open", rank) is not None, "a rank opens", _END_S)
+            wait_until(lambda rank=spec.rank: self.mark("open", rank) is not None, "a rank opens")
         return self
 
     def acked(self, step: int, rank: int = 0) -> None:
         """Wait until the rank knows that this step was acknowledged."""
-        wait_until(lambda: (self.mark("acked", rank) or -1) >= step, f"step {step} is acknowledged", _END_S)
+        wait_until(lambda: (self.mark("acked", rank) or -1) >= step, f"step {step} is acknowledged")
 
     def finished(self) -> "Ranks":
         """Wait until every rank has ended by itself."""
         for process in self.processes:
-            process.join(_END_S)
+            process.join(LIMIT_S)
         return self
 
     def find_recorder(self) -> int | None:
@@ -138,7 +137,7 @@ class Ranks:
                 self._goes_on(spec.rank, process)
         self.ask_to_end()
         for rank, process in enumerate(self.processes):
-            process.join(_END_S)
+            process.join(LIMIT_S)
             assert process.exitcode is not None, f"rank {rank} hangs"
             if rank not in killed:
                 assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
@@ -149,13 +148,13 @@ class Ranks:
         for pid in self._recorders:
             if not _polled(partial(_gone, pid), 1.0) and is_alive(pid):
                 os.kill(pid, signal.SIGTERM)  # it waits for ranks that will never come
-            wait_until(partial(_gone, pid), "the recorder ends", 30.0)
-        wait_until(lambda: _is_free(self.run), "the lock of the run is free", 30.0)
+            wait_until(partial(_gone, pid), "the recorder ends")
+        wait_until(lambda: _is_free(self.run), "the lock of the run is free")
 
     def _goes_on(self, rank: int, process: BaseProcess) -> None:
         """A few more steps, unless it has come to its end by itself."""
         at = self.mark("at", rank) or 0
-        wait_until(lambda: not process.is_alive() or (self.mark("at", rank) or 0) >= at + 4, "the model goes on", 30.0)
+        wait_until(lambda: not process.is_alive() or (self.mark("at", rank) or 0) >= at + 4, "the model goes on")
 
     def _check_waits(self, spec: Spec) -> None:
         done = next((each for each in self.marks(spec.rank) if "done" in each), None)
@@ -196,7 +195,7 @@ def _polled(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def alone(target: Callable[..., None], *args: Any, timeout_s: float = _END_S) -> None:
+def alone(target: Callable[..., None], *args: Any, timeout_s: float = LIMIT_S) -> None:
     """Run ``target`` in a process of its own; fails when it fails, or hangs."""
     process = RANKS.Process(target=target, args=args)
     process.start()

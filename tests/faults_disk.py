@@ -45,7 +45,7 @@ def disk_full(place: Path, rng: random.Random) -> None:
         Ranks(disk / "run", 2, side=place, rows=64, settings=settings | {"min_free_bytes": 0}) as ranks,
     ):
         ranks.opened()
-        wait_until(lambda: _says_lost(ranks), "the disk is full", 60.0)
+        wait_until(lambda: _says_lost(ranks), "the disk is full")
         ranks.end()
         assert "No space left on device" in ranks.log()
         assert verify(ranks.run)[0] == 1
@@ -63,7 +63,7 @@ def disk_floor(place: Path, rng: random.Random) -> None:
         Ranks(disk / "run", side=place, rows=256, settings=settings) as ranks,
     ):
         ranks.opened()
-        wait_until(lambda: "tapscope stops capturing" in ranks.log(), "the floor is reached", 60.0)
+        wait_until(lambda: "tapscope stops capturing" in ranks.log(), "the floor is reached")
         ranks.end()
         assert shutil.disk_usage(disk).free > 0
         check_damaged(ranks, "a budget ended the capture: rank 0: min_free_bytes 10000000")
@@ -78,7 +78,7 @@ def files_limited(place: Path, rng: random.Random) -> None:
     settings = {"segment_bytes": 100_000_000, "min_free_bytes": 0}
     with Ranks(place / "run", file_bytes=limit, settings=settings) as ranks:
         ranks.opened()
-        wait_until(lambda: _says_lost(ranks), "the limit is reached", 60.0)
+        wait_until(lambda: _says_lost(ranks), "the limit is reached")
         ranks.end()
         assert "File too large" in ranks.log()
         check_damaged(ranks, "died while recording: rank 0")
@@ -92,7 +92,7 @@ def directory_removed(place: Path, rng: random.Random) -> None:
         ranks.find_recorder()
         for _ in range(2):  # the second time what was made meanwhile
             shutil.rmtree(ranks.run, ignore_errors=True)
-        wait_until(lambda: _says_lost(ranks), "the rank knows that nothing is recorded any more", 60.0)
+        wait_until(lambda: _says_lost(ranks), "the rank knows that nothing is recorded any more")
         ranks.end()
         assert ranks.lost is not None
 
@@ -105,7 +105,7 @@ def directory_renamed(place: Path, rng: random.Random) -> None:
         ranks.find_recorder()
         ranks.run = ranks.run.rename(place / "moved")
         if keep == "full":  # there can be no further segment
-            wait_until(lambda: _says_lost(ranks), "the rank knows that nothing is recorded any more", 60.0)
+            wait_until(lambda: _says_lost(ranks), "the rank knows that nothing is recorded any more")
         ranks.end()
         if keep == "full":
             assert ranks.lost is not None
@@ -131,7 +131,7 @@ def directory_read_only(place: Path, rng: random.Random) -> None:
         else:
             os.chmod(folder, 0o555)
         try:
-            wait_until(lambda: _says_lost(ranks), "the rank knows that nothing can be written", 60.0)
+            wait_until(lambda: _says_lost(ranks), "the rank knows that nothing can be written")
             ranks.end()
         finally:
             if os.geteuid() == 0:

@@ -169,7 +169,7 @@ def random_bytes(place: Path, rng: random.Random) -> None:
 def two_writers(place: Path, rng: random.Random) -> None:
     (place / "other").mkdir()
     with Ranks(place / "run") as ranks, Ranks(place / "run", side=place / "other") as others:
-        wait_until(lambda: bool(ranks.marks()) and bool(others.marks()), "both know", 60.0)
+        wait_until(lambda: bool(ranks.marks()) and bool(others.marks()), "both know")
         opened = [each for each in (ranks, others) if each.mark("open")]
         refused = [each.mark("refused") for each in (ranks, others) if each.mark("refused")]
         assert len(opened) == len(refused) == 1, refused

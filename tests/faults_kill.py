@@ -76,7 +76,7 @@ def _survivor_goes_on(ranks: Ranks, rank: int) -> None:
         with open_run(ranks.run) as run:
             return any(event.kind == "lost" and event.rank == 1 - rank for event in run.events())
 
-    wait_until(is_said, "the recorder says that the rank died", 30.0)
+    wait_until(is_said, "the recorder says that the rank died")
 
 
 @fault("everything killed at once", 2, 20)
@@ -94,10 +94,10 @@ def everything_killed(place: Path, rng: random.Random) -> None:
 @fault("recorder killed while it starts", 1, 20)
 def recorder_killed_at_birth(place: Path, rng: random.Random) -> None:
     with _job(place, rng, 1) as ranks:
-        wait_until(lambda: ranks.find_recorder() is not None, "a recorder starts", 30.0)
+        wait_until(lambda: ranks.find_recorder() is not None, "a recorder starts")
         time.sleep(rng.uniform(0.0, 0.4))
         ranks.kill_recorder()
-        wait_until(lambda: bool(ranks.marks()), "the rank knows", 60.0)
+        wait_until(lambda: bool(ranks.marks()), "the rank knows")
         time.sleep(0.1)
         ranks.end()
         refused = ranks.mark("refused")
@@ -114,7 +114,7 @@ def rank_killed_at_birth(place: Path, rng: random.Random) -> None:
     with _job(place, rng, 2) as ranks:
         time.sleep(rng.uniform(0.0, 0.8))
         ranks.kill(1)
-        wait_until(lambda: ranks.mark("open") is not None, "rank 0 opens", 60.0)
+        wait_until(lambda: ranks.mark("open") is not None, "rank 0 opens")
         ranks.acked(2)
         ranks.end(1)
         code, _ = verify(ranks.run)

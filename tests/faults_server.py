@@ -1,6 +1,5 @@
 """Faults: what clients do to the served engine."""
 
-import json
 import random
 import socket
 import time
@@ -8,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from checkpoints import make_llama
-from engine_http import Served
+from engine_http import Served, raw_post
 from fault_list import fault
 
 from tapscope.engine import LLM
@@ -37,11 +36,10 @@ def hung_up(place: Path, rng: random.Random) -> None:
 
 def _hang_up(served: Served, way: str) -> None:
     params = {"max_new_tokens": 240, "ignore_eos": True}
-    body = json.dumps({"input_ids": [5, 6], "sampling_params": params, "stream": way == "begun"}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    request = raw_post({"input_ids": [5, 6], "sampling_params": params, "stream": way == "begun"})
     url = served.client.base_url
     with socket.create_connection((url.host, url.port)) as connection:
-        connection.sendall(head + (body[: len(body) // 2] if way == "unsent" else body))
+        connection.sendall(request[:-20] if way == "unsent" else request)
         if way == "begun":
             connection.recv(1000)
         if way == "reset":  # closing then sends RST

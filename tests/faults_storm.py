@@ -9,7 +9,7 @@ from typing import Any
 from fault_checks import check_values
 from fault_jobs import Ranks
 from fault_list import fault
-from jobs import ask
+from jobs import ask, wait_until
 
 from tapscope.run import Run, open_run
 
@@ -49,11 +49,10 @@ def storm(place: Path, rng: random.Random) -> None:
             status, answer = ask(f"{url}/{verb}", body)
             statuses[status] += 1
             assert status in (200, 400, 409), (verb, body, status, answer)
-        assert ask(f"{url}/configure", _PLAIN)[0] == 200
-        status, state = ask(f"{url}/state")
+        status, answer = ask(f"{url}/configure", _PLAIN)
         assert status == 200
-        last = Path(state["run"])
-        time.sleep(0.3)
+        wait_until(lambda: {r["epoch"] for r in ask(f"{url}/state")[1]["ranks"]} == {answer["epoch"]}, "both apply it")
+        last = Path(ask(f"{url}/state")[1]["run"])
         ranks.end()
         runs = [path.parent for path in place.glob("*/run.json")]
         assert last in runs

@@ -1,6 +1,9 @@
 """Starting and ending toy jobs of several processes, and talking HTTP to them."""
 
+import contextlib
 import json
+import random
+import socket
 import subprocess
 import time
 import urllib.error
@@ -12,6 +15,8 @@ from typing import Any
 import warm
 
 WORKER = Path(__file__).with_name("rank_worker.py")
+LIMIT_S = 90.0
+"""How long a test waits for what takes a moment: a busy machine needs less, and only what hangs needs more."""
 
 
 class Job:
@@ -46,7 +51,7 @@ class Job:
         codes = []
         for process in self.processes:
             try:
-                codes.append(process.wait(timeout=30))
+                codes.append(process.wait(LIMIT_S))
             except subprocess.TimeoutExpired:
                 process.kill()
                 codes.append(process.wait())
@@ -68,16 +73,25 @@ def ask(url: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, d
     """Status and JSON of one HTTP request, error statuses included."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=30) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=LIMIT_S) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.load(error)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = LIMIT_S) -> None:
     """Poll until the condition holds; fails with ``what`` when it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting until {what}"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that nobody has and that the system gives to nobody who lets it choose: it lies below those."""
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", random.SystemRandom().randrange(max(1024, below - 8192), below)))
+            return int(trial.getsockname()[1])

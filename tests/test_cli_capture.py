@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import warm
 from checkpoints import make_llama
-from jobs import ask, wait_until
+from jobs import LIMIT_S, ask, free_port, wait_until
 from safetensors.torch import load_file, save_file
 
 from tapscope.cli import main
@@ -218,12 +217,11 @@ def test_runs_with_nothing_in_common_are_exit_3(
 
 
 def test_serve_is_steered_over_http_and_drains_on_sigterm(llama: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tapscope", "serve", str(llama), "-o", str(tmp_path / "live"), "--listen", address]
     server = subprocess.Popen([*command, "--tp", "2", "-q"])
     try:
-        wait_until(lambda: _healthy(address), "the server is up", timeout_s=60)
+        wait_until(lambda: _healthy(address), "the server is up")
         body = {"text": "def main():", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         first = ask(f"http://{address}/generate", body)[1]
         assert (
@@ -244,7 +242,7 @@ def test_serve_is_steered_over_http_and_drains_on_sigterm(llama: Path, tmp_path:
         assert (taken.returncode, f"cannot listen on {address}" in taken.stderr) == (2, True)
     finally:
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) == 0
+        assert server.wait(LIMIT_S) == 0
     run = open_run(tmp_path / "live")
     assert run.closed
     assert run.ledger().complete, run.ledger().sentences()
@@ -273,9 +271,9 @@ def test_a_dump_that_is_stopped_says_what_it_kept(llama: Path, tmp_path: Path, b
     out = tmp_path / "run"
     flags = ["--backend", backend, "--prompt", "def main():", "--max-new", "400"]
     process = warm.start("-m", "tapscope", "dump", llama, "-o", out, *flags, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(_lines(out)) > 2000, "some steps are recorded", timeout_s=60)
+    wait_until(lambda: len(_lines(out)) > 2000, "some steps are recorded")
     process.send_signal(number)
-    error = process.communicate(timeout=30)[1]
+    error = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 130
     assert "kept in" in error
     assert "incomplete" in error

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from control_http import TOKEN, bearer, send
-from jobs import Job, wait_until
+from jobs import LIMIT_S, Job, wait_until
 from rank_worker import build
 
 from tapscope.dumper import Dumper
@@ -171,7 +171,7 @@ def _raw_post(job: Job, raw: bytes, headers: dict[str, str]) -> tuple[int, bytes
     host, port = _address(job).split(":")
     lines = {"Host": "localhost", "Content-Length": str(len(raw)), "Connection": "close"} | headers
     head = "POST /dumper/configure HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()) + "\r\n"
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
         answer = b""
         try:
             connection.sendall(head.encode() + raw)
@@ -185,7 +185,7 @@ def _raw_post(job: Job, raw: bytes, headers: dict[str, str]) -> tuple[int, bytes
 def _chunked(job: Job, chunk: bytes, times: int) -> int:
     import http.client
 
-    connection = http.client.HTTPConnection(_address(job), timeout=30)
+    connection = http.client.HTTPConnection(_address(job), timeout=LIMIT_S)
     try:
         connection.request("POST", "/dumper/configure", iter([chunk] * times), encode_chunked=True)
         return connection.getresponse().status
@@ -232,7 +232,7 @@ def test_connections_left_open_keep_no_segment_from_opening(tmp_path: Path) -> N
     held: list[socket.socket] = []
     with job:
         host, port = _address(job).split(":")
-        held += [socket.create_connection((host, int(port)), timeout=5) for _ in range(1200)]
+        held += [socket.create_connection((host, int(port)), timeout=LIMIT_S) for _ in range(1200)]
         before = job.ask("state")[1]["ranks"][0]["bytes"]
         wait_until(lambda: job.ask("state")[1]["ranks"][0]["bytes"] > before + 8 * 8192, "more segments are written")
         assert job.ask("state")[1]["ranks"][0]["status"] == "connected"
@@ -247,7 +247,7 @@ def test_bytes_that_are_no_http_disturb_nothing(open_job: Job) -> None:
     held = []
     for size in (1, 10, 1000, 100_000):
         for _ in range(5):
-            connection = socket.create_connection((host, int(port)), timeout=5)
+            connection = socket.create_connection((host, int(port)), timeout=LIMIT_S)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(noise.randbytes(size))
             held.append(connection)  # left open: half a request holds up nobody

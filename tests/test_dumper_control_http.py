@@ -283,7 +283,7 @@ _bodies = _fitting | st.dictionaries(_names, _json, max_size=4) | _json
 
 
 @pytest.mark.parametrize("verb", ["configure", "capture", "reset", "get_state"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=_bodies)
 def test_no_body_is_a_500(job: Job, verb: str, body: Any) -> None:
     if verb == "reset" and (not isinstance(body, dict) or not set(body) - {"run"}):
@@ -295,7 +295,7 @@ def test_no_body_is_a_500(job: Job, verb: str, body: Any) -> None:
         assert "\n" not in answer["error"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(max_size=200), glob=st.text(max_size=40))
 def test_no_bytes_and_no_glob_are_a_500(job: Job, raw: bytes, glob: str) -> None:
     from urllib.parse import quote

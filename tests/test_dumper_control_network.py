@@ -17,7 +17,7 @@ import pytest
 import warm
 import zmq
 from control_http import ctl
-from jobs import WORKER, Job, wait_until
+from jobs import LIMIT_S, WORKER, Job, wait_until
 from rank_worker import build
 
 from tapscope import wire
@@ -75,7 +75,7 @@ def test_a_rank_of_another_host_is_recorded_through_the_network(tmp_path: Path) 
         wait_until(lambda: {r["epoch"] for r in client.call("state")[1]["ranks"]} == {1}, "both apply")
     finally:
         run.with_name("run.stop").touch()
-        codes = [rank.wait(timeout=30) for rank in ranks]
+        codes = [rank.wait(LIMIT_S) for rank in ranks]
         for rank in ranks:
             assert rank.stdout is not None
             rank.stdout.close()
@@ -133,7 +133,7 @@ def test_random_bytes_on_the_port_of_the_network_disturb_nothing(job: Job) -> No
     held = []
     for start in (b"", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE", b"GET / HTTP/1.1\r\n\r\n"):
         for size in (1, 64, 10_000):
-            connection = socket.create_connection((host, int(port)), timeout=5)
+            connection = socket.create_connection((host, int(port)), timeout=LIMIT_S)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(start + noise.randbytes(size))
             held.append(connection)

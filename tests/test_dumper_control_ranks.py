@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 from control_http import send
-from jobs import Job, ask, wait_until
+from jobs import LIMIT_S, Job, ask, wait_until
 from rank_worker import build
 from torch import nn
 
@@ -423,7 +423,7 @@ def test_requests_while_a_recorder_ends_are_all_answered(tmp_path: Path) -> None
             asking = threading.Thread(target=lambda a=address, s=statuses: _ask_until_gone(a, s))
             asking.start()
             wait_until(lambda s=statuses: len(s) > 3, "it is asked")
-        asking.join(timeout=20)
+        asking.join(LIMIT_S)
         assert not asking.is_alive()
         assert set(statuses) <= {200, 503}
 
@@ -488,6 +488,6 @@ def _two_ranks(run: Path) -> list[str]:
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join(timeout=60)
+        each.join(LIMIT_S)
     assert not any(each.is_alive() for each in ranks)
     return said

@@ -13,7 +13,7 @@ import torch
 import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import Job, wait_until
+from jobs import LIMIT_S, Job, wait_until
 from rank_worker import build
 
 from tapscope.dumper import Dumper
@@ -97,7 +97,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(num_steps=st.integers(1, 4), limit=st.integers(2000, 20_000), operations=OPERATIONS)
 def test_steps_are_released_whole_in_order_and_once_and_memory_is_bounded(
     num_steps: int, limit: int, operations: list[tuple[str, int]]
@@ -307,7 +307,7 @@ def ended_recorder(run: Path) -> None:
 
 def test_an_uncaught_exception_writes_the_past(tmp_path: Path) -> None:
     process = script(tmp_path, "raise LookupError('gone')")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "LookupError: gone" in errors
     ended_recorder(tmp_path / "run")
@@ -318,7 +318,7 @@ def test_an_uncaught_exception_writes_the_past(tmp_path: Path) -> None:
 
 def test_the_end_of_a_process_that_closed_nothing_writes_the_past(tmp_path: Path) -> None:
     process = script(tmp_path, "sys.exit(3)")
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 3
     ended_recorder(tmp_path / "run")
     with open_run(tmp_path / "run") as run:
@@ -351,7 +351,7 @@ log.addFilter(lambda record: told.set() or True if "to disk" in record.getMessag
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "ready"
     process.send_signal(signal.SIGUSR2)
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, rest.strip()) == (0, "heard 1")
     with open_run(tmp_path / "run") as run:
         assert steps_of(run) == ([3, 4, 5] if when == "idle" else [4, 5, 6])
@@ -381,7 +381,7 @@ def test_a_release_over_http_reaches_every_rank_also_while_it_is_idle(tmp_path: 
 
 
 def test_a_trigger_on_one_rank_lets_every_rank_write_the_same_steps(tmp_path: Path) -> None:
-    settings = {"keep": "full", "past_steps": 30, "triggers": ["layers.0:out: rank == 1 and step == 12 -> keep"]}
+    settings = {"keep": "full", "past_steps": 5000, "triggers": ["layers.0:out: rank == 1 and step == 12 -> keep"]}
     with Job(tmp_path / "run", 2, pause_s=0.05, control="127.0.0.1:0", **settings) as job:
         wait_until(lambda: min(job.steps()) > 16, "both ranks are past the step")
     with open_run(tmp_path / "run") as run:
@@ -440,7 +440,7 @@ dumper.release(1)
 dumper.close()
 """
     process = script(tmp_path, body)
-    told, errors = process.communicate(timeout=60)
+    told, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, told.strip()) == (0, "5"), errors
     with open_run(tmp_path / "run") as run:
         assert steps_of(run) == [6]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jobs import wait_until
+from jobs import LIMIT_S, wait_until
 
 from tapscope import wire
 from tapscope.dumper.network import Endpoint
@@ -30,5 +30,5 @@ def test_a_recorder_whose_first_rank_was_refused_ends_soon(tmp_path: Path) -> No
                 assert answer.kind == "refused"
                 assert process.poll() is None
         assert "lacks the field 'opening'" in answer["reason"]
-        assert process.wait(timeout=30) == 0
+        assert process.wait(LIMIT_S) == 0
     assert not (run / "recorder.json").exists()

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import AsyncGenerator, Iterator
@@ -22,7 +21,7 @@ import zmq
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
 from engine_observers import JournalIn, Memory
-from jobs import wait_until
+from jobs import LIMIT_S, free_port, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
 
@@ -82,14 +81,13 @@ class Server:
 
 
 def _started(model: Path, folder: Path, *flags: str) -> Server:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     run, log = folder / "run", folder / "log.jsonl"
     words = ["-m", "tapscope", "serve", model, "-o", run, "--listen", address, "-q"]
     words += ["--dp", "2", "--set", "num_pages=1024", "--request-log", log, *flags]
     process = warm.start(*words, stderr=subprocess.PIPE, text=True)
-    server = Server(process, httpx.Client(base_url=f"http://{address}", timeout=60), run, log)
-    wait_until(lambda: process.poll() is not None or _is_up(server.http), "the server is up", timeout_s=90)
+    server = Server(process, httpx.Client(base_url=f"http://{address}", timeout=LIMIT_S), run, log)
+    wait_until(lambda: process.poll() is not None or _is_up(server.http), "the server is up")
     assert process.poll() is None, process.communicate()[1]
     return server
 
@@ -107,7 +105,7 @@ def _ended(server: Server) -> tuple[int, str]:
         server.process.send_signal(signal.SIGTERM)
     return_code, said = None, ""
     try:
-        said = server.process.communicate(timeout=60)[1]
+        said = server.process.communicate(timeout=LIMIT_S)[1]
         return_code = server.process.returncode
     finally:
         server.process.kill()
@@ -359,7 +357,7 @@ def test_replicas_that_could_not_agree_on_weights_serve_nobody(models: list[Path
             asyncio.run(_disagree(context, second.engine, str(models[1])))
         finally:
             for thread in threads:
-                thread.join(20)
+                thread.join(LIMIT_S)
 
 
 def _run(service: EngineService, router: "zmq.Socket[bytes]") -> None:

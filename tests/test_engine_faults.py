@@ -18,29 +18,45 @@ import pytest
 import warm
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
+from engine_http import raw_post
+from jobs import LIMIT_S, free_port, wait_until
 
 LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
+ENDLESS = LONG | {"max_new_tokens": 16_000}
+"""Longer than anybody here waits."""
 SHORT = LONG | {"max_new_tokens": 4}
+SHAPE = {"num_hidden_layers": 1, "max_position_embeddings": 16_384}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "model"
-    return make_llama(folder, seed=1, num_hidden_layers=1, max_position_embeddings=1024)
+    return make_llama(folder, seed=1, **SHAPE)
 
 
 class Process:
     """A running `tapscope serve`."""
 
     def __init__(self, path: Path, run: Path, *flags: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        words = ["-m", "tapscope", "serve", path, "-o", run, "--listen", self.address, *flags]
-        self.process = warm.start(*words, stderr=subprocess.PIPE, text=True)
-        self.client = httpx.Client(base_url=f"http://{self.address}", timeout=60)
+        self.address = f"127.0.0.1:{free_port()}"
+        words = [
+            "-m",
+            "tapscope",
+            "serve",
+            path,
+            "-o",
+            run,
+            "--listen",
+            self.address,
+            "--set",
+            "num_pages=4096",
+            *flags,
+        ]
+        self.process = warm.start(*words, *flags, stderr=subprocess.PIPE, text=True)
+        self.client = httpx.Client(base_url=f"http://{self.address}", timeout=LIMIT_S)
 
     def wait_ready(self) -> None:
-        assert self._wait(lambda: self.client.get("/health").status_code == 200, 60)
+        assert self.becomes(lambda: self.client.get("/health").status_code == 200)
 
     def generate(self, **body: Any) -> httpx.Response:
         return self.client.post("/generate", json=body)
@@ -63,11 +79,11 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """Exit code and stderr, once it ends by itself."""
-        text = self.process.communicate(timeout=60)[1]
+        text = self.process.communicate(timeout=LIMIT_S)[1]
         return self.process.returncode, text
 
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+    def becomes(self, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 if condition():
@@ -76,9 +92,6 @@ class Process:
                 pass
             time.sleep(0.05)
         return False
-
-    def becomes(self, condition: Callable[[], bool], seconds: float = 20) -> bool:
-        return self._wait(condition, seconds)
 
 
 @contextmanager
@@ -115,11 +128,10 @@ def test_clients_that_hang_up_or_read_slowly_and_sigterm_drains(path: Path, tmp_
         _hang_up_midway(process, 30)
         _read_slowly(process)
         with ThreadPoolExecutor(1) as pool:
-            params = LONG | {"max_new_tokens": 200}
-            answer = pool.submit(process.generate, input_ids=[5], sampling_params=params)
+            answer = pool.submit(process.generate, input_ids=[5], sampling_params=LONG)
             assert process.becomes(lambda: process.info()["num_running"] == 1)
             process.process.send_signal(signal.SIGTERM)
-            assert len(answer.result().json()["output_ids"]) == 200
+            assert len(answer.result().json()["output_ids"]) == 900
         code, text = process.end()
         assert code == 0, text
         assert "error" not in text
@@ -129,11 +141,10 @@ def _hang_up_midway(process: Process, count: int) -> None:
     """Each is aborted exactly once: its steps end, its pages are free again, and it counts as one that left."""
 
     def hang_up(index: int) -> None:
-        body = json.dumps({"input_ids": [index + 1], "sampling_params": LONG, "stream": index % 2 == 0}).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        body = {"input_ids": [index + 1], "sampling_params": ENDLESS, "stream": index % 2 == 0}
         host, _, port = process.address.partition(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(head + body)
+            connection.sendall(raw_post(body))
             if index % 2 == 0:
                 connection.recv(1000)  # it has begun to answer
 
@@ -170,7 +181,7 @@ def test_a_front_that_dies_ends_the_engine_with_the_reason(path: Path, tmp_path:
 def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Path, tmp_path: Path) -> None:
     with (
         _serving(path, tmp_path / "run", "--tp", "2", "--set", "rank_timeout_s=3") as process,
-        _stream(process, input_ids=[5], sampling_params=LONG) as lines,
+        _stream(process, input_ids=[5], sampling_params=ENDLESS) as lines,
     ):
         next(lines)
         children = process.children()
@@ -181,14 +192,11 @@ def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Pat
             assert (response.status_code, "hangs: it has not moved for" in response.text) == (503, True)
         process.process.kill()  # the front would do so after its linger
         assert "the engine's process has ended; so does the server" in process.end()[1]
-        deadline = time.monotonic() + 20
-        while not all(_is_gone(pid) for pid in children.values()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert all(_is_gone(pid) for pid in children.values())
+        wait_until(lambda: all(map(_is_gone, children.values())), "front and rank end")
 
 
 def test_a_rank_that_dies_while_idle_is_a_503_with_the_reason(path: Path, tmp_path: Path) -> None:
-    other = make_llama(tmp_path / "other", seed=2, num_hidden_layers=1, max_position_embeddings=1024)
+    other = make_llama(tmp_path / "other", seed=2, **SHAPE)
     with _serving(path, tmp_path / "run", "--tp", "2") as process:
         update = {"model_path": str(other), "weight_version": "2"}
         assert process.client.post("/update_weights_from_disk", json=update).json()["success"]
@@ -206,7 +214,7 @@ def test_a_rank_that_dies_while_idle_is_a_503_with_the_reason(path: Path, tmp_pa
 
 
 def test_a_second_sigterm_ends_at_once(path: Path, tmp_path: Path) -> None:
-    with _serving(path, tmp_path / "run") as process, _stream(process, input_ids=[5], sampling_params=LONG) as lines:
+    with _serving(path, tmp_path / "run") as process, _stream(process, input_ids=[5], sampling_params=ENDLESS) as lines:
         next(lines)
         process.process.send_signal(signal.SIGTERM)
         assert process.becomes(lambda: _refuses(process.address))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,6 +14,7 @@ from checkpoints import make_checkpoint, make_llama
 from engine_helpers import check_parity, reference_tokens
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import LIMIT_S, free_port
 from moe_checkpoints import make_moe
 
 from tapscope.cli import main
@@ -116,7 +116,7 @@ def test_two_nodes_of_torchrun_meet_at_a_rendezvous_of_their_own_and_rank_0_goes
     launched: tuple[Path, Path],
 ) -> None:
     model, program = launched
-    store, place = _free_address(), f"tcp://{_free_address()}"
+    store, place = f"127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-id", "here", "--rdzv-endpoint", store]
     nodes = [
@@ -139,12 +139,6 @@ def test_two_nodes_of_torchrun_meet_at_a_rendezvous_of_their_own_and_rank_0_goes
     assert sorted(out.strip() for out, _ in said) == ["", str(reference_tokens(model, [5, 6, 7], 6))]
 
 
-def _free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 @pytest.mark.parametrize(
     ("ranks_here", "is_in_collective", "expected"),
     [
@@ -157,7 +151,7 @@ def test_a_launched_rank_that_is_killed_is_said_on_rank_0(
     launched: tuple[Path, Path], ranks_here: int, is_in_collective: bool, expected: str
 ) -> None:
     model, program = launched
-    place = f"tcp://{_free_address()}"
+    place = f"tcp://127.0.0.1:{free_port()}"
     ranks = [
         warm.start(
             *(program, model, place),
@@ -172,8 +166,8 @@ def test_a_launched_rank_that_is_killed_is_said_on_rank_0(
         assert ranks[0].stdout.readline().strip() == str(reference_tokens(model, [5, 6, 7], 6))
         if not is_in_collective:
             ranks[1].kill()
-            ranks[1].communicate(timeout=20)
-        said = ranks[0].communicate(f"{ranks[1].pid if is_in_collective else ''}\n", timeout=30)[0]
+            ranks[1].communicate(timeout=LIMIT_S)
+        said = ranks[0].communicate(f"{ranks[1].pid if is_in_collective else ''}\n", timeout=LIMIT_S)[0]
         assert expected in said
         assert ranks[0].returncode == 0
     finally:
@@ -208,17 +202,17 @@ def test_a_launched_rank_that_hangs_is_ended_and_rank_0_says_where_it_stood(
 ) -> None:
     program = tmp_path / "stuck.py"
     program.write_text(STUCK)
-    host, port = _free_address().split(":")
-    places = [{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port} for rank in (0, 1)]
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [meeting | {"RANK": str(rank)} for rank in (0, 1)]
     ranks = [
         warm.start(program, launched[0], stdout=subprocess.PIPE, text=True, env=os.environ | place) for place in places
     ]
     try:
-        said = ranks[0].communicate(timeout=90)[0]
+        said = ranks[0].communicate(timeout=LIMIT_S)[0]
         assert "rank 1 of 2 hangs: it has not moved for" in said
         assert f'File "{program}", line 10 in before_step' in said
         assert ranks[0].returncode == 0
-        assert ranks[1].wait(20) == -signal.SIGKILL
+        assert ranks[1].wait(LIMIT_S) == -signal.SIGKILL
     finally:
         for process in ranks:
             process.kill()

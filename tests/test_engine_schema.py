@@ -7,19 +7,20 @@ import pytest
 import schemathesis
 from checkpoints import make_llama
 from engine_http import Served
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
+from jobs import LIMIT_S
 from schemathesis import GenerationMode
 
 from tapscope.engine import LLM
 
 QUICK = settings(
     max_examples=int(os.environ.get("TAPSCOPE_SCHEMA_EXAMPLES", "8")),
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+PLAIN = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
 OPERATIONS = {
     "POST /generate",
     "GET /health",
@@ -54,7 +55,7 @@ def test_no_request_is_a_500(served: Served, mode: GenerationMode) -> None:
     assert {label: found for label, found in statuses.items() if any(status >= 500 for status in found)} == {}
     if mode is GenerationMode.POSITIVE:
         assert statuses.keys() >= OPERATIONS
-    assert (200 if mode is GenerationMode.POSITIVE else 400) in statuses["POST /generate"]
+    assert {200, 400} <= statuses["POST /generate"]
     assert served.client.get("/health").status_code == 200
     assert served.info()["num_running"] == 0
 
@@ -67,11 +68,13 @@ def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, url
     @QUICK
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: schemathesis.Case) -> None:
-        response = case.call(base_url=url, timeout=30)
+        response = case.call(base_url=url, timeout=LIMIT_S)
         found.add(response.status_code)
         if response.status_code >= 500:
             print(operation.label, case.body, case.query, response.text)
 
+    if operation.label == "POST /generate":  # what is drawn is seldom allowed in all its fields together
+        ask = example(case=operation.Case(body=PLAIN, media_type="application/json"))(ask)
     ask()
     assert found <= told, operation.label
     return found

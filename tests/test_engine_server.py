@@ -6,23 +6,24 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
-from engine_http import Served
+from engine_http import Hold, Served, raw_post
 from engine_observers import Memory
 from fastapi import APIRouter
+from jobs import wait_until
 
 from tapscope.engine import LLM
 from tapscope.engine.server import make_app, serve
+from tapscope.engine.server.replica import Replica
 from tapscope.errors import ListenError
+from tapscope.wire import Message
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -44,15 +45,18 @@ def served(path: Path) -> Iterator[Served]:
             made.close()
 
 
-def _slow_down(llm: LLM, seconds: float) -> None:
-    llm.model.register_forward_hook(lambda *_: time.sleep(seconds))
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of all messages that the HTTP side has sent to the engine."""
+    kinds: list[str] = []
+    send = Replica.send
 
+    def note(self: Replica, message: Message) -> None:
+        send(self, message)
+        kinds.append(message.kind)
 
-def _wait(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
+    monkeypatch.setattr(Replica, "send", note)
+    return kinds
 
 
 def test_one_prompt_gets_sglangs_answer(served: Served, path: Path) -> None:
@@ -81,12 +85,16 @@ def test_a_batch_of_texts_gets_a_list_in_order(served: Served) -> None:
     assert [answer["meta_info"]["prompt_tokens"] for answer in body] == counts
 
 
-def test_requests_of_several_clients_share_steps(served: Served, path: Path) -> None:
-    _slow_down(served.llm, 0.01)
+def test_requests_of_several_clients_share_steps(served: Served, path: Path, sent: list[str]) -> None:
+    hold = Hold(served.llm)
+    hold.after(1)
     prompts = [[5, 6, 7], [300], list(range(40, 60)), [9, 8]]
     with ThreadPoolExecutor(4) as pool:
         params = GREEDY | {"max_new_tokens": 30}
-        answers = list(pool.map(lambda ids: served.generate(input_ids=ids, sampling_params=params).json(), prompts))
+        asked = pool.map(lambda ids: served.generate(input_ids=ids, sampling_params=params).json(), prompts)
+        wait_until(lambda: sent.count("submit") == 4, "all have asked")
+        hold.release()
+        answers = list(asked)
     for answer, prompt in zip(answers, prompts, strict=True):
         assert answer["output_ids"] == reference_tokens(path, prompt, 30)
     assert max(len(info.rows) for info in served.llm.observer.steps) > 1
@@ -155,26 +163,30 @@ def test_health_info_and_mounted_routes_answer(served: Served, path: Path) -> No
     assert (info["num_running"], info["num_waiting"], info["num_steps"], info["kv_pages_used"]) == (0, 0, 6, 0)
 
 
-def test_a_client_that_goes_away_has_its_request_aborted(served: Served) -> None:
-    _slow_down(served.llm, 0.02)
-    params = GREEDY | {"max_new_tokens": 250}
-    with pytest.raises(httpx.ReadTimeout):
-        served.client.post("/generate", json={"input_ids": [5], "sampling_params": params}, timeout=0.3)
-    assert _wait(lambda: served.info()["num_running"] == 0, 4)
+def test_a_client_that_goes_away_has_its_request_aborted(served: Served, sent: list[str]) -> None:
+    hold, url = Hold(served.llm), served.client.base_url
+    hold.after(3)
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(raw_post({"input_ids": [5], "sampling_params": GREEDY | {"max_new_tokens": 250}}))
+        hold.until_it_stands()
+    wait_until(lambda: "drop" in sent, "it is noticed")
+    hold.release()
     info = served.info()
-    assert 0 < info["num_steps"] < 250
-    assert info["kv_pages_used"] == 0
+    assert (info["num_running"], info["kv_pages_used"]) == (0, 0)
+    assert 4 <= info["num_steps"] < 250
 
 
-def test_a_live_id_cannot_be_used_twice(served: Served) -> None:
-    _slow_down(served.llm, 0.02)
-    params = GREEDY | {"max_new_tokens": 40}
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(served.generate, input_ids=[5], sampling_params=params, rid="r")
-        assert _wait(lambda: served.info()["num_running"] == 1)
-        second = served.generate(input_ids=[6], sampling_params=params, rid="r")
-        assert second.status_code == 400
-        assert "'r' is in use by a live request" in second.json()["error"]["message"]
+def test_a_live_id_cannot_be_used_twice(served: Served, sent: list[str]) -> None:
+    hold = Hold(served.llm)
+    hold.after(1)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(served.generate, input_ids=[5], sampling_params=GREEDY, rid="r")
+        hold.until_it_stands()
+        second = pool.submit(served.generate, input_ids=[6], sampling_params=GREEDY, rid="r")
+        wait_until(lambda: second.done() or sent.count("submit") == 2, "it is asked for again")
+        hold.release()
+        assert second.result().status_code == 400
+        assert "'r' is in use by a live request" in second.result().json()["error"]["message"]
         assert first.result().status_code == 200
 
 
