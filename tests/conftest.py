@@ -4,7 +4,9 @@ Tests marked ``gpu`` are counted where there is no CUDA device; no other test se
 the same on every machine.
 """
 
+import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +14,26 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # `python -m pytest` puts the root on sys.path, where engine/, dumper/ and kernels/ would shadow other packages.
 sys.path[:] = [entry for entry in sys.path if entry not in ("", _ROOT)]
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what is started inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties meet the same examples in every run, however slow; with `--hypothesis-seed N` they meet others."""
+    settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=config.getoption("--hypothesis-seed") is None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,6 +48,12 @@ def _warm_ranks() -> Iterator[None]:
         return
     with patch.object(workers, "PROCESSES", RANKS):
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: no collection of garbage looks through all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 _NO_GPU = "needs a CUDA device"

@@ -41,7 +41,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.sampled_from(["t h[tp]", "t h[tp] d", "t n d[tp]", "t[tp] h"]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_split_then_merged_is_the_whole(
     tmp_path_factory: pytest.TempPathFactory, size: int, width: int, dims: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_split_then_merged_is_the_whole(
 
 
 @given(st.integers(2, 4), st.sampled_from([np.float32, np.float64]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_summands_add_up_to_the_whole(
     tmp_path_factory: pytest.TempPathFactory, size: int, kind: type[np.floating[Any]]
 ) -> None:

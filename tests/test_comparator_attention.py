@@ -122,7 +122,7 @@ def test_values_that_went_through_one_narrow_cache_are_off_by_its_steps(tmp_path
     assert (found["layers.0.mixer.o:in[x]"].verdict is Verdict.CLOSE) is kept[1]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(1e-4, 0.05), st.sampled_from(["float8_e4m3fn", "float8_e5m2", "bfloat16"]), st.integers(0, 99))
 def test_two_roundings_to_one_format_are_apart_as_the_formula_says(error: float, name: str, seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -134,7 +134,7 @@ def test_two_roundings_to_one_format_are_apart_as_the_formula_says(error: float,
     assert 0.7 < np.sqrt((apart**2).mean()) / said < 1.3
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.floats(0.0, 0.5), st.integers(0, 999), st.floats(1e-9, 1e3))
 def test_the_mean_of_quantiles_is_about_that_of_the_rows(scatter: float, seed: int, size: float) -> None:
     errors = size * np.exp(scatter * np.random.default_rng(seed).standard_normal(4000))

@@ -20,7 +20,7 @@ from tapscope.run import open_run
 
 TABLES = weights(layers=2)
 PROMPTS = prompts((9, 5))
-QUICK = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

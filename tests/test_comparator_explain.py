@@ -353,7 +353,7 @@ def test_values_out_of_a_narrow_range(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["float32", "int64", "bfloat16", "complex64", "float64"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_the_values_are_nothing_is_raised(
     tmp_path_factory: pytest.TempPathFactory, seed: int, kind: str
 ) -> None:

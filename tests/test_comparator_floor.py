@@ -154,7 +154,7 @@ def test_each_condition_is_learned_from_the_median_of_the_others(likes: list[flo
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(32, 64), st.integers(8, 96), st.floats(0.001, 0.005))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_one_scaled_channel_stands_out_of_noise_and_noise_does_not(
     seed: int, rows: int, channels: int, noise: float
 ) -> None:

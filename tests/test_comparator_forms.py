@@ -83,7 +83,7 @@ def changed(values: np.ndarray[Any, Any], what: str, rng: np.random.Generator) -
     st.integers(1, 3),
     st.sampled_from([600, 1 << 27]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @np.errstate(all="ignore")
 def test_pairs_measured_together_are_found_as_each_alone(
     sites: list[tuple[str, int]], kinds: tuple[str, str], shape: tuple[int, int], steps: int, segment_bytes: int

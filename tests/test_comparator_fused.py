@@ -101,7 +101,7 @@ def verdicts(report: Report) -> dict[str, str]:
 HEADS = st.builds(lambda kv, ratio, dim: Heads(kv * ratio, kv, dim), *(st.sampled_from([1, 2, 4]) for _ in "krd"))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(heads=HEADS, tp=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])), data=st.data())
 def test_parts_meet_the_fused_tensor_whatever_the_order(
     tmp_path_factory: pytest.TempPathFactory, heads: Heads, tp: tuple[int, int], data: st.DataObject
@@ -127,7 +127,7 @@ def test_parts_meet_the_fused_tensor_whatever_the_order(
     assert {f.matched_by.partition(" (")[0] for f in report.findings} == {"fused qkv"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=4), groups=st.integers(1, 4), seed=st.integers(0, 9))
 def test_joining_what_was_split_gives_the_plain_order(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], groups: int, seed: int

@@ -128,7 +128,7 @@ def test_a_bomb_of_aliases_costs_nothing(tmp_path: Path) -> None:
         read(tmp_path, bomb)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.one_of(
         st.text(max_size=80),

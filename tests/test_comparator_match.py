@@ -112,7 +112,7 @@ WORDS = [
 PORTS = ["out", "out[0]", "out[0].grad", "in[x]", "in[args.0]", "in[past.3.key]", "param[weight]", "param[weight].grad"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(path=st.lists(st.sampled_from(WORDS), max_size=7), port=st.sampled_from(PORTS))
 def test_a_common_spelling_is_a_site_with_the_same_numbers(path: list[str], port: str) -> None:
     site = f"{'.'.join(path)}:{port}"

@@ -266,7 +266,7 @@ def test_details_are_said_in_the_report_and_in_json(tmp_path: Path, capsys: pyte
     assert len(line["detail"]["channels"]) == 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=60), st.integers(0, 60))
 def test_histograms_merge(values: list[float], cut: int) -> None:
     whole, parts = Histogram(), (Histogram(), Histogram())

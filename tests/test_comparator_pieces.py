@@ -78,7 +78,7 @@ def pieces(draw: st.DrawFn, run: Run, depth: int = 3) -> tuple[Piece, Array]:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_way_of_reading_gives_the_values_of_the_whole(run: Run, data: st.DataObject) -> None:
     piece, array = data.draw(pieces(run))
     assert piece.shape == array.shape

@@ -220,7 +220,7 @@ def request(name: str, tokens: Sequence[int], first: int = 0, prompt: int | None
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=8), st.randoms())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_shuffled_batch_pairs_equal_tokens_one_to_one(texts: list[list[int]], random: object) -> None:
     order = list(range(len(texts)))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -271,7 +271,7 @@ def interrupted(draw: st.DrawFn) -> list[Step]:
 
 
 @given(interrupted(), interrupted(), st.randoms())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_was_preempted_every_row_meets_its_own_once(
     tmp_path_factory: pytest.TempPathFactory, left: list[Step], right: list[Step], random: object
 ) -> None:
@@ -332,7 +332,7 @@ def batched(path: Path, steps: Sequence[tuple[str, list[tuple[str, int, int]]]],
 
 
 @given(batches(), batches(), st.sampled_from([(r, p) for r, text in CALLS.items() for p in range(len(text))]))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_batches_and_their_padding_one_bad_row_is_found(
     tmp_path_factory: pytest.TempPathFactory,
     left: list[tuple[str, list[tuple[str, int, int]]]],

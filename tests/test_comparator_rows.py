@@ -53,7 +53,7 @@ def schedules(draw: st.DrawFn) -> list[list[tuple[str, int, int, list[int]]]]:
 
 
 @given(schedules(), schedules())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_two_schedules_of_the_same_tokens_align_one_to_one(
     tmp_path_factory: pytest.TempPathFactory, left: list[object], right: list[object]
 ) -> None:

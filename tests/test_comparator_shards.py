@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from dealing import LENGTHS, Array, MemoryRun, assembled, deal, places, write
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -71,7 +71,7 @@ def dealt(draw: st.DrawFn) -> Case:
 
 
 @given(dealt())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_what_is_dealt_out_by_any_dims_is_put_together_again(case: Case) -> None:
     whole, dims, mesh, lengths = case
     run = MemoryRun(deal(whole, dims, mesh, lengths), str(dims), mesh, lengths)
@@ -277,7 +277,7 @@ _declared = st.sampled_from(["", "# tp:replicated", "# ep:replicated", "# dp:=tp
     st.lists(st.sampled_from([0, 1, 2, 4, 6]), min_size=1, max_size=3),
     st.sampled_from([{"tp": 2}, {"tp": 2, "ep": 2}, {"dp": 2}, {"cp": 2}, {}]),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_whatever_dims_say_of_whatever_shapes_there_is_an_answer_or_one_clear_error(
     tmp_path_factory: pytest.TempPathFactory,
     words: list[str],

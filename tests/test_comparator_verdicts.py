@@ -51,7 +51,7 @@ def normal(rows: int, width: int) -> np.ndarray:
 @given(
     st.sampled_from(["float32", "float16", "bfloat16", "int64", "bool", "float8_e4m3fn", "float64"]), st.integers(1, 9)
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_run_is_the_same_as_itself(tmp_path_factory: pytest.TempPathFactory, dtype: str, rows: int) -> None:
     kind = getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
     value = normal(rows, 5).astype(kind)

@@ -81,7 +81,7 @@ _lines = st.lists(_records, max_size=8)
 
 
 @given(_lines, st.integers(0, (1 << 63) - 1), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_record_survives_the_table(tmp_path_factory, items: list[Record], huge: int, strange: bool) -> None:
     path = tmp_path_factory.mktemp("table") / "t.parquet"
     lines = [json.loads(record.encode(item)) for item in items]

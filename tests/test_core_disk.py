@@ -85,7 +85,7 @@ class FailingDisk(Disk):
     fail_at=st.integers(3, 20),
     fsync=st.sampled_from(["never", "batch"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_batch_that_fails_leaves_no_trace_and_the_next_goes_on(tmp_path_factory, batches, fail_at, fsync):
     path = tmp_path_factory.mktemp("fault") / "run"
     create_run(path, {"world_size": 1})

@@ -232,7 +232,7 @@ def _outcome(call: Any) -> tuple[str, Any]:
         return "error", None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(_text, _values)
 def test_where_python_has_an_answer_the_answer_is_python_s(text: str, values: dict[str, Any]) -> None:
     import warnings
@@ -252,7 +252,7 @@ def test_where_python_has_an_answer_the_answer_is_python_s(text: str, values: di
         assert "*" in text or "+" in text or "%" in text
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(_text, _values, st.sets(st.sampled_from(_NAMES)))
 def test_settling_some_names_first_changes_no_truth(text: str, values: dict[str, Any], first: set[str]) -> None:
     whole = Expression(text)
@@ -277,7 +277,6 @@ def test_what_the_settled_names_decide_is_constant() -> None:
     assert not here({"step": 2})
 
 
-@settings(deadline=None)
 @given(_text, _values)
 def test_an_expression_survives_pickling_and_copying(text: str, values: dict[str, Any]) -> None:
     for expression in (Expression(text), Expression(text).bound({"a": values["a"]})):
@@ -291,7 +290,7 @@ __class__ __import__ search( any( max( str( 'a'*9 await yield None ... \\ # Ã© Â
 _tokens = st.lists(st.sampled_from([*_TOKENS.split(), "", "\n", "\t"]), max_size=25).map(" ".join)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @example("9" * 4097)
 @example("'" + "\\N{DIGIT ONE}" * 300 + "'")
 @example("a" * 4000)
@@ -348,7 +347,7 @@ def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
         safe_pattern(pattern)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet="ab.*+?()[]{}|^$\\d1,:=!<>P", max_size=30))
 def test_any_pattern_is_compiled_or_refused_in_words(text: str) -> None:
     with contextlib.suppress(ValueError):

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tapscope import record
@@ -61,7 +61,6 @@ def test_a_usual_line_is_read_at_once() -> None:
     assert records[0].shape is records[1].shape
 
 
-@settings(deadline=None)
 @given(st.sampled_from(_places), _odd)
 @example(("stats", "sumsq"), None)
 @example(("shape",), [1] * 40)
@@ -77,7 +76,6 @@ def test_whatever_is_odd_is_left_to_the_careful_reader(place: tuple[Any, ...], v
     assert found is None or found == careful
 
 
-@settings(deadline=None)
 @given(st.integers(0, 400), st.binary(max_size=3))
 def test_damaged_bytes_are_left_to_the_careful_reader(at: int, junk: bytes) -> None:
     text = record.encode(USUAL)

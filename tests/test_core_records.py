@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tapscope.comparator.runs.series import Series, identity, series_of
@@ -61,7 +61,6 @@ def _same(found: Any, wanted: list[Record]) -> None:
     assert len(found) == len(wanted)
 
 
-@settings(deadline=None)
 @given(_lists, _lists, st.data())
 def test_records_come_back_as_they_are_however_they_are_taken(
     one: list[Record], two: list[Record], data: st.DataObject
@@ -84,7 +83,6 @@ def test_records_come_back_as_they_are_however_they_are_taken(
         both[len(every)]
 
 
-@settings(deadline=None)
 @given(_lists)
 def test_the_ends_of_files_are_those_of_their_last_payloads(some: list[Record]) -> None:
     ends: dict[tuple[int, str], int] = {}
@@ -98,7 +96,6 @@ def test_the_ends_of_files_are_those_of_their_last_payloads(some: list[Record]) 
     assert {place: found[place] for place in known} == {place: ends[place] for place in known}
 
 
-@settings(deadline=None)
 @given(_lists)
 def test_series_hold_each_record_once_and_tell_of_it_what_it_tells(some: list[Record]) -> None:
     series = series_of(Run(Path(), {"version": 2}, {}), Records(some))

@@ -123,7 +123,7 @@ def scheduled(draw: st.DrawFn) -> list[list[tuple[str, int, int]]]:
 
 
 @given(scheduled(), st.integers(0, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_schedule_is_read_back(steps: list[list[tuple[str, int, int]]], padding: int) -> None:
     reader = RowReader()
     for number, step in enumerate(steps):

@@ -21,7 +21,7 @@ from tapscope.errors import RunCorruptError
 from tapscope.opcodes import PickleProblem
 from tapscope.stored import Tensor
 
-QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def _saved(path: Path, value: Any, **kwargs: Any) -> Any:

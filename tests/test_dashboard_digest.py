@@ -22,7 +22,7 @@ def by_rows(array, axes):
     return moved.reshape(int(np.prod(moved.shape[: len(axes)])), -1).astype(np.float64)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(FLOATS)
 def test_histogram_counts_every_finite_value_once_and_ends_at_the_extremes(array):
     found = digest(array).histogram
@@ -44,7 +44,7 @@ def test_histogram_agrees_with_numpy_over_many_blocks(monkeypatch):
     assert [found.edges(i)[0] for i in range(32)] == pytest.approx(edges[:-1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(FLOATS)
 def test_strip_holds_the_largest_finite_magnitude_of_each_row_and_marks_bad_rows(array):
     rows = by_rows(array, (0,))
@@ -54,7 +54,7 @@ def test_strip_holds_the_largest_finite_magnitude_of_each_row_and_marks_bad_rows
     assert list(strip.bad) == (~np.isfinite(rows).all(axis=1)).tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(FLOATS)
 def test_first_bad_is_the_first_non_finite_value_in_row_order(array):
     wrong = np.argwhere(~np.isfinite(array))
@@ -75,7 +75,7 @@ def test_token_axes_in_the_middle_are_rows_and_the_coordinate_is_the_tensors_own
     assert [i for i, bad in enumerate(found.strip.bad) if bad] == [5, 7]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 9000), st.data())
 def test_long_tensors_find_their_first_bad_row_though_strip_cells_join_rows(num_rows, data):
     bad = data.draw(st.integers(0, num_rows - 1))
@@ -84,7 +84,7 @@ def test_long_tensors_find_their_first_bad_row_though_strip_cells_join_rows(num_
     assert digest(array).first_bad == (bad, 1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_shrinking_a_strip_keeps_its_largest_value(num_rows, cells):
     array = np.random.default_rng(num_rows).standard_normal((num_rows, 2))

@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tapscope.dashboard.rows import Place, row_map
@@ -51,7 +51,6 @@ def test_row_counts_that_do_not_add_up_are_not_guessed():
     assert row_map(record((2, 4), "t h h2 nonsense["), RAGGED) is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_packed_rows_are_all_placed_in_order(lengths):
     starts = [sum(lengths[:i]) for i in range(len(lengths))]

@@ -58,7 +58,7 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(_configs)
 def test_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
     content = config.to_json()

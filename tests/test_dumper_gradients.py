@@ -59,7 +59,7 @@ def test_gradients_are_those_of_autograd_and_carry_the_key_of_their_forward(tmp_
     assert run.ledger().complete
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ops=st.lists(st.sampled_from(["linear", "tanh", "gelu", "double", "view", "norm"]), min_size=1, max_size=5),
     seed=st.integers(0, 99),

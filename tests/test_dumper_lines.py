@@ -27,7 +27,7 @@ tags = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     path=st.text(st.characters(exclude_characters=":", exclude_categories=["Cs"]), max_size=9),
     place=st.tuples(*[st.integers(0, 10**9)] * 3, st.sampled_from(["forward", "recompute", "backward"]), tags),

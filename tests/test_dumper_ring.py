@@ -25,7 +25,7 @@ from tapscope.dumper.steps import OpenStep
 from tapscope.observe import StepInfo
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(10, 300))
 def test_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_moves: int) -> None:
     ring = Ring(MIN_BYTES)

@@ -97,7 +97,7 @@ def _rules(draw: st.DrawFn) -> Rule:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_rules())
 def test_a_rule_prints_what_it_is_parsed_from(rule: Rule) -> None:
     again = parse_rule(str(rule))
@@ -106,7 +106,7 @@ def test_a_rule_prints_what_it_is_parsed_from(rule: Rule) -> None:
     assert [type(v) for _, values in again.tags for v in values] == [type(v) for _, values in rule.tags for v in values]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(_rules(), min_size=1, max_size=4))
 def test_rules_survive_words_environment_json_pickle_and_copy(rules: list[Rule]) -> None:
     from tapscope.dumper.config import parse_words
@@ -208,7 +208,7 @@ def test_a_rule_made_by_hand_is_checked_too(fields: dict[str, Any]) -> None:
         Rule("a", "full", **fields)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.one_of(
         st.text(max_size=60),
@@ -224,7 +224,6 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
     assert parse_rule(str(rule)) == rule
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**60))
 def test_sizes_survive_printing(nbytes: int) -> None:
     assert parse_size(size_text(nbytes)) == nbytes == parse_size(str(nbytes)) == parse_size(nbytes)
@@ -243,7 +242,6 @@ def test_what_is_no_size_is_refused(value: Any) -> None:
         parse_size(value)
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_ranges_hold_what_they_were_made_of(numbers: set[int]) -> None:
     ranges = Ranges.parse(sorted(numbers))
@@ -407,7 +405,7 @@ _configs = st.builds(
 _coords = st.sampled_from([{}, {"tp": 1}, {"tp": 0, "pp": 1}])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(_configs, st.lists(_moments, min_size=1, max_size=4), st.integers(0, 2), _coords)
 def test_the_first_rule_that_holds_decides(
     config: DumperConfig, moments: list[Moment], rank: int, coords: dict[str, int]
@@ -426,7 +424,7 @@ def test_the_first_rule_that_holds_decides(
                 assert choice.may_keep
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_configs, _moments, _coords)
 def test_where_something_is_kept_there_is_a_hook(config: DumperConfig, moment: Moment, coords: dict[str, int]) -> None:
     selection = Selection.of(config, coords=coords)
@@ -529,7 +527,6 @@ def test_a_condition_that_cannot_be_decided_does_not_hold_and_is_told() -> None:
     assert Selection.of(DumperConfig(keep="full", filter="step / 0")).choice("a:out").decide(Moment()) == OFF
 
 
-@settings(deadline=None)
 @given(_rules(), st.sampled_from(_SITES))
 def test_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) -> None:
     choice = Selection.of(DumperConfig(rules=(rule,), keep="off")).choice(site)

@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -123,7 +123,6 @@ _conditions = st.sampled_from(["nan", "absmax > 1e4", "search('x -> y; \"', name
 _commands = st.text(alphabet="ab '\"\\->:;\n$", min_size=1, max_size=15)
 
 
-@settings(deadline=None)
 @given(_globs, _conditions, st.sampled_from(["keep", "stop", "run"]), _commands)
 def test_a_trigger_prints_what_it_is_parsed_from(glob: str, condition: str, action: Any, command: str) -> None:
     try:
@@ -133,7 +132,6 @@ def test_a_trigger_prints_what_it_is_parsed_from(glob: str, condition: str, acti
     assert parse_trigger(str(trigger)) == trigger
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_is_a_trigger_or_refused(text: str) -> None:
     for each in (text, f"*: {text}", f"*: nan -> {text}"):

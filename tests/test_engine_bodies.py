@@ -155,7 +155,7 @@ def test_a_whole_body_is_read(model: ServedModel, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_body_with_anything_anywhere_is_read_or_refused(model: ServedModel, kind: str, data: st.DataObject) -> None:
     body, parse = KINDS[kind]

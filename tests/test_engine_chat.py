@@ -275,7 +275,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("make", "text", "expected"), TEXTS, ids=[text[:20].strip() for _, text, _ in TEXTS])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(places=st.lists(st.integers(0, 400), max_size=8))
 def test_calls_and_reasoning_are_the_same_however_the_text_is_cut(
     make: Callable[[], Parser], text: str, expected: list[Delta], places: list[int]
@@ -303,7 +303,7 @@ MAKERS = [HermesParser, lambda: LlamaParser(["f"]), lambda: ReasoningSplitter(is
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=["hermes", "llama", "reasoning", "required"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(words=st.lists(ALPHABET, max_size=25), places=st.lists(st.integers(0, 400), max_size=8))
 def test_whatever_a_model_writes_is_read_the_same_in_any_pieces(
     make: Callable[[], Parser], words: list[str], places: list[int]

@@ -42,7 +42,7 @@ def share_of(whole: nn.Module, moe: MoeConfig, tp: TensorParallel, x: Tensor, id
     return experts(x, ids, w)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_experts=st.integers(1, 9),
     top_k=st.integers(1, 9),

@@ -9,7 +9,7 @@ import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
 from engine_helpers import ThreadRanks, check_parity, reference_logits, reference_tokens
 from gpu_helpers import DEVICES, ON_GPU
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -76,7 +76,7 @@ def odd_models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return family, config
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(model=odd_models(), prompt=st.lists(st.integers(0, 30), min_size=1, max_size=30), tp=st.integers(1, 2))
 def test_odd_configurations_have_transformers_logits(
     model: tuple[str, dict[str, Any]], prompt: list[int], tp: int

@@ -125,7 +125,7 @@ def _alternatives(depth: int) -> st.SearchStrategy[str]:
     return st.lists(st.lists(item, min_size=1, max_size=3).map(" ".join), min_size=1, max_size=2).map(" | ".join)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(root=_alternatives(2), other=_alternatives(1))
 def test_an_ebnf_grammar_has_exactly_its_texts_in_llguidances_form(bytewise: Any, root: str, other: str) -> None:
     grammar = f'root ::= {root} | "c"\nx ::= {other} # more\n'

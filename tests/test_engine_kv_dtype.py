@@ -84,7 +84,7 @@ def in_layers(key: str, value: str, scales: list[tuple[float, float]]) -> Names:
     return {f"{i}.self_attn.{name}": number for pair in both for i, name, number in pair}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     dtype=st.sampled_from(["fp8_e4m3", "fp8_e5m2"]),
     computed=st.sampled_from([torch.float32, torch.bfloat16]),

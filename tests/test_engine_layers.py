@@ -33,7 +33,7 @@ def test_rms_norm_rounds_where_transformers_rounds(norm: type, reference_norm: t
         assert torch.equal(ours(x), theirs(x))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     cuts=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5), min_size=1, max_size=3),
     group=st.integers(1, 4),

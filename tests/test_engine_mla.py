@@ -134,7 +134,7 @@ def test_a_split_of_heads_that_cannot_be_is_refused(tmp_path: Path) -> None:
         LLM(path)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     cuts=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
     heads=st.integers(1, 4),

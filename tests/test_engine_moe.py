@@ -91,7 +91,7 @@ def test_odd_shapes_compute_the_same(tmp_path: Path, name: str) -> None:
     assert_same(path, ThreadRanks(path, tmp_path / "store", tp, ep=ep, page_size=4), PROMPTS[:2], 12)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     family=st.sampled_from(["mixtral", "qwen3_moe", "deepseek_v3"]),
     num_experts=st.integers(2, 7),

@@ -115,7 +115,7 @@ def test_ranks_cut_through_blocks(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(quantised, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_any_cut_of_a_weight_is_that_cut_of_the_whole(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))

@@ -34,7 +34,7 @@ def _upwards(node: Node) -> list[Node]:
 paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=25)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(paths=paths, held=st.integers(0, 4), evict=st.integers(0, 20))
 def test_what_is_evicted_is_what_a_plain_list_of_uses_says(paths: list[list[int]], held: int, evict: int) -> None:
     tree, pages = RadixCache(), list(range(200))
@@ -91,7 +91,7 @@ def _compute(paging: Paging, request: Request) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_match_is_the_longest_run_of_full_pages_that_leaves_one_token(page_size: int, data: st.DataObject) -> None:
     first = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=40))
     cut = data.draw(st.integers(0, len(first)))
@@ -115,7 +115,7 @@ def test_a_match_is_the_longest_run_of_full_pages_that_leaves_one_token(page_siz
 
 @pytest.mark.parametrize("page_size", [1, 2, 3])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_behind_a_window_a_match_needs_the_pages_of_the_last_window_only(page_size: int, data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 7))
     paging = Paging(data.draw(st.integers(30, 60)) // page_size, page_size, window=window)

@@ -73,7 +73,7 @@ def test_the_old_spelling_means_the_same(tmp_path: Path, kind: str) -> None:
     assert ModelConfig.read(tmp_path) == new
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompt=st.integers(1, 60), new=st.integers(0, 8), factor=st.sampled_from([1.0, 2.0, 3.5]), half=st.integers(2, 9)
 )

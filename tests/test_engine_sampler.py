@@ -79,7 +79,7 @@ def _requests(draw: st.DrawFn) -> Request:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(requests=st.lists(_requests(), min_size=1, max_size=4), seed=st.integers(0, 1 << 20))
 def test_scores_are_those_of_transformers_whatever_else_is_in_the_batch(requests: list[Request], seed: int) -> None:
     logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
@@ -113,7 +113,7 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
     return values
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompt=TOKENS,
     generated=TOKENS,

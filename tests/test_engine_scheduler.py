@@ -155,7 +155,7 @@ class Traffic(RuleBasedStateMachine):
                     self.computed[place] = self.computed.get(place, 0) + 1
 
 
-Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestTraffic = Traffic.TestCase
 
 

@@ -94,7 +94,7 @@ def test_an_abort_at_every_step_boundary_leaves_the_others_tokens_alone(
         assert llm.engine.scheduler.paging.num_used == 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, len(PROMPTS) - 1), st.integers(1, 20), st.integers(-1, 1)),

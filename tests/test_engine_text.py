@@ -58,7 +58,7 @@ def _stream(tokenizer: Tokenizer, ids: Sequence[int], **params: object) -> tuple
     return deltas, None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(ids=st.lists(st.integers(0, 511), max_size=40), skip=st.booleans())
 def test_deltas_add_up_to_the_whole_text_whatever_bytes_a_model_emits(
     byte_level: Tokenizer, ids: list[int], skip: bool
@@ -67,7 +67,7 @@ def test_deltas_add_up_to_the_whole_text_whatever_bytes_a_model_emits(
     assert "".join(deltas) == byte_level.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text(st.sampled_from("ab é€😀\u0301日本語"), max_size=20), data=st.data())
 def test_a_half_character_is_never_shown(
     byte_level: Tokenizer, byte_fallback: Tokenizer, text: str, data: st.DataObject
@@ -107,7 +107,7 @@ def _expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]
     return text, None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(text=st.text("ab é😀", max_size=24), stops=STOPS, keep=st.booleans(), size=st.integers(1, 5))
 def test_stop_strings_cut_the_text_where_they_begin_across_tokens_and_chunks(
     byte_level: Tokenizer, text: str, stops: list[str], keep: bool, size: int
@@ -160,7 +160,7 @@ def _first_match(text: str, expression: str) -> tuple[int, int] | None:
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text("ab é😀", max_size=16), expression=EXPRESSIONS, keep=st.booleans())
 def test_a_stop_expression_cuts_the_text_at_what_it_matches_first(
     byte_level: Tokenizer, text: str, expression: str, keep: bool

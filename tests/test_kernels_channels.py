@@ -18,7 +18,7 @@ def values_of(name: str, rows: int, width: int, seed: int) -> np.ndarray:
 
 
 @given(st.sampled_from(REAL), st.sampled_from(REAL), st.integers(0, 9), st.integers(1, 700), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_backends_find_the_same_sums(one: str, two: str, rows: int, width: int, first: int) -> None:
     baseline, target = values_of(one, rows + 2, width, 1), values_of(two, rows, width, 2)
     index = np.random.default_rng(rows).permutation(rows + 2)[:rows]
@@ -30,7 +30,6 @@ def test_both_backends_find_the_same_sums(one: str, two: str, rows: int, width: 
 
 
 @given(st.integers(1, 12), st.integers(0, 12))
-@settings(deadline=None)
 def test_rows_in_two_calls_add_up_to_those_of_one(rows: int, cut: int) -> None:
     baseline, target = values_of("float32", rows, 5, 1), values_of("bfloat16", rows, 5, 2)
     cut = min(cut, rows)
@@ -62,7 +61,7 @@ def test_a_nonfinite_value_spoils_its_own_channel_alone() -> None:
 
 
 @given(st.integers(MIN_ROWS, 60), st.integers(2, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1e-3, 0.5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_backends_find_the_same_channel(rows: int, width: int, seed: int, gain: float) -> None:
     rng = np.random.default_rng(seed)
     baseline = rng.standard_normal((rows, width)) * rng.choice([0.0, 1.0, 30.0], width)

@@ -146,7 +146,7 @@ def test_the_distance_of_any_two_codes_is_placed(kind, dtype):
     np.testing.assert_array_equal(found.equal[finite], 2 - (distance > 0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(NARROW),
     st.one_of(st.integers(1, 200), st.integers(1, 20000)),
@@ -298,7 +298,7 @@ def test_what_cannot_be_meant_is_refused(kind, change, error, message):
 SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-42, 6e-8, 65504.0, 3e38, 1e-30)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.tuples(*[st.sampled_from(["float32", "bfloat16", "float16"])] * 2),
     st.integers(1, 40),
@@ -333,7 +333,7 @@ def test_rows_narrower_than_a_vector_lie_anywhere_and_hold_anything(pair, rows, 
 # ---- algebra
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(2, 5000), st.data())
 def test_column_blocks_in_any_order_merge_into_the_whole(rows, width, data):
     dtype = data.draw(st.sampled_from(["bfloat16", "float32", "float64", "int64"]))
@@ -348,7 +348,7 @@ def test_column_blocks_in_any_order_merge_into_the_whole(rows, width, data):
     same(nothing.merge_columns(right, cut).merge_columns(left, 0), whole)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 9), st.integers(1, 600), st.integers(0, 9))
 def test_concatenated_rows_are_the_whole(rows, width, cut):
     a = matrix("float16", rows, width)
@@ -408,7 +408,7 @@ def test_the_reference_does_not_depend_on_its_chunk(chunk):
 # ---- the place of the largest difference
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float32", "bfloat16"), ("float64",) * 2,
                      ("int64",) * 2, ("float8_e4m3fn", "bfloat16"), ("int8", "int8"), ("float16", "bfloat16")]),
@@ -449,7 +449,7 @@ def test_integers_are_exact_on_both_sides_of_the_fast_way(kind, limit, sign):
     assert (got.equal[0], got.argmax[0], got.max_abs[0], got.over[0]) == (699, 650, 1.0, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(["float32", "bfloat16", "int64"]), st.integers(1, 6), st.integers(1, 40), st.data())
 def test_strips_of_rows_and_columns_are_the_whole_in_one_call(dtype, rows, width, data):
     a = matrix(dtype, rows, width, seed=rows * width, bits=dtype != "int64")

@@ -22,7 +22,7 @@ def draw(seed: int, rows: int, ins: int, outs: int, dtype: torch.dtype) -> tuple
     return tuple(torch.randn(shape, generator=noise).to(dtype) for shape in shapes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 66),

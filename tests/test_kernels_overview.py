@@ -26,7 +26,7 @@ def same(one: Any, two: Any) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 90), st.integers(0, 5), st.lists(st.sampled_from(ODD), max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @np.errstate(all="ignore")
 def test_both_backends_find_the_same(seed: int, rows: int, width: int, odd: list[float]) -> None:
     rng = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def test_both_backends_find_the_same(seed: int, rows: int, width: int, odd: list
 
 
 @given(st.lists(st.sampled_from((*ODD, 0.5, 2.0)), min_size=12, max_size=12), st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @np.errstate(all="ignore")
 def test_sums_that_left_the_range_are_taken_alike(values: list[float], rows: int) -> None:
     floats = np.abs(np.resize(np.array(values), (6, rows)))
@@ -74,7 +74,6 @@ def test_equal_rows_have_no_spread() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 20), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_sections_are_seen_as_if_each_were_alone(seed: int, lengths: list[int]) -> None:
     rng = np.random.default_rng(seed)
     bounds = [0, *np.cumsum(lengths).tolist()]

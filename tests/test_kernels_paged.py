@@ -24,7 +24,7 @@ def pages_of(
     return pool, table, torch.tensor(lengths, dtype=torch.int32)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
     page_size=st.sampled_from([1, 3, 16]),

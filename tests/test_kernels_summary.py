@@ -200,7 +200,7 @@ def test_the_hash_of_known_bytes_never_changes(kind):
     assert summarize_array(np.arange(5000, dtype=np.float64)).hash == "5796a4ae9dd44020ee811374fa77440e"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300))
 def test_the_hash_is_its_definition(data):
     for name in {"numpy", backend()[0]}:
@@ -215,7 +215,7 @@ def test_the_hash_is_its_definition_at_the_edges_of_blocks(kind, nbytes):
     assert digest_of(array.ctypes.data, nbytes).hex() == plain_hash(array.tobytes())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.binary(min_size=16, max_size=4096), st.data())
 def test_one_flipped_bit_or_two_swapped_words_change_the_hash(data, draw):
     array = np.frombuffer(data, np.uint8).copy()
@@ -240,7 +240,7 @@ def test_the_hash_is_of_bytes_whatever_the_dtype(kind):
     assert len({summarize_array(raw.view(dtypes.numpy_dtype(name))).hash for name in PLAIN if name != "bool"}) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 80000), st.lists(st.integers(0, 9), max_size=5), st.randoms())
 def test_any_split_where_blocks_begin_gives_the_same_sums(nbytes, cuts, random):
     words = to_words(random_bits("uint8", nbytes, seed=nbytes))
@@ -261,7 +261,7 @@ def test_the_reference_does_not_depend_on_its_chunk(dtype):
     assert digests == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32), max_size=200))
 def test_sums_match_exact_summation(values):
     array = np.array(values, np.float32)

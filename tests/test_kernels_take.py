@@ -97,7 +97,7 @@ def one_double(number):
 
 
 @needs_library
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.integers(0, 2**64 - 1) | st.floats().map(lambda x: struct.unpack("<Q", struct.pack("<d", x))[0]))
 def test_numbers_are_written_as_python_writes_them(bits):
     (number,) = struct.unpack("<d", struct.pack("<Q", bits))
@@ -194,7 +194,7 @@ def plain_item(bits, width):
     return STEP + sum(s + 2**32 * s * s for s in pieces)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.binary(max_size=400), st.sampled_from(["uint8", "bfloat16", "float32", "float64", "complex64"]))
 def test_the_bag_is_its_definition(data, dtype):
     width = min(dtypes.itemsize(dtype), 4 if dtype == "complex64" else 8)
@@ -214,7 +214,7 @@ def test_the_bag_of_known_bytes_never_changes(kind):
     assert f"{bag_of(np.arange(9, dtype=np.int64)):016x}" == "39bef76679a0e54c"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data(), st.sampled_from(SIZED), st.integers(0, 6000))
 def test_a_permutation_keeps_the_bag_and_parts_add_up(data, dtype, length):
     array = random_bits(dtype, length, seed=length)
@@ -226,7 +226,7 @@ def test_a_permutation_keeps_the_bag_and_parts_add_up(data, dtype, length):
     assert sum(map(bag_of, parts)) % 2**64 == whole
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data(), st.sampled_from(SIZED), st.integers(1, 6000))
 def test_one_flipped_bit_changes_the_bag(data, dtype, length):
     array = random_bits(dtype, length, seed=length)
