@@ -21,6 +21,8 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [entry for entry in sys.path if entry not in ("", _ROOT)]
 
 
+for _name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):  # how this session is drawn is no matter of its tests
+    os.environ.pop(_name, None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what is started inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
