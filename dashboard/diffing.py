@@ -88,7 +88,7 @@ class DiffSource:
 
     @property
     def answer(self) -> list[str]:
-        """The three lines that `tapscope diff` ends with."""
+        """The four lines that `tapscope diff` ends with."""
         return answer(self.report)
 
     def findings(self, query: DiffQuery) -> list[Finding]:

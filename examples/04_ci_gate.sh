@@ -17,4 +17,4 @@ if [ ! -e "$baseline" ]; then
     exit 0
 fi
 tapscope dump "$model" -o "$work/candidate" --tokens-from "$baseline" --force
-tapscope diff "$baseline" "$work/candidate" | tail -3
+tapscope diff "$baseline" "$work/candidate" | tail -4

@@ -1,6 +1,7 @@
 """Command lines that cannot be meant, and places that cannot be read or written: one sentence, no traceback."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import warm
 from comparator_toy import Toy, prompts, weights
 
-from tapscope.cli import main
+from tapscope.cli import main, output
 
 ROOT = Path(__file__).resolve().parents[1]
 ERROR = "tapscope: error: "
@@ -51,6 +52,11 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
         ("diff base good --layers a", "argument --layers: 'a' is not a list of numbers; write e.g. 0-3,27"),
         ("diff base good --steps 0-99999999999", "range 0-99999999999 in '0-99999999999' has more than 1,000,000"),
         ("diff base good --top x", "argument --top: 'x' is not a number of rows; give 1 or more"),
+        (
+            "diff base good --floor base --rtol 1e-3",
+            "--rtol and --floor are two ways to judge the same values; give one",
+        ),
+        ("diff base good --floor base --atol 0", "--atol and --floor are two ways to judge the same values; give one"),
         ("diff base good --margin 2", "--margin is how many times the distance of --floor RUN is allowed"),
         ("diff base good --rule lm_head=1e-3", "'1e-3' compares no measure; write a condition such as rel < 1e-3"),
         ("diff base good --rule lm_head=rel", "'rel' compares no measure"),
@@ -73,7 +79,7 @@ def test_a_line_that_cannot_be_meant_is_one_sentence(
 )
 def test_what_compares_a_measure_is_a_condition(require: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "base", "good", "--rule", f".*={require}"]) == 0
-    assert "agrees: everything obeys the rules" in capsys.readouterr().out
+    assert "\nwhy       everything obeys the rules\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "# later\n", "rename: []\n", "rules:\n"])
@@ -88,11 +94,12 @@ def test_a_map_that_says_nothing_is_refused(
 def test_a_run_beside_itself_says_so(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "link").symlink_to(here / "base")
     assert main(["diff", "base", str(tmp_path / "link")]) == 0
-    *_, what, _, _ = capsys.readouterr().out.splitlines()
-    assert what == "what      agrees with itself: baseline and target are one directory"
+    *_, what, _, why, _ = capsys.readouterr().out.splitlines()
+    assert what == "what      agrees with itself"
+    assert why == "why       baseline and target are one directory"
     shutil.copytree("base", tmp_path / "copy")
     assert main(["diff", "base", str(tmp_path / "copy")]) == 0
-    assert "agrees: every compared value is equal" in capsys.readouterr().out
+    assert "\nwhy       every compared value is equal\n" in capsys.readouterr().out
 
 
 def test_what_is_no_run_says_where_one_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +176,7 @@ def test_names_are_whole_where_no_screen_limits_them(here: Path) -> None:
     site = "model.layers.0.post_attention_layernorm:out"
     assert f"\n~ {site} " in piped.stdout
     assert site not in narrow.stdout
-    assert narrow.stdout.splitlines()[-3:] == piped.stdout.splitlines()[-3:]
+    assert narrow.stdout.splitlines()[-4:] == piped.stdout.splitlines()[-4:]
 
 
 def test_a_file_of_nothing_but_damage_is_counted(
@@ -216,4 +223,45 @@ def test_the_next_command_of_shards_that_do_not_fit_is_the_one_that_fits(
     fits = "target:model.layers.*.mlp.gate_proj:out=t h[tp]"
     assert command == ["tapscope", "diff", "base", str(tmp_path / "tp"), "--dims", fits, *given[2:]]
     assert main(command[1:]) == 0
-    assert "what      agrees: " in capsys.readouterr().out
+    assert "\nwhat      agrees\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "colours"),
+    [
+        ("--color always", {"NO_COLOR": "1"}, True),
+        ("--color never", {"FORCE_COLOR": "1"}, False),
+        ("", {"FORCE_COLOR": "1"}, True),
+        ("", {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ("", {"FORCE_COLOR": "1", "NO_COLOR": ""}, True),
+        ("", {}, False),
+    ],
+)
+def test_what_a_line_says_of_colour_wins(line: str, env: dict[str, str], colours: bool, here: Path) -> None:
+    done = shell(f"tapscope diff base good --atol 0 {line}", **env)
+    assert done.returncode == 1
+    assert bool(re.search(r"^\x1b\[1;[349]\d[\d;]*m! ", done.stdout, re.MULTILINE)) == colours
+
+
+@pytest.mark.parametrize(
+    ("color", "given", "left"),
+    [("always", "1", None), ("auto", "1", "1"), ("auto", "", None), ("never", None, "1"), ("auto", None, None)],
+)
+def test_a_browser_hears_of_colour_through_its_environment(
+    color: str, given: str | None, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", given or "")
+    if given is None:
+        monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setattr(output, "_color", color)
+    output.settle_environment()
+    assert os.environ.get("NO_COLOR") == left
+
+
+def test_no_run_is_made_in_a_checkpoint(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["diff", "base", str(tmp_path)]) == 3
+    assert f"it is a checkpoint; make a run of it with: tapscope dump {tmp_path} -o RUN" in capsys.readouterr().err
+    (tmp_path / "config.json").rename(tmp_path / "notes.txt")
+    assert main(["diff", "base", str(tmp_path)]) == 3
+    assert "make one with: tapscope dump MODEL -o RUN" in capsys.readouterr().err

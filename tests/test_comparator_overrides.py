@@ -149,7 +149,8 @@ def test_a_twin_for_the_floor_is_read_with_the_dims_and_the_mesh_of_the_baseline
     assert main(["diff", *runs, *flags, "--floor", str(tmp_path / "twin")]) == 0
 
 
-def test_the_flags_of_a_comparison_ask_for_it_again(runs: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("judged", [["--rtol", "0.1", "--atol", "1e-05"], ["--floor", "twin", "--margin", "2.5"]])
+def test_the_flags_of_a_comparison_ask_for_it_again(judged: list[str], tmp_path: Path) -> None:
     file = tmp_path / "a map.yaml"
     file.write_text("dims:\n  - {site: '*mlp:out', dims: 't h[tp]', side: target}\n")
     words = [
@@ -178,13 +179,15 @@ def test_the_flags_of_a_comparison_ask_for_it_again(runs: tuple[Path, Path], tmp
         "--rule",
         "mlp=rel < 1",
     ]
-    words += ["--rtol", "0.1", "--atol", "1e-05", "--floor", "twin", "--margin", "2.5", "--detail", "--allow-partial"]
+    words += [*judged, "--detail", "--allow-partial"]
     parser = argparse.ArgumentParser()
     comparison.add_flags(parser)
     options = comparison.options_of(parser.parse_args(words))
     assert sorted(flags(options)) == sorted(words)
     assert comparison.options_of(parser.parse_args(flags(options))) == options
     assert flags(comparison.options_of(parser.parse_args([]))) == []
+    both = CompareOptions(rtol=0.1, floor=tmp_path, margin=2.0)  # as in a browser that was given a tolerance later
+    assert flags(both) == ["--rtol", "0.1"]
 
 
 def test_the_next_command_compares_the_same_way(runs: tuple[Path, Path]) -> None:

@@ -102,21 +102,22 @@ def test_table_and_json_agree_on_every_number(runs: Path) -> None:
             assert f"{item['numbers']['rel_l2']:.1e}" in row
 
 
-def test_the_last_three_lines_are_the_answer(runs: Path) -> None:
-    what, where, following = lines(report(runs / "base", runs / "bad"))[-3:]
+def test_the_last_four_lines_are_the_answer(runs: Path) -> None:
+    what, where, why, following = lines(report(runs / "base", runs / "bad"))[-4:]
     assert re.match(rf"what      {CULPRIT} \(seen at {CULPRIT}.partial:out\) differs: [\d.]+ × the floor \(", what)
-    assert what.endswith("; inputs close")
+    assert why == "why       inputs close; no cause that was tried explains it"
     assert re.match(r"where     step 0, layer 1; most tokens, worst in request 0, position \d, column \d+$", where)
     assert following == f"next      tapscope show {runs / 'bad'} {CULPRIT}.partial:out --step 0"
 
 
-def test_a_clear_cause_is_in_the_last_line(runs: Path, tmp_path: Path) -> None:
+def test_a_clear_cause_has_a_line_and_so_has_the_command(runs: Path, tmp_path: Path) -> None:
     Toy(TABLES, tp=2, hooks={f"{CULPRIT}:out": lambda x: x * 2}).write(tmp_path / "twice", prompts((6, 4))).close()
     found = report(runs / "base", tmp_path / "twice")
     cause = (
         "target = 2 × baseline: added up over tp=2 once too often (a doubled all-reduce) (removes 100 % of the error)"
     )
-    assert lines(found)[-1] == f"why       {cause}; next: tapscope show {tmp_path / 'twice'} {CULPRIT}:out --step 0"
+    shown = f"next      tapscope show {tmp_path / 'twice'} {CULPRIT}:out --step 0"
+    assert lines(found)[-2:] == [f"why       {cause}; inputs and everything inside it close", shown]
     summary = list(found.to_json())[-1]
     assert summary["first_divergence"]["explanation"]["name"] == "all-reduce"
     assert summary["first_divergence"]["explanation"]["text"] == cause
@@ -124,11 +125,14 @@ def test_a_clear_cause_is_in_the_last_line(runs: Path, tmp_path: Path) -> None:
 
 def test_agreement_says_how_close(runs: Path) -> None:
     found = report(runs / "base", runs / "good")
-    verdicts, what, where, following = lines(found)[-4:]
+    verdicts, what, where, why, following = lines(found)[-5:]
     assert "0 differs" in verdicts
     assert found.closest_call is not None
-    assert what.startswith(f"what      agrees: the largest error is {found.closest_call.ratio:.2f} of what rounding")
-    assert found.closest_call.site in what
+    assert what == "what      agrees"
+    assert why.startswith(
+        f"why       the largest error is {found.closest_call.ratio:.2f} of what rounding explains, at "
+    )
+    assert found.closest_call.site in why
     assert where == f"where     {found.coverage.sites_matched} sites, 10 token rows"
     assert following == f"next      tapscope view {runs / 'base'} {runs / 'good'}"
 
@@ -143,6 +147,31 @@ def test_numbers_are_never_shortened_and_sites_keep_their_tail(runs: Path, width
     assert f"{numbers.max_abs:.1e}" in culprit
     assert "artial:out" in culprit
     assert all(cell_len(r) <= width for r in rows if r[:2] in ("= ", "~ ", "! "))
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_sentences_are_broken_between_words_and_commands_are_not(runs: Path, width: int) -> None:
+    found = report(runs / "base", runs / "bad")
+    whole, broken = lines(found, width=width), lines(found, width=width, wrap=True)
+    start = next(i for i, line in enumerate(whole) if line.startswith("coverage"))
+    ending = broken[next(i for i, line in enumerate(broken) if line.startswith("coverage")) :]
+    *_, command = ending
+    assert command == whole[-1]
+    assert all(cell_len(line) <= width or " " not in line[10:] for line in ending[:-1])
+    assert all(line[:10].strip() in ("", line.split()[0]) for line in ending)
+    assert " ".join(" ".join(ending).split()) == " ".join(" ".join(whole[start:]).split())
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 200])
+def test_no_two_names_look_alike(tmp_path: Path, width: int) -> None:
+    names = [f"model.layers.{i}.self_attn.{part}_proj:in[hidden_states]" for i in (0, 1, 10) for part in "qkv"]
+    for name, scale in (("a", 1), ("b", 2)):
+        with RunFactory(tmp_path / name) as run:
+            run.step()
+            for i, site in enumerate(names):
+                run.put(site, np.full((4, 6), scale * (i + 1), np.float32), dims="t h")
+    rows = [row for row in lines(report(tmp_path / "a", tmp_path / "b"), width=width) if row.startswith("! ")]
+    assert len({row.split()[1] for row in rows}) == len(names)
 
 
 def test_downstream_findings_are_folded_and_counted(runs: Path) -> None:
@@ -183,7 +212,8 @@ def test_partial_data_is_said_and_may_be_allowed(
     assert main(["diff", str(runs / "base"), str(tmp_path / "half")]) == 1
     out = capsys.readouterr().out
     assert "missing   requests only in base: 1" in out
-    assert "agrees as far as it goes, but on partial data: " in out
+    assert "\nwhat      agrees as far as it goes, but on partial data\n" in out
+    assert "\nwhy       requests only in base: 1" in out
     assert main(["diff", str(runs / "base"), str(tmp_path / "half"), "--allow-partial"]) == 0
 
 

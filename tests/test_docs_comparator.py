@@ -91,7 +91,7 @@ def test_the_story_names_what_was_done(story: list[tuple[str, list[str], int, li
     (spoiled,) = re.findall(r'SPOILED = "(.*)"', (ROOT / "examples/07_conversion.py").read_text())
     first = next(lines for command, _, _, lines in story if command.startswith("tapscope diff"))
     assert f"what      {spoiled}.gate_proj (out) differs" in "\n".join(first)
-    assert f"target = the baseline of {spoiled}.up_proj:out" in first[-1]
+    assert f"target = the baseline of {spoiled}.up_proj:out" in first[-2]
 
 
 def test_the_readme_tells_the_same_story() -> None:

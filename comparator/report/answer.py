@@ -1,11 +1,9 @@
-"""Answer: the last three lines of a report: what differs and by how much, where, and why or what to do next."""
+"""Answer: the last four lines of a report: what differs and by how much, where, why, and the command to run next."""
 
-import shlex
 from typing import TYPE_CHECKING
 
 from tapscope import text
-from tapscope.comparator.report.again import with_dims_that_fit
-from tapscope.comparator.report.flags import flags
+from tapscope.comparator.report.following import following
 from tapscope.comparator.verdicts.coverage import ITSELF, UNLIKE
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.localise import Divergence
@@ -27,8 +25,9 @@ LABEL = 10
 
 
 def answer(report: "Report") -> list[str]:
-    """Three lines: ``what``, ``where``, and ``why`` with the next command, or ``next`` alone."""
-    return [_labelled("what", _what(report)), _labelled("where", _where(report)), _last(report)]
+    """Four lines: ``what``, ``where``, ``why``, and ``next``, which is a command and nothing else."""
+    said = {"what": _what(report), "where": _where(report), "why": _why(report), "next": following(report)}
+    return [f"{label:<{LABEL}}{sentence}" for label, sentence in said.items()]
 
 
 def counts(report: "Report") -> str:
@@ -44,41 +43,36 @@ def share(ratio: float) -> str:
     return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else text.number(ratio)
 
 
-def _labelled(label: str, sentence: str) -> str:
-    return f"{label:<{LABEL}}{sentence}"
-
-
 def _what(report: "Report") -> str:
-    divergence = report.first_divergence
+    divergence, partial = report.first_divergence, report.coverage.partial
     if divergence is not None:
-        return _diverges(report, divergence)
+        return _diverges(divergence) + ("; on partial data" if partial else "")
     odd = _odd(report)
     if odd is not None:
-        more = _more(sum(f.verdict.is_bad for f in report.findings) - 1, "site")
-        said = f"cannot be compared: {odd.site}: {odd.notes[0] if odd.notes else odd.verdict}{more}"
-        return "; ".join([said, *_absent(report)])
-    partial = report.coverage.partial
+        return (
+            f"cannot be compared: {odd.site}{_more(report.num_bad - 1, 'site')}{'; on partial data' if partial else ''}"
+        )
     if partial:
-        allowed = " (allowed)" if report.options.allow_partial else ""
-        reasons = f"{partial[0]}{_more(len(partial) - 1, 'reason')}"
-        return f"agrees as far as it goes, but on partial data{allowed}: {reasons}"
+        return f"agrees as far as it goes, but on partial data{' (allowed)' if report.options.allow_partial else ''}"
     if ITSELF in report.coverage.warnings:
-        return f"agrees with itself: {ITSELF}"
-    return f"agrees{_up_to_fork(report)}: {_how_close(report)}"
+        return "agrees with itself"
+    return f"agrees{_up_to_fork(report)}"
+
+
+def _why(report: "Report") -> str:
+    divergence, partial = report.first_divergence, report.coverage.partial
+    if divergence is not None:
+        return "; ".join(_reasons(report, divergence))
+    odd = _odd(report)
+    if odd is not None:
+        return odd.notes[0] if odd.notes else str(odd.verdict)
+    if partial:
+        return f"{partial[0]}{_more(len(partial) - 1, 'reason')}"
+    return ITSELF if ITSELF in report.coverage.warnings else _how_close(report)
 
 
 def _odd(report: "Report") -> Finding | None:
     return next((f for f in report.findings if f.verdict.is_bad), None)
-
-
-def _absent(report: "Report") -> list[str]:
-    """Whose ranks never came, which explains what cannot be put together."""
-    sides = zip((report.baseline, report.target), report.coverage.ledgers, strict=True)
-    return [
-        f"{side.name} lacks {'rank' if len(ranks) == 1 else 'ranks'} {compact_ranges(ranks)}"
-        for side, ledger in sides
-        if (ranks := ledger.missing_ranks)
-    ]
 
 
 def _up_to_fork(report: "Report") -> str:
@@ -102,29 +96,31 @@ def _how_close(report: "Report") -> str:
             by_rule = any(f.test == "rule" for f in report.findings)
             return "everything obeys the rules" if by_rule else "everything within the tolerance"
         return "every compared value is equal"
-    return (
-        f"the largest error is {share(closest.ratio)} of what rounding explains, at {closest.site} ({_amount(closest)})"
-    )
+    return f"the largest error is {share(closest.ratio)} of what rounding explains, at {closest.site}"
 
 
-def _diverges(report: "Report", divergence: Divergence) -> str:
+def _diverges(divergence: Divergence) -> str:
     finding = divergence.finding
     name = " or ".join(module or "(root)" for module in (divergence.module, *divergence.others))
-    port = divergence.site.rpartition(":")[2]
-    seen = port if divergence.site.rpartition(":")[0] == divergence.module else f"seen at {divergence.site}"
+    path, _, port = divergence.site.rpartition(":")
+    seen = port if path == divergence.module else f"seen at {divergence.site}"
+    if finding.test == "absent":
+        return f"{name} ({seen}) has no gradient"
     verb = "is not finite" if finding.verdict is Verdict.NONFINITE else "differs"
-    parts = [f"{name} ({seen}) {'has no gradient' if finding.test == 'absent' else verb}: {_size(finding)}"]
-    parts.append(divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}")
-    if shared := _shared(report, divergence):
-        parts.append(shared)
-    elif len(report.divergences) > 1:
-        num = len(report.divergences) - 1
-        others = f"{text.plural(num, 'module')} more on {'its' if num == 1 else 'their'} own account"
-        parts.append(f"{others}, next {report.divergences[1].module or '(root)'}")
-    parts += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
-    if report.coverage.partial:
-        parts.append("on partial data")
-    return "; ".join(parts)
+    return f"{name} ({seen}) {verb}{f': {size}' if (size := _size(finding)) else ''}"
+
+
+def _reasons(report: "Report", divergence: Divergence) -> list[str]:
+    """Why it differs, as far as that is clear, and why it is this module that is named."""
+    finding, explained = divergence.finding, divergence.explanation
+    reasons = [finding.notes[0]] if finding.test in (*_SAID, "exact") and finding.notes else []
+    reasons += [explained.text] if explained is not None and explained.is_clear else []
+    shared = _shared(report, divergence)
+    reasons += [shared] if shared else []
+    reasons += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
+    untold = [] if reasons or explained is None else ["no cause that was tried explains it"]
+    evidence = divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}"
+    return [*reasons, evidence, *untold]
 
 
 def _shared(report: "Report", divergence: Divergence) -> str:
@@ -145,7 +141,10 @@ def _is_parameter(site: str) -> bool:
 
 
 def _size(finding: Finding) -> str:
-    if finding.floor > 0.0 and finding.test not in (*_SAID, "exact", "nonfinite"):
+    """How far off it is; empty where a note says what is wrong, see :func:`_reasons`."""
+    if finding.test in _SAID:
+        return "" if finding.notes else f"max |Δ| {text.number(finding.error)}"
+    if finding.floor > 0.0 and finding.test not in ("exact", "nonfinite"):
         return f"{share(finding.ratio)} × the floor ({_amount(finding)})"
     return _amount(finding)
 
@@ -154,10 +153,7 @@ def _amount(finding: Finding) -> str:
     if finding.test == "nonfinite":
         return f"{int(finding.error):,} values not finite that the other side does not have there"
     if finding.test == "exact":
-        said = f"{int(finding.error):,} rows of integers unequal"
-        return f"{said}: {finding.notes[0]}" if finding.notes else said
-    if finding.test in _SAID:
-        return finding.notes[0] if finding.notes else f"max |Δ| {text.number(finding.error)}"
+        return f"{int(finding.error):,} rows of integers unequal"
     if finding.test == "gain":
         return f"a common scale off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     if finding.test == "channel":
@@ -174,14 +170,22 @@ def _where(report: "Report") -> str:
     layer = layer_of(divergence.module) if divergence.module else None
     parts += [f"layer {layer}"] if layer is not None else []
     if divergence.place is None:
-        return ", ".join(parts)
+        return ", ".join(parts) + _also(report, divergence)
     parts += [f"rank {divergence.place.rank}"] if divergence.place.rank is not None else []
     why = divergence.explanation
     if why is not None and why.extent and not why.is_clear:
         parts.append(f"only {why.extent}")
     place = divergence.place
     column = f", column {place.index[-1]}" if place.position is not None and place.index else ""
-    return f"{', '.join(parts)}; {_extent(divergence.finding)} {place.text()}{column}"
+    return f"{', '.join(parts)}; {_extent(divergence.finding)} {place.text()}{column}{_also(report, divergence)}"
+
+
+def _also(report: "Report", divergence: Divergence) -> str:
+    """Other modules that are off on their own account."""
+    others = report.divergences[1:]
+    if not others or _shared(report, divergence):
+        return ""
+    return f"; also in {others[0].module or '(root)'}{_more(len(others) - 1, 'module')}"
 
 
 def _compared(report: "Report") -> str:
@@ -199,26 +203,3 @@ def _extent(finding: Finding) -> str:
     if finding.worst is not None and finding.worst.position is None:
         return "worst at"
     return f"{words.get(finding.test, 'single tokens')}, worst in"
-
-
-def _last(report: "Report") -> str:
-    divergence = report.first_divergence
-    why = divergence.explanation if divergence is not None else None
-    if why is not None and why.is_clear:
-        return _labelled("why", f"{why.text}; next: {_next(report)}")
-    return _labelled("next", _next(report))
-
-
-def _next(report: "Report") -> str:
-    divergence = report.first_divergence
-    if divergence is not None:
-        side, run = divergence.finding.target, report.target
-        if side is None:  # of a gradient that the target lacks
-            side, run = divergence.finding.baseline, report.baseline
-        site = side.site if side else divergence.site
-        return f"tapscope show {shlex.quote(run.path)} {shlex.quote(site)} --step {divergence.step}"
-    if again := with_dims_that_fit(report):
-        return again
-    if _odd(report) is not None or report.coverage.partial:
-        return f"tapscope info {shlex.quote(report.target.path)}"
-    return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])

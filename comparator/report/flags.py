@@ -33,11 +33,12 @@ def _matching(options: CompareOptions) -> Iterator[str]:
 
 
 def _judgement(options: CompareOptions) -> Iterator[str]:
-    for name in ("rtol", "atol", "floor"):
+    # A tolerance decides where there is one, so that a twin says nothing beside it.
+    for name in ("rtol", "atol") if options.tolerance is not None else ("floor",):
         value = getattr(options, name)
         if value is not None:
             yield from (f"--{name}", str(value))
-    if options.floor is not None and options.margin != MARGIN:
+    if options.tolerance is None and options.floor is not None and options.margin != MARGIN:
         yield from ("--margin", str(options.margin))
     yield from _repeated("--rule", (f"{rule.site}={rule.require}" for rule in options.rules))
     yield from (f"--{name.replace('_', '-')}" for name in ("detail", "allow_partial") if getattr(options, name))

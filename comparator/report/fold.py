@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 from msgspec import Struct
 
 from tapscope import text
+from tapscope.comparator.facts import Place
 from tapscope.comparator.report.answer import share
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 
@@ -71,10 +72,8 @@ def fold(report: "Report", top: int | None) -> tuple[Sequence[Row], list[str]]:
 
 
 def _row(finding: Finding) -> Row:
-    from tapscope.comparator.report.table import cells_of
-
     if not finding.verdict.is_orphan:
-        return Row(finding.verdict, cells_of(finding))
+        return Row(finding.verdict, _cells(finding))
     side = finding.baseline or finding.target
     shape = text.shape(side.shape) if side and side.dtype else "value"
     return Row(finding.verdict, note=f"{finding.site}  {_ALONE[finding.verdict]}, {shape}")
@@ -134,3 +133,26 @@ def _said(hidden: Sequence[Finding]) -> list[str]:
         verb = "differs" if len(hidden) == 1 else "differ"
     where = ", all downstream" if downstream == len(hidden) else f", {downstream:,} of them downstream"
     return [f"{len(hidden):,} more {verb}{where if downstream else ''}; --all lists them"]
+
+
+def _where(place: Place) -> str:
+    if place.position is None:
+        return f"{place.text()} step {place.step}"
+    return f"{text.middle(place.request or '', 12)}:{place.position} step {place.step}"
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    """The cells of one finding, in the order of the table's head."""
+    side = finding.target or finding.baseline
+    numbers, worst = finding.numbers, finding.worst
+    ratio = share(finding.ratio) if finding.floor > 0 else "-"
+    where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
+    return (
+        finding.site,
+        str(finding.verdict),
+        text.shape(side.shape) if side else "-",
+        text.number(numbers.max_abs if numbers else None),
+        text.number(numbers.rel_l2 if numbers else None),
+        ratio,
+        where,
+    )

@@ -1,58 +1,41 @@
-"""Table: a report for people. Glyph and word carry the meaning, colour only repeats it; the last three lines are the
+"""Table: a report for people. Glyph and word carry the meaning, colour only repeats it; the last four lines are the
 answer."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tapscope import text
-from tapscope.comparator.facts import Place
-from tapscope.comparator.report.answer import answer, counts, share
+from tapscope.comparator.report.answer import LABEL, answer, counts
 from tapscope.comparator.report.details import details
-from tapscope.comparator.report.fold import STRETCH, Row, fold
+from tapscope.comparator.report.fold import fold
+from tapscope.comparator.report.grid import grid
+from tapscope.comparator.report.screen import Line, columns, wrapped
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.outcome import Header, Report
 
-STYLES = {
-    Verdict.SAME: "dim",
-    Verdict.CLOSE: "dim",
-    Verdict.DIFFERS: "bold orange1",
-    Verdict.SHAPE: "bold orange1",
-    Verdict.NONFINITE: "bold orange1",
-    Verdict.ONLY_BASELINE: "cyan",
-    Verdict.ONLY_TARGET: "cyan",
-}
-_HEADS = ("site", "verdict", "shape", "max |Δ|", "rel l2", "err/floor", "worst req:pos")
-_SHAPE, _WORST, _NUMBERS = 2, 6, (3, 4, 5)
-_MIN_SITE, _STRETCH = 16, 60
-_NARROW = dict.fromkeys(map(ord, "…×Δ·"))
-"""What our own texts have beyond ASCII: one column each."""
 TOP = 12
 """Rows of the table, when nobody asks for more."""
 
 
-class Line(NamedTuple):
-    """One line of the report; rich's own would have to be imported where nobody sees a colour."""
-
-    plain: str
-    style: str = ""
-    """As rich has it."""
-
-
-def render(report: "Report", *, width: int = 100, top: int | None = TOP) -> Iterator[Line]:
-    """The lines of the report for a screen of ``width`` columns; ``top`` rows of findings, None for every one."""
-    yield from _headers(report)
+def render(report: "Report", *, width: int = 100, top: int | None = TOP, wrap: bool = False) -> Iterator[Line]:
+    """The lines of the report: a table for a screen of ``width`` columns, with ``top`` rows of findings (None for every
+    one), and sentences, each in one line, or with ``wrap`` broken between words."""
+    for line in _headers(report):
+        yield from wrapped(line, width, LABEL) if wrap else (line,)
     yield Line("")
     rows, hidden = fold(report, top)
-    yield from _table(rows, width)
-    yield from map(Line, _unlike(report.findings, top))
-    for line in hidden:
-        yield Line(f"   … {line}")
+    yield from grid(rows, width)
+    for sentence in _unlike(report.findings, top):
+        yield from wrapped(Line(sentence), width, 2) if wrap else (Line(sentence),)
+    for sentence in hidden:
+        yield Line(f"   … {sentence}")
     yield Line("")
-    yield from map(Line, details(report.findings, top))
-    yield from _ending(report, top)
+    for line in (*map(Line, details(report.findings, top)), *_ending(report, top)):
+        is_command = line.plain.startswith("next ")  # to copy
+        yield from wrapped(line, width, LABEL) if wrap and not is_command else (line,)
 
 
 def account(report: "Report") -> Iterator[Line]:
@@ -69,10 +52,10 @@ def _ending(report: "Report", top: int | None) -> Iterator[Line]:
 
 
 def _headers(report: "Report") -> Iterator[Line]:
-    cells = [_header(which, side) for which, side in (("baseline", report.baseline), ("target", report.target))]
-    widths = [max(_cells(row[i]) for row in cells) for i in range(len(cells[0]))]
-    for row in cells:
-        yield Line("  ".join(cell + " " * (w - _cells(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
+    rows = [_header(which, side) for which, side in (("baseline", report.baseline), ("target", report.target))]
+    widths = [max(columns(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield Line("  ".join(cell + " " * (w - columns(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
 def _header(which: str, header: "Header") -> list[str]:
@@ -92,59 +75,6 @@ def _unlike(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
     for reason, sites in list(reasons.items())[: top or None]:
         more = f" and {text.plural(len(sites) - 1, 'more site')}" if len(sites) > 1 else ""
         yield f"# {sites[0]}{more}: {reason}"
-
-
-def _cells(shown: str) -> int:
-    """Columns that a text takes on a screen."""
-    if shown.isascii() or shown.translate(_NARROW).isascii():
-        return len(shown)
-    from rich.cells import cell_len  # its tables take longer to load than all else here
-
-    return cell_len(shown)
-
-
-def _table(rows: Sequence[Row], width: int) -> Iterator[Line]:
-    # Numbers are never shortened: on a narrow screen columns go, then the site gives way, in its middle.
-    kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
-    widths = [_cells(_HEADS[i]) for i in kept]
-    for row in rows:
-        if row.cells:
-            widths = [max(known, _room(row.cells[i])) for known, i in zip(widths, kept, strict=True)]
-    rest = sum(widths[1:]) + 2 * len(widths)
-    widths[0] = max(min(widths[0], width - rest), min(widths[0], _MIN_SITE))
-    numeric = [i in _NUMBERS for i in kept]
-    yield Line(_line("  ", [_HEADS[i] for i in kept], widths, numeric), style="bold")
-    yield Line("─" * min(width, sum(widths) + 2 * len(widths)))
-    for row in rows:
-        lead = f"{row.verdict.glyph} "
-        note = text.middle(row.note, max(width - 2, _MIN_SITE))
-        line = _line(lead, [row.cells[i] for i in kept], widths, numeric) if row.cells else lead + note
-        yield Line(line, style=STYLES[row.verdict])
-
-
-def _room(cell: str) -> int:
-    """Columns that a cell asks for; a stretch, of which nobody searches the ends, gives way to the other sites."""
-    return min(_cells(cell), _STRETCH) if STRETCH in cell else _cells(cell)
-
-
-def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool]) -> str:
-    shown = [_site(cells[0], widths[0]), *cells[1:]]
-    padded = []
-    for cell, width, right in zip(shown, widths, numeric, strict=True):
-        space = " " * (width - _cells(cell))
-        padded.append(space + cell if right else cell + space)
-    return (lead + "  ".join(padded)).rstrip()
-
-
-def _site(site: str, width: int) -> str:
-    """A site, or the two ends of a stretch, each losing its own middle."""
-    first, dots, last = site.partition(STRETCH)
-    if not dots or _cells(site) <= width:
-        return text.site(site, width)
-    room = width - len(STRETCH)
-    half = max(room - _cells(last), room // 2)
-    shown = text.site(first, half)
-    return shown + STRETCH + text.site(last, room - _cells(shown))
 
 
 def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
@@ -192,26 +122,3 @@ def _judged(report: "Report") -> str:
     }
     sources = Counter(words.get(f.judged_by, f.judged_by.partition(" ")[0]) for f in report.findings if f.judged_by)
     return " · ".join(f"{n:,} by {name}" for name, n in sources.most_common())
-
-
-def _where(place: Place) -> str:
-    if place.position is None:
-        return f"{place.text()} step {place.step}"
-    return f"{text.middle(place.request or '', 12)}:{place.position} step {place.step}"
-
-
-def cells_of(finding: Finding) -> tuple[str, ...]:
-    """The cells of one finding, in the order of the table's head."""
-    side = finding.target or finding.baseline
-    numbers, worst = finding.numbers, finding.worst
-    ratio = share(finding.ratio) if finding.floor > 0 else "-"
-    where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
-    return (
-        finding.site,
-        str(finding.verdict),
-        text.shape(side.shape) if side else "-",
-        text.number(numbers.max_abs if numbers else None),
-        text.number(numbers.rel_l2 if numbers else None),
-        ratio,
-        where,
-    )

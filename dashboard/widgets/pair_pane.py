@@ -6,6 +6,8 @@ from rich.text import Text
 
 from tapscope.comparator import Closeup, Finding
 from tapscope.comparator.measures.detail import Detail
+from tapscope.comparator.report.answer import LABEL
+from tapscope.comparator.report.screen import Line, wrapped
 from tapscope.dashboard import pair
 from tapscope.dashboard.keys import PAIR
 from tapscope.dashboard.widgets.text_pane import TextPane
@@ -58,7 +60,7 @@ class PairPane(TextPane):
             return pair.detail_lines(self.detail) if self.detail else [Text(self._detail_note, style="dim")]
         if self.view == "measures" or seen is None:
             strip = [pair.strip_line(seen, self._step, width)] if seen is not None else []
-            above = [Text(line) for line in self._above]
+            above = [Text(part.plain) for line in self._above for part in wrapped(Line(line), width, LABEL)]
             return [*above, *pair.measure_lines(finding, width), *strip, *note, *pair.note_lines(finding)]
         strip = [pair.strip_line(seen, self._step, width)]
         if self.view == "tokens":

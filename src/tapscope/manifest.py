@@ -108,7 +108,10 @@ def _instead(path: Path) -> str:
     if within:
         more = f" and {len(within) - 4} more" if len(within) > 4 else ""
         return f"it holds {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
-    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o {path}"
+    if (path / "config.json").exists():
+        return f"it is a checkpoint; make a run of it with: tapscope dump {path} -o RUN"
+    where = "RUN" if any(path.iterdir()) else path  # nothing is recorded between files of others
+    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o {where}"
 
 
 def is_mesh(value: object) -> bool:

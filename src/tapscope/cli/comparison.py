@@ -96,6 +96,8 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
 
     if args.margin is not None and args.floor == "auto":
         raise ConfigError("--margin is how many times the distance of --floor RUN is allowed, and there is no such run")
+    if args.floor != "auto" and (flag := "--rtol" if args.rtol is not None else "--atol" * (args.atol is not None)):
+        raise ConfigError(f"{flag} and --floor are two ways to judge the same values; give one of them")
     return CompareOptions(
         sites=tuple(args.site),
         skip=tuple(args.skip),

@@ -18,7 +18,7 @@ class DiffCommand:
       $ tapscope diff base target --json | jq 'select(.type == "summary")'
 
     Sites meet by name, token rows by request and position, shards by their dims. Without a tolerance an error is
-    judged beside what rounding explains, so fp32 against bf16 is a normal case. The last three lines are the answer.
+    judged beside what rounding explains, so fp32 against bf16 is a normal case. The last four lines are the answer.
 
     Exit codes: 0 agrees, 1 differs or the data are partial, 2 usage, 3 unreadable or nothing in common.
     """
@@ -58,7 +58,7 @@ def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
 
 
 def _print(report: Report, top: int | None) -> None:
-    lines = render(report, width=output.report_width(), top=top)
+    lines = render(report, width=output.report_width(), top=top, wrap=output.is_terminal())
     if output.is_plain():
         for line in lines:
             output.write_line(line.plain)

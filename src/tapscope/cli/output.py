@@ -33,10 +33,30 @@ def write_json(item: dict[str, Any]) -> None:
     write_line(json_line(item))
 
 
+def is_terminal() -> bool:
+    """Whether somebody sees what is written."""
+    return sys.stdout.isatty()
+
+
 def is_plain() -> bool:
     """Whether lines go out without colour or layout, to a file or another program: then a console, which takes longest
     of all to import, is not needed."""
-    return not sys.stdout.isatty() and _color != "always" and not os.environ.get("FORCE_COLOR")
+    return not (is_terminal() or is_coloured())
+
+
+def is_coloured() -> bool:
+    """What ``--color`` says; where that is ``auto`` the environment, and else whether there is a terminal."""
+    if _color != "auto":
+        return _color == "always"
+    return not os.environ.get("NO_COLOR") and (is_terminal() or bool(os.environ.get("FORCE_COLOR")))
+
+
+def settle_environment() -> None:
+    """Tell a library that asks the environment alone what ``--color`` says."""
+    if _color == "never":
+        os.environ["NO_COLOR"] = "1"
+    elif _color == "always" or not os.environ.get("NO_COLOR"):  # which means nothing where it is empty
+        os.environ.pop("NO_COLOR", None)
 
 
 def plain_width() -> int:
@@ -47,7 +67,7 @@ def plain_width() -> int:
 def report_width() -> int:
     """Columns of a report of long names: the screen's; to a file or another program as many as they take, so that a
     search finds them, unless ``COLUMNS`` says how many."""
-    return screen_width() if sys.stdout.isatty() else _given_width() or _UNCUT
+    return screen_width() if is_terminal() else _given_width() or _UNCUT
 
 
 def screen_width() -> int:
@@ -78,14 +98,12 @@ def console() -> "Console":
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # main knows what that means; rich would exit with 1, our word for "differs"
 
-    terminal = sys.stdout.isatty()
-    forced = True if _color == "always" else None
-    no_color = _color == "never" or (_color == "auto" and ("NO_COLOR" in os.environ or not terminal))
+    terminal = is_terminal()
     return Console(
         file=sys.stdout,
         width=None if terminal else plain_width(),
-        force_terminal=forced,
-        no_color=no_color,
+        force_terminal=True if is_coloured() else None,
+        no_color=not is_coloured(),
         markup=False,
         highlight=False,
         emoji=False,

@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from tapscope.cli import comparison
+from tapscope.cli import comparison, output
 from tapscope.errors import UsageError
 
 
@@ -43,6 +43,7 @@ class ViewCommand:
             raise UsageError("view needs Textual; install it with: pip install 'tapscope[tui]'")
         from tapscope.dashboard.app import browse, diff
 
+        output.settle_environment()
         if args.target is not None:
             return diff(args.path, args.target, comparison.options_of(args), theme=args.theme, keys=args.key)
         return browse(args.path, theme=args.theme, keys=args.key)

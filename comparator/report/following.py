@@ -1,0 +1,57 @@
+"""Following: the command to run next."""
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from tapscope.comparator.report.flags import flags
+from tapscope.comparator.verdicts.finding import Finding, Verdict
+from tapscope.site import Glob
+
+if TYPE_CHECKING:
+    from tapscope.comparator.report.outcome import Header, Report
+
+_DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
+
+
+def following(report: "Report") -> str:
+    """The culprit's values; else what would tell more of what could not be compared; else both runs on a screen."""
+    divergence = report.first_divergence
+    if divergence is not None:
+        side, run = divergence.finding.target, report.target
+        if side is None:  # of a gradient that the target lacks
+            side, run = divergence.finding.baseline, report.baseline
+        site = side.site if side else divergence.site
+        return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step)])
+    if again := _with_dims_that_fit(report):
+        return again
+    if report.num_bad or report.coverage.partial:
+        return shlex.join(["tapscope", "info", _in_question(report).path])
+    return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])
+
+
+def _in_question(report: "Report") -> "Header":
+    """The run that is not complete where only the baseline is not; else the target."""
+    ledgers = report.coverage.ledgers
+    return report.baseline if ledgers[1].complete and not ledgers[0].complete else report.target
+
+
+def _with_dims_that_fit(report: "Report") -> str:
+    """The command that compares once more, with each ``--dims`` that the findings' notes say would fit; empty where
+    they say none, or where a map file says dims, which may be what is wrong and would still count."""
+    found = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
+    if not found or report.options.mapping.dims:
+        return ""
+    fine = [side.site for f in report.findings if not _hints(f) for side in (f.baseline, f.target) if side]
+    # Those given that are about nothing else would match nothing any more, which is an error.
+    dims = tuple(entry for entry in report.options.dims if any(map(Glob(entry.site).matches, fine)))
+    words = [word for hint in found for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
+    return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
+
+
+def _hints(finding: Finding) -> list[str]:
+    if finding.verdict is not Verdict.SHAPE:
+        return []
+    return [hint for note in finding.notes for hint in _DIMS.findall(note) if not hint.endswith("=...")]
