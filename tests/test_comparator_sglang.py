@@ -182,3 +182,19 @@ def test_files_that_cannot_be_read_are_said_and_the_rest_is_compared(
         file.unlink()
     with pytest.raises(RunCorruptError, match="SGLang dump without one readable value"):
         open_run(tmp_path / "dump")
+
+
+@pytest.mark.parametrize("names", [{}, {"rids": ["a"]}, {"req_pool_indices": [7]}])
+def test_a_prompt_that_grows_without_a_name_is_told_what_would_name_it(tmp_path: Path, names: dict[str, Any]) -> None:
+    def dumped(folder: Path, lengths: tuple[int, ...]) -> Path:
+        dump = SglangDump(folder)
+        for n in lengths:
+            dump.step(input_ids=list(range(n)), positions=list(range(n)), seq_lens=[n], **names)
+            dump.hook("model.norm", output=torch.arange(n * 4.0).reshape(n, 4))
+        return folder
+
+    report = diff(dumped(tmp_path / "once", (7,)), dumped(tmp_path / "grows", (5, 6, 7)))
+    said = [sentence for sentence in report.coverage.partial if "record rids or req_pool_indices" in sentence]
+    assert len(said) == (not names)
+    assert all("requests only in grows: 0, 1; request 0 is the beginning of request 1" in one for one in said)
+    assert (report.num_bad, report.exit_code) == (0, int(not names))

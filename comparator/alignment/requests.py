@@ -25,6 +25,10 @@ MIN_MOVED = 4
 """Equal tokens at other positions that are no chance, unless they are all there are."""
 
 
+NAMED = 4
+"""Requests that a sentence names."""
+
+
 class Partners(Struct, frozen=True):
     """A pair of requests, as indices into both sides."""
 
@@ -213,12 +217,22 @@ def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
     if num_untried:
         notes.append(f"{num_untried:,} requests that begin at different positions were too many to try one by one")
     sides = zip(names, (left, right), work.rest, strict=True)
-    problems = [
-        f"requests only in {name}: {named([side[i].label for i in rest])}" for name, side, rest in sides if rest
-    ]
-    return Matching(pairs, notes, problems)
+    return Matching(pairs, notes, [_alone(name, side, rest) for name, side, rest in sides if rest])
 
 
-def named(names: list[str], limit: int = 4) -> str:
+def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
+    """What only one run has; where nobody named the requests, a prompt that grows looks like several of them."""
+    said = f"requests only in {name}: {named([side[i].label for i in rest])}"
+    for one in (side[i] for i in rest[:NAMED] if is_automatic(side[i].name) and side[i].text):
+        longer = next(
+            (o for o in side if o.first == one.first and o.text != one.text and o.text.startswith(one.text)), None
+        )
+        if longer is not None:
+            growing = "if that is one prompt that grows, record rids or req_pool_indices as well, which say so"
+            return f"{said}; request {one.label} is the beginning of request {longer.label}: {growing}"
+    return said
+
+
+def named(names: list[str], limit: int = NAMED) -> str:
     """The first few of some requests."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
