@@ -103,7 +103,9 @@ def _compare(
     if look(damage, divergences, seen.examined):  # once more, without what only looked like a culprit
         return _compare(baseline, target, options, damage, progress)
     if all(f.basis == "none" for f in findings):
-        reason = next((f"; {f.site}: {f.notes[0]}" for f in findings if f.notes), "")
+        reasons = [(f.site, f.notes[0]) for f in findings if f.notes]
+        reasons += [(one.site, one.apart) for one in seen.everything if one.apart]
+        reason = "".join(f"; {site}: {why}" for site, why in reasons[:1])
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
     coverage = cover((baseline, target), seen.rows, seen.everything, findings, sum(seen.num_objects), seen.notes)
     coverage = with_damage(coverage, damage)

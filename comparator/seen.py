@@ -80,7 +80,8 @@ def see(
     check_common(baseline, target, pairs, rows)
     check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
     sites = {**given[1].sites, **given[0].sites}
-    examiner = Examiner(Preparer(baseline, target, rows, options.shift_steps), options.tolerance, options.detail)
+    preparer = Preparer(baseline, target, rows, options.shift_steps, options.ranks)
+    examiner = Examiner(preparer, options.tolerance, options.detail)
     examiner.backward = any(pair.baseline is not None and pair.baseline.site.endswith(".grad") for pair in pairs)
     examiner.norms = norms_of(sites)
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)

@@ -303,8 +303,51 @@ def test_a_value_that_is_not_finite_has_no_column_of_the_largest_distance(tmp_pa
     assert report.first_divergence.place.index == (2,)
 
 
-def test_a_rank_that_never_came_is_in_the_answer(damaged: tuple[Path, Path]) -> None:
+def test_shards_of_a_rank_that_never_came_make_the_data_partial(damaged: tuple[Path, Path]) -> None:
+    whole = diff(damaged)
     shutil.rmtree(damaged[1] / "rank-00001")
-    report = diff(damaged)
+    report, allowed = diff(damaged), diff(damaged, allow_partial=True)
+    assert (report.exit_code, allowed.exit_code, report.num_bad) == (1, 0, 0)
+    assert len(report.findings) < len(whole.findings)
+    assert "t: never came: rank 1" in report.coverage.partial
+    assert any(s.endswith("shard 1 is missing: rank 1 never came") for s in report.coverage.warnings)
+    what, _, why, following = answer(allowed)
+    assert what == "what      agrees as far as it goes, but on partial data (allowed)"
+    assert why.startswith("why       t: never came: rank 1")
+    assert following == f"next      tapscope info {damaged[1]}"
+    assert answer(diff((damaged[1], damaged[0])))[3] == following  # the run that lacks it, on whichever side
+
+
+def test_what_a_missing_rank_does_not_explain_still_counts(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    module = "model.layers.1.mlp.down_proj"
+    Toy(TABLES, tp=2, hooks={f"{module}:out": lambda x: x + 1}).write(tmp_path / "t", PROMPTS).close()
+    shutil.rmtree(tmp_path / "t" / "rank-00001")
+    report = diff((pair[0], tmp_path / "t"), allow_partial=True)
     assert report.exit_code == 1
-    assert "t lacks rank 1" in answer(report)[0]
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == module
+    assert answer(report)[0].endswith("; on partial data")
+
+
+def test_a_shard_that_a_complete_run_lacks_counts_whatever_is_allowed(tmp_path: Path) -> None:
+    values = np.ones((4, 6), np.float32)
+    with RunFactory(tmp_path / "b") as run:
+        run.step()
+        run.put("norm:out", values, dims="t h")
+        run.put("mlp:out", values, dims="t h")
+    with RunFactory(tmp_path / "t", mesh={"tp": 2}) as run:
+        run.step()
+        run.put("norm:out", {0: values[:, :3], 1: values[:, 3:]}, dims="t h[tp]")
+        run.put("mlp:out", values[:, :3], dims="t h[tp]")
+    report = diff((tmp_path / "b", tmp_path / "t"), allow_partial=True)
+    assert not report.coverage.ledgers[1].missing_ranks
+    assert (report.exit_code, report.num_bad) == (1, 1)
+    assert answer(report)[2] == "why       dims 't h[tp]' need 2 shards over tp; shard 1 is missing"
+
+
+def test_shards_that_ranks_leaves_out_are_no_finding(pair: tuple[Path, Path]) -> None:
+    report = diff(pair, ranks=frozenset({0}))
+    assert report.exit_code == 0
+    assert any(s.endswith("shard 1 is missing: --ranks 0 leaves it out") for s in report.coverage.warnings)
+    with pytest.raises(NothingInCommonError, match=r"gate_proj:out: .*shard 1 is missing: --ranks 0 leaves it out"):
+        diff(pair, ranks=frozenset({0}), sites=("*.gate_proj:out",))

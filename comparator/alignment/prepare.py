@@ -21,6 +21,7 @@ from tapscope.comparator.assembly.blocks import Block, blocks
 from tapscope.comparator.assembly.pieces import same_form
 from tapscope.comparator.assembly.realise import realise
 from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.runs.gaps import Gaps
 from tapscope.comparator.runs.places import Places, places_of
 from tapscope.comparator.runs.series import Key, Series, key_of
 from tapscope.comparator.runs.split import split_series
@@ -86,9 +87,17 @@ class Prepared(Struct, frozen=True):
 class Preparer:
     """Prepares the pairs of one comparison; what pairs have in common is worked out once."""
 
-    def __init__(self, baseline: Run, target: Run, row_map: RowMap, shift_steps: int = 0) -> None:
-        """``shift_steps``: how much higher the target's step numbers are."""
+    def __init__(
+        self,
+        baseline: Run,
+        target: Run,
+        row_map: RowMap,
+        shift_steps: int = 0,
+        ranks: frozenset[int] | None = None,
+    ) -> None:
+        """``shift_steps``: how much higher the target's step numbers are; ``ranks``: those chosen, None for all."""
         self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
+        self._gaps = Gaps(baseline, ranks), Gaps(target, ranks)
         self._aligner = Aligner(row_map, shift_steps)
         self.places: tuple[Places, Places] = places_of(baseline), places_of(target)
         self._choices = Choices(baseline, row_map.baseline), Choices(target, row_map.target)
@@ -145,6 +154,8 @@ class Preparer:
     def _prepare(self, baseline: Series, target: Series) -> Prepared:
         left, broken_left, layout_left = self._laid_out(0, baseline)
         right, broken_right, layout_right = self._laid_out(1, target)
+        if (lacking := self._lacking((left, right), (layout_left, layout_right))) is not None:
+            return lacking
         layouts = settle((layout_left, layout_right), (left, right), (self.row_map.baseline, self.row_map.target))
         left, right, odd = turned(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
@@ -165,6 +176,17 @@ class Preparer:
         notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
         notes += (plan.note,) if plan.note else ()
         return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
+
+    def _lacking(
+        self, sides: tuple[tuple[Whole, ...], tuple[Whole, ...]], layouts: tuple[Layout, Layout]
+    ) -> Prepared | None:
+        """What is set apart since shards of it never came, by what the run itself says; None where none lack, or
+        nothing explains why."""
+        for wholes, gaps in zip(sides, self._gaps, strict=True):
+            if wholes[0].lacks_shards and gaps.reason:
+                plan = Plan(apart=f"{wholes[0].problem}: {gaps.reason}")
+                return Prepared(*sides, layouts, plan, num_broken=0 if gaps.are_chosen else len(wholes))
+        return None
 
     def _routed(self, left: Sequence[Whole], right: Sequence[Whole]) -> Plan | None:
         """The plan of rows that lie in the order of a choice of experts; None where none orders them."""

@@ -9,7 +9,7 @@ from tapscope import dims as dims_grammar
 from tapscope.comparator.assembly.merge import is_plain, merge
 from tapscope.comparator.assembly.numbered_rows import with_rows
 from tapscope.comparator.assembly.pieces import Leaf, Piece, digest, is_joined, leaves
-from tapscope.comparator.assembly.shards import UnassembledError
+from tapscope.comparator.assembly.shards import IncompleteError, UnassembledError
 from tapscope.comparator.runs.firings import Firing
 from tapscope.comparator.runs.places import Places
 from tapscope.comparator.runs.split import without
@@ -33,6 +33,8 @@ class Whole(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Sentences that say why the values may be wrong though they could be put together."""
+    lacks_shards: bool = False
+    """Whether :attr:`problem` is that shards are not there."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +81,7 @@ def assemble(run: Run, places: Places, firing: Firing) -> Whole:
             return Whole(run, records, Leaf(records[0]), dims)
         work = merge(run, places, records, dims)
     except (UnassembledError, DimsError) as error:
-        return Whole(run, records, None, dims, str(error))
+        return Whole(run, records, None, dims, str(error), lacks_shards=isinstance(error, IncompleteError))
     ((_, piece),) = work.items
     if work.rows is not None:
         records = with_rows(records, work.rows)

@@ -9,7 +9,14 @@ from tapscope.axes import STAGES, Dim, Dims, Shard
 from tapscope.comparator.assembly.numbered_rows import numbered_rows
 from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, digest, leaves
 from tapscope.comparator.assembly.sequences import dealt_lengths
-from tapscope.comparator.assembly.shards import UnassembledError, cropped, dealt_out, side_by_side, ungrouped
+from tapscope.comparator.assembly.shards import (
+    IncompleteError,
+    UnassembledError,
+    cropped,
+    dealt_out,
+    side_by_side,
+    ungrouped,
+)
 from tapscope.comparator.runs.places import Coords, Places, active, projected
 from tapscope.record import Record
 from tapscope.run import Run
@@ -143,8 +150,10 @@ def _check_complete(work: Work, group: Sequence[tuple[Coords, Piece]], shard: Sh
         return
     missing = sorted(set(range(size)) - {at for at in found if at is not None})
     lacks = f"; {_list(missing)} missing" if missing else ""
-    odd = "" if all(at in range(size) for at in found) and missing else f"; the ranks stand at {_places(found)}"
-    raise UnassembledError(f"dims '{work.dims}' need {size} shards over {shard.axis}{lacks}{odd}")
+    is_sound = missing and all(at in range(size) for at in found)
+    odd = "" if is_sound else f"; the ranks stand at {_places(found)}"
+    error = IncompleteError if is_sound else UnassembledError
+    raise error(f"dims '{work.dims}' need {size} shards over {shard.axis}{lacks}{odd}")
 
 
 def _places(found: Sequence[int | None]) -> str:

@@ -27,10 +27,10 @@ def realise(run: Run, places: Places, series: Series) -> list[Whole]:
 
 def _combined(wholes: Sequence[Whole], recipe: Join | Sum) -> Whole:
     first = wholes[0]
-    problem = next((w.problem for w in wholes if w.problem), "")
+    broken = next((w for w in wholes if w.piece is None), None)
+    if broken is not None:
+        return structs.replace(first, piece=None, problem=broken.problem, lacks_shards=broken.lacks_shards)
     pieces = tuple(w.piece for w in wholes if w.piece is not None)
-    if problem or len(pieces) < len(wholes):
-        return structs.replace(first, piece=None, problem=problem or "one of its parts could not be put together")
     axis = recipe.fused.axis % len(first.shape) if isinstance(recipe, Join) and first.shape else None
     rests = {p.shape if axis is None else (*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces}
     if len(rests) > 1:

@@ -15,6 +15,10 @@ class UnassembledError(Exception):
     """A firing cannot be put together; the text says why and what would help."""
 
 
+class IncompleteError(UnassembledError):
+    """Shards of a firing are not there; what is there fits."""
+
+
 def dealt_out(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigzag: bool) -> Piece:
     """The whole of parts over which each of several sequences was dealt out.
 
