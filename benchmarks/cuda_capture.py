@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapscope import dtypes
 from tapscope.dumper import Dumper
-from tapscope.dumper.backlog import Backlog
-from tapscope.dumper.device import Cuda
-from tapscope.dumper.drain import Drain
+from tapscope.dumper.device.device import Cuda
+from tapscope.dumper.device.drain import Drain
+from tapscope.dumper.sending.backlog import Backlog
 from tapscope.run import open_run
 
 WARM_UP = 1

@@ -27,7 +27,7 @@ import zmq
 
 from tapscope import record, wire
 from tapscope.directory import RECORDER_FILE
-from tapscope.dumper.ring import Ring
+from tapscope.dumper.transport.ring import Ring
 from tapscope.record import Key, Record, Stats
 from tapscope.segment import SEGMENT_BYTES
 from tapscope.wire import Message

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tapscope.dumper.config import DumperConfig
     from tapscope.dumper.dumper import Dumper
     from tapscope.dumper.observer import make_observer
-    from tapscope.dumper.rule import Rule
+    from tapscope.dumper.rules.rule import Rule
 
 __all__ = [
     "Dumper",
@@ -56,7 +56,7 @@ __all__ = [
     "start",
     "step",
 ]
-_EXPORTS = {"Dumper": ".dumper", "make_observer": ".observer", "DumperConfig": ".config", "Rule": ".rule"}
+_EXPORTS = {"Dumper": ".dumper", "make_observer": ".observer", "DumperConfig": ".config", "Rule": ".rules.rule"}
 """Where a public name is defined; what is not here is in the api."""
 
 

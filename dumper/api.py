@@ -8,8 +8,8 @@
     dumper.step()
 """
 
-from tapscope.dumper import context
 from tapscope.dumper.process_dumper import ProcessDumper
+from tapscope.dumper.steps import context
 
 process = ProcessDumper()
 """The one of this process."""

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from tapscope.dumper.rule import Keep, Rule, condition, parse_rule
-from tapscope.dumper.size import parse_size
-from tapscope.dumper.trigger import Trigger, parse_trigger
+from tapscope.dumper.rules.rule import Keep, Rule, condition, parse_rule
+from tapscope.dumper.rules.size import parse_size
+from tapscope.dumper.rules.trigger import Trigger, parse_trigger
 from tapscope.errors import ConfigError, ExpressionError
 
 __all__ = ["RUNTIME_FIELDS", "DumperConfig", "Keep", "Rule", "Trigger"]

@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from tapscope.dumper import identity, lifetime
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
-from tapscope.dumper.flight import Released
-from tapscope.dumper.link import Link
-from tapscope.dumper.recording import Recording
-from tapscope.dumper.session import require_free
+from tapscope.dumper.job import identity, lifetime
+from tapscope.dumper.keeping.flight import Released
+from tapscope.dumper.recording.recording import Recording
+from tapscope.dumper.recording.watches import Handle, Watches
+from tapscope.dumper.sending.link import Link
+from tapscope.dumper.sending.session import require_free
 from tapscope.dumper.stepping import StepCalls
 from tapscope.dumper.values import ValueCalls
-from tapscope.dumper.watches import Handle, Watches
 from tapscope.errors import ConfigError, RecorderError, RuleError, StepError
 from tapscope.observe import RankInfo
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.option import split_outside_quotes
-from tapscope.dumper.rule import KEEPS
+from tapscope.dumper.rules.option import split_outside_quotes
+from tapscope.dumper.rules.rule import KEEPS
 from tapscope.errors import ConfigError
 
 _log = logging.getLogger("tapscope")

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tapscope.dumper.client import ControlClient
-from tapscope.dumper.guard import Guard
-from tapscope.dumper.network import Endpoint
-from tapscope.dumper.session import find
+from tapscope.dumper.control.client import ControlClient
+from tapscope.dumper.control.guard import Guard
+from tapscope.dumper.sending.session import find
+from tapscope.dumper.transport.network import Endpoint
 from tapscope.errors import RecorderError, UnreachableError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def router_of(run: Path | str, guard: Guard | None = None, *, metrics: bool = Tr
     ``guard`` checks every request: ``Guard("token")`` where other hosts can reach the app; the default only keeps web
     pages out. ``metrics`` False leaves ``/metrics`` to a host that has one.
     """
-    from tapscope.dumper.control import make_router
+    from tapscope.dumper.control.control import make_router
 
     def client() -> ControlClient:
         try:

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from tapscope.dumper import experiment
-from tapscope.dumper.captures import Captures
-from tapscope.dumper.compiled import is_compiling, say_skipped
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.dumper import Dumper
 from tapscope.dumper.environment import changes_of
-from tapscope.dumper.experiment import Experiment, Naming
-from tapscope.dumper.schedule import StepBlock
-from tapscope.dumper.told import number_of
-from tapscope.dumper.watches import Handle
+from tapscope.dumper.job import experiment
+from tapscope.dumper.job.compiled import is_compiling, say_skipped
+from tapscope.dumper.job.experiment import Experiment, Naming
+from tapscope.dumper.recording.schedule import StepBlock
+from tapscope.dumper.recording.watches import Handle
+from tapscope.dumper.sending.captures import Captures
+from tapscope.dumper.steps.told import number_of
 from tapscope.errors import ConfigError, TapscopeError
 from tapscope.observe import RankInfo, StepInfo
 

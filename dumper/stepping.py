@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 from msgspec.structs import replace
 
-from tapscope.dumper.recording import Recording
-from tapscope.dumper.schedule import StepBlock
-from tapscope.dumper.told import number_of, told
+from tapscope.dumper.recording.recording import Recording
+from tapscope.dumper.recording.schedule import StepBlock
+from tapscope.dumper.steps.told import number_of, told
 from tapscope.errors import StepError
 from tapscope.observe import RowRun, StepInfo
 

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from tapscope.dumper import context
-from tapscope.dumper.captures import Captures
-from tapscope.dumper.compiled import is_compiling, say_skipped
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.explicit import attributes
-from tapscope.dumper.identity import Who
-from tapscope.dumper.parameters import take_model
-from tapscope.dumper.recording import Recording
-from tapscope.dumper.rules import Selection
-from tapscope.dumper.watches import Watches
+from tapscope.dumper.job.compiled import is_compiling, say_skipped
+from tapscope.dumper.job.identity import Who
+from tapscope.dumper.recording.explicit import attributes
+from tapscope.dumper.recording.recording import Recording
+from tapscope.dumper.recording.watches import Watches
+from tapscope.dumper.selection.selection import Selection
+from tapscope.dumper.sending.captures import Captures
+from tapscope.dumper.steps import context
+from tapscope.dumper.taps.parameters import take_model
 
 
 class ValueCalls:

@@ -18,7 +18,7 @@ from fault_worker import Spec
 from jobs import LIMIT_S, wait_until
 from warm import RANKS
 
-from tapscope.dumper.process import is_alive
+from tapscope.dumper.job.process import is_alive
 
 SLACK_S = 10.0
 """What a busy machine may add to a wait; a wait without a bound would be longer."""

@@ -29,7 +29,7 @@ def _loaded(code: str) -> set[str]:
         ("import tapscope.comparator as c; c.compare", {"torch", "zmq", "textual", "fastapi", "tapscope.dumper"}),
         ("import tapscope.comparator.report.table", {"torch", "zmq", "textual"}),
         ("import tapscope.dashboard.app", {"torch", "zmq", "tapscope.dumper", "tapscope.engine"}),
-        ("import tapscope.dumper.recorder", {"torch", "numpy", "polars", "fastapi", "asyncio", "textual"}),
+        ("import tapscope.dumper.recorder.recorder", {"torch", "numpy", "polars", "fastapi", "asyncio", "textual"}),
         ("import tapscope.dumper as d; d.Dumper", {"polars", "fastapi", "textual", "transformers", "tapscope.engine"}),
         ("import tapscope.engine as e; e.LLM", {"polars", "fastapi", "textual", "transformers", "tapscope.dumper"}),
         ("import tapscope.run", {"torch", "zmq", "rich", "textual"}),

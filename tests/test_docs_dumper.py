@@ -12,14 +12,14 @@ import pytest
 import warm
 
 from tapscope import dumper
-from tapscope.dumper.client import ControlClient
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
-from tapscope.dumper.control import make_app
+from tapscope.dumper.control.client import ControlClient
+from tapscope.dumper.control.control import make_app
 from tapscope.dumper.environment import changes_of, value_of
-from tapscope.dumper.option import OPTIONS
-from tapscope.dumper.rule import MOMENT_NAMES, SITE_NAMES, parse_rule
-from tapscope.dumper.size import parse_size
-from tapscope.dumper.trigger import ACTIONS, PLACEHOLDERS, STATISTICS
+from tapscope.dumper.rules.option import OPTIONS
+from tapscope.dumper.rules.rule import MOMENT_NAMES, SITE_NAMES, parse_rule
+from tapscope.dumper.rules.size import parse_size
+from tapscope.dumper.rules.trigger import ACTIONS, PLACEHOLDERS, STATISTICS
 from tapscope.operations import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,9 +22,9 @@ from torch import nn
 
 from tapscope import site
 from tapscope.dumper import Dumper
-from tapscope.dumper.context import ctx
-from tapscope.dumper.naming import site_of, tags_of
 from tapscope.dumper.process_dumper import ProcessDumper
+from tapscope.dumper.steps.context import ctx
+from tapscope.dumper.steps.naming import site_of, tags_of
 from tapscope.errors import ConfigError, RecorderError, RuleError, RunExistsError, StepError
 from tapscope.run import Run, open_run
 
@@ -667,7 +667,7 @@ def test_the_ranks_of_a_job_agree_on_a_name_and_jobs_stay_apart(tmp_path: Path) 
 
 
 def test_a_rank_that_nobody_names_the_run_for_says_so(tmp_path: Path) -> None:
-    from tapscope.dumper.experiment import Naming
+    from tapscope.dumper.job.experiment import Naming
 
     with pytest.raises(RecorderError, match=r"rank 1: rank 0 has not named the run in time \(0\.1 s\)"):
         Naming(tmp_path, rank=1, world_size=2).agree(timeout_s=0.1)

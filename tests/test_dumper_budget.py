@@ -11,8 +11,8 @@ from jobs import Job, wait_until
 from rank_worker import build
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.budget import Budget
 from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.keeping.budget import Budget
 from tapscope.errors import ConfigError
 from tapscope.observe import StepInfo
 from tapscope.run import Run, open_run

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, parse_words
 from tapscope.dumper.environment import out_of
-from tapscope.dumper.rule import Rule
-from tapscope.dumper.trigger import Trigger
+from tapscope.dumper.rules.rule import Rule
+from tapscope.dumper.rules.trigger import Trigger
 from tapscope.errors import ConfigError, RuleError
 
 _positive = st.one_of(st.none(), st.integers(1, 2**40))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapscope.dumper.context import ctx, current, set_ctx
+from tapscope.dumper.steps.context import ctx, current, set_ctx
 from tapscope.errors import ConfigError
 
 _TAGS = st.dictionaries(st.sampled_from(["a", "b", "layer_id"]), st.none() | st.integers(), min_size=1)

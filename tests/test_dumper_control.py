@@ -12,7 +12,7 @@ from rank_worker import build
 
 from tapscope import wire
 from tapscope.dumper import Dumper
-from tapscope.dumper.fresh_run import fresh_run
+from tapscope.dumper.recorder.fresh_run import fresh_run
 from tapscope.run import open_run
 
 

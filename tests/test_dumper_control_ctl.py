@@ -12,7 +12,7 @@ from jobs import Job, wait_until
 from rank_worker import build
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.session import find
+from tapscope.dumper.sending.session import find
 
 
 @pytest.fixture(scope="module")

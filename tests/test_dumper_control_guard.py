@@ -17,7 +17,7 @@ from jobs import LIMIT_S, Job, wait_until
 from rank_worker import build
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.guard import Guard, Refusal, parse_address
+from tapscope.dumper.control.guard import Guard, Refusal, parse_address
 from tapscope.errors import ConfigError, ListenError
 from tapscope.run import open_run
 

@@ -19,11 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, TypeAdapter
 from rank_worker import build
 
-from tapscope.dumper import Dumper, schemas
-from tapscope.dumper.client import ControlClient
+from tapscope.dumper import Dumper
 from tapscope.dumper.config import RUNTIME_FIELDS
-from tapscope.dumper.control import ControlServer, Guard, bind, make_app, make_router
-from tapscope.dumper.session import find
+from tapscope.dumper.control import schemas
+from tapscope.dumper.control.client import ControlClient
+from tapscope.dumper.control.control import ControlServer, Guard, bind, make_app, make_router
+from tapscope.dumper.sending.session import find
 
 
 @pytest.fixture(scope="module")

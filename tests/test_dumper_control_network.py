@@ -22,8 +22,8 @@ from rank_worker import build
 
 from tapscope import wire
 from tapscope.dumper import Dumper
-from tapscope.dumper.client import ControlClient
-from tapscope.dumper.network import Endpoint, parse_network
+from tapscope.dumper.control.client import ControlClient
+from tapscope.dumper.transport.network import Endpoint, parse_network
 from tapscope.errors import ConfigError, ListenError, RecorderError, UnreachableError
 from tapscope.observe import RankInfo
 from tapscope.run import open_run

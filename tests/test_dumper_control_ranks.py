@@ -21,12 +21,12 @@ from torch import nn
 
 from tapscope import wire
 from tapscope.dumper import Dumper
-from tapscope.dumper.adoption import Adoption
-from tapscope.dumper.client import ControlClient
-from tapscope.dumper.network import Endpoint
-from tapscope.dumper.process import is_alive
-from tapscope.dumper.session import find
-from tapscope.dumper.state import DRIFT_S
+from tapscope.dumper.control.client import ControlClient
+from tapscope.dumper.job.process import is_alive
+from tapscope.dumper.recorder.state import DRIFT_S
+from tapscope.dumper.recording.adoption import Adoption
+from tapscope.dumper.sending.session import find
+from tapscope.dumper.transport.network import Endpoint
 from tapscope.errors import ConfigError, RecorderError, RuleError, TapscopeError
 from tapscope.observe import RankInfo
 from tapscope.run import open_run

@@ -12,17 +12,17 @@ from jobs import wait_until
 from torch import nn
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.backlog import Backlog
-from tapscope.dumper.clones import SMALL
-from tapscope.dumper.collector import Collector
-from tapscope.dumper.cut import Part
-from tapscope.dumper.device import Cuda
-from tapscope.dumper.drain import Drain
-from tapscope.dumper.port import Port
-from tapscope.dumper.ring import Ring
-from tapscope.dumper.slot import Slot
-from tapscope.dumper.stamp import Stamp
-from tapscope.dumper.taker import Taker
+from tapscope.dumper.device.clones import SMALL
+from tapscope.dumper.device.device import Cuda
+from tapscope.dumper.device.drain import Drain
+from tapscope.dumper.records.port import Port
+from tapscope.dumper.records.slot import Slot
+from tapscope.dumper.records.stamp import Stamp
+from tapscope.dumper.sending.backlog import Backlog
+from tapscope.dumper.steps.cut import Part
+from tapscope.dumper.taking.taker import Taker
+from tapscope.dumper.taps.collector import Collector
+from tapscope.dumper.transport.ring import Ring
 from tapscope.run import Run, open_run
 
 N = SMALL // 2
@@ -349,7 +349,7 @@ def test_a_ring_that_comes_later_is_followed_and_let_go() -> None:
 
 def _static() -> Any:
     from tapscope.dumper.config import DumperConfig
-    from tapscope.dumper.rules import Selection
+    from tapscope.dumper.selection.selection import Selection
 
     return Selection.of(DumperConfig(keep="full")).choice(":out")
 
@@ -386,7 +386,7 @@ def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     with torch.no_grad(), Dumper(here := Rows(), tmp_path / "here", keep="full"):
         here(IDS, attention_mask=MASK)
         here(IDS)
-    monkeypatch.setattr("tapscope.dumper.watch.is_on_device", lambda call: True)
+    monkeypatch.setattr("tapscope.dumper.recording.watch.is_on_device", lambda call: True)
     device = SlowDevice()
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "far", device, keep="full") as (dumper, collector, _):
         ids = IDS.clone()
@@ -407,7 +407,7 @@ def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
 def test_rows_of_a_device_that_fails_are_told_as_far_as_shapes_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tapscope.dumper.watch.is_on_device", lambda call: True)
+    monkeypatch.setattr("tapscope.dumper.recording.watch.is_on_device", lambda call: True)
     device = SlowDevice()
     device.problem = "an illegal address"
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "run", device, keep="full") as (dumper, _, _):

@@ -17,13 +17,14 @@ from jobs import LIMIT_S, Job, wait_until
 from rank_worker import build
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.backlog import Backlog
-from tapscope.dumper.batch import Batch, Pending
-from tapscope.dumper.choice import Choice, Taking
-from tapscope.dumper.flight import FlightRecorder
-from tapscope.dumper.port import Layout, Port
-from tapscope.dumper.stamp import Stamp
-from tapscope.dumper.steps import OpenStep
+from tapscope.dumper.keeping.flight import FlightRecorder
+from tapscope.dumper.records.pending import Pending
+from tapscope.dumper.records.port import Layout, Port
+from tapscope.dumper.records.stamp import Stamp
+from tapscope.dumper.selection.choice import Choice, Taking
+from tapscope.dumper.sending.backlog import Backlog
+from tapscope.dumper.sending.batch import Batch
+from tapscope.dumper.steps.steps import OpenStep
 from tapscope.errors import ConfigError
 from tapscope.observe import StepInfo
 from tapscope.run import Run, open_run

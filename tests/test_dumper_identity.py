@@ -11,8 +11,8 @@ import torch
 import warm
 from torch import nn
 
-from tapscope.dumper import identity
-from tapscope.dumper.hyperparameters import hyperparameters
+from tapscope.dumper.job import identity
+from tapscope.dumper.job.hyperparameters import hyperparameters
 from tapscope.run import open_run
 
 

@@ -8,15 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.dumper import capture
-from tapscope.dumper.batch import Batch, Pending
-from tapscope.dumper.choice import Choice
-from tapscope.dumper.cut import Part
-from tapscope.dumper.memo import Memo
-from tapscope.dumper.port import Port
-from tapscope.dumper.slot import Slot
-from tapscope.dumper.stamp import Stamp
-from tapscope.dumper.steps import OpenStep
+from tapscope.dumper.records import capture
+from tapscope.dumper.records.memo import Memo
+from tapscope.dumper.records.pending import Pending
+from tapscope.dumper.records.port import Port
+from tapscope.dumper.records.slot import Slot
+from tapscope.dumper.records.stamp import Stamp
+from tapscope.dumper.selection.choice import Choice
+from tapscope.dumper.sending.batch import Batch
+from tapscope.dumper.steps.cut import Part
+from tapscope.dumper.steps.steps import OpenStep
 from tapscope.kernels.native.summary import summarize
 from tapscope.observe import StepInfo
 from tapscope.record import Key, Record, Slice, encode

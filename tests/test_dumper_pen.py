@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from tapscope.dumper import Dumper, pen, taker
-from tapscope.dumper.backlog import Backlog
-from tapscope.dumper.collector import Collector
-from tapscope.dumper.context import ctx
-from tapscope.dumper.port import Port
-from tapscope.dumper.taps import Tap
+from tapscope.dumper import Dumper
+from tapscope.dumper.records.lines import Lines
+from tapscope.dumper.records.port import Port
+from tapscope.dumper.sending.backlog import Backlog
+from tapscope.dumper.steps.context import ctx
+from tapscope.dumper.taking import pen, taker
+from tapscope.dumper.taps.collector import Collector
+from tapscope.dumper.taps.taps import Tap
 from tapscope.kernels.native import library
 from tapscope.observe import StepInfo
 from tapscope.run import open_run
@@ -258,7 +260,7 @@ def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypat
 
 
 def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def put_lines(self: Backlog, lines: pen.Lines) -> bool:
+    def put_lines(self: Backlog, lines: Lines) -> bool:
         raise ValueError("no queue")
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.dumper import outbox
-from tapscope.dumper import ring as rings
-from tapscope.dumper.backlog import Backlog
-from tapscope.dumper.batch import Batch, Pending
-from tapscope.dumper.choice import Choice
-from tapscope.dumper.outbox import BATCH_RECORDS
-from tapscope.dumper.pool import BufferPool
-from tapscope.dumper.port import NO_LAYOUT, Port
-from tapscope.dumper.ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView
-from tapscope.dumper.slot import Slot
-from tapscope.dumper.stamp import Stamp
-from tapscope.dumper.steps import OpenStep
+from tapscope.dumper.records.pending import Pending
+from tapscope.dumper.records.pool import BufferPool
+from tapscope.dumper.records.port import NO_LAYOUT, Port
+from tapscope.dumper.records.slot import Slot
+from tapscope.dumper.records.stamp import Stamp
+from tapscope.dumper.selection.choice import Choice
+from tapscope.dumper.sending import outbox
+from tapscope.dumper.sending.backlog import Backlog
+from tapscope.dumper.sending.batch import Batch
+from tapscope.dumper.sending.outbox import BATCH_RECORDS
+from tapscope.dumper.steps.steps import OpenStep
+from tapscope.dumper.transport import ring as rings
+from tapscope.dumper.transport.ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView
 from tapscope.observe import StepInfo
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from jobs import LIMIT_S, wait_until
 
 from tapscope import wire
-from tapscope.dumper.network import Endpoint
+from tapscope.dumper.transport.network import Endpoint
 from tapscope.wire import Message
 
 

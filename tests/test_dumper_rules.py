@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tapscope import dtypes
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.option import KINDS
-from tapscope.dumper.ranges import Ranges
-from tapscope.dumper.rule import Rule, parse_rule
-from tapscope.dumper.rules import OFF, Moment, Selection, Taking
-from tapscope.dumper.size import parse_size, size_text
+from tapscope.dumper.rules.option import KINDS
+from tapscope.dumper.rules.ranges import Ranges
+from tapscope.dumper.rules.rule import Rule, parse_rule
+from tapscope.dumper.rules.size import parse_size, size_text
+from tapscope.dumper.selection.selection import OFF, Moment, Selection, Taking
 from tapscope.errors import RuleError
 from tapscope.site import Glob, parse
 

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapscope.dumper.stream import Incoming, Outgoing
+from tapscope.dumper.transport.stream import Incoming, Outgoing
 
 
 @given(st.lists(st.sampled_from(["send", "deliver", "lose", "beat"]), max_size=200))

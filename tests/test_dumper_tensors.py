@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.flatten import flatten
-from tapscope.dumper.placement import Axis, dims_of
+from tapscope.dumper.records.flatten import flatten
+from tapscope.dumper.records.placement import Axis, dims_of
 from tapscope.errors import DimsError
 from tapscope.run import Run, open_run
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tapscope.dumper.trigger import STATISTICS, Trigger, parse_trigger
+from tapscope.dumper.rules.trigger import STATISTICS, Trigger, parse_trigger
 from tapscope.errors import EvaluationError, RuleError
 from tapscope.record import Stats
 

@@ -13,10 +13,10 @@ from jobs import Job, wait_until
 from rank_worker import build
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.choice import Moment
-from tapscope.dumper.command import MAX_COMMANDS, Commands
-from tapscope.dumper.sentinel import Sentinel
-from tapscope.dumper.trigger import parse_trigger
+from tapscope.dumper.keeping.command import MAX_COMMANDS, Commands
+from tapscope.dumper.rules.trigger import parse_trigger
+from tapscope.dumper.selection.choice import Moment
+from tapscope.dumper.selection.sentinel import Sentinel
 from tapscope.errors import RuleError
 from tapscope.kernels.native import summary
 from tapscope.ledger import encode_line

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tapscope import open_run
 from tapscope.dumper import Dumper
-from tapscope.dumper.context import ctx, current
+from tapscope.dumper.steps.context import ctx, current
 from tapscope.errors import RuleError, StepError
 
 ROOT = Path(__file__).resolve().parent.parent

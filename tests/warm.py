@@ -21,7 +21,7 @@ from typing import Any
 
 RANKS = multiprocessing.get_context("forkserver")
 """The same for functions: what an engine spawns in production is forked off here, see conftest.py."""
-RANKS.set_forkserver_preload(["pytest", "tapscope.dumper.recording", "tapscope.engine.obey", "fault_worker"])
+RANKS.set_forkserver_preload(["pytest", "tapscope.dumper.recording.recording", "tapscope.engine.obey", "fault_worker"])
 
 _SERVER = Path(__file__).with_name("warm_server.py")
 

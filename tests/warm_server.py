@@ -23,7 +23,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 import tapscope.cli.diagnostics
 import tapscope.dumper
-import tapscope.dumper.recording
+import tapscope.dumper.recording.recording
 import tapscope.engine.engine
 import tapscope.engine.obey
 import tapscope.engine.server.backend  # noqa: F401

@@ -2,7 +2,7 @@
 //
 // A FastPath answers True when it has taken the firing, and False, having done nothing, for any other: one that is not
 // the first here in its step, whose value is not as one of the last was, in a step of which anything is unusual. Then
-// dumper/collector.py takes it, and the records are the same.
+// dumper/taps/collector.py takes it, and the records are the same.
 
 #include "pen.h"
 
@@ -21,7 +21,7 @@ PyObject* name_row_ranges;
 struct FastPath {
     PyObject_HEAD
     Pen* pen;
-    PyObject* patterns;  // tuple: how the last values lay, see dumper/pattern.py
+    PyObject* patterns;  // tuple: how the last values lay, see dumper/taps/pattern.py
     long long serial;    // of the last step in which something fired here in the first micro-batch
     vectorcallfunc call;
 };

@@ -1,4 +1,4 @@
-// What the open step has met already, so that the same tensor is read fast; as dumper/memo.py.
+// What the open step has met already, so that the same tensor is read fast; as dumper/records/memo.py.
 //
 // Only a hash of the bytes says that they are the same, never an address.
 #pragma once

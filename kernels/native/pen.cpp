@@ -1,7 +1,7 @@
 // The lines of records of which only statistics are kept, without Python in between.
 //
-// A Pen writes lines by a Stencil into a buffer. What a Pen does for a tensor, dumper/taker.py does too, for any: the
-// lines are the same.
+// A Pen writes lines by a Stencil into a buffer. What a Pen does for a tensor, dumper/taking/taker.py does too, for
+// any: the lines are the same.
 
 #include "pen.h"
 

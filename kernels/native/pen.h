@@ -44,7 +44,7 @@ struct Surroundings {
 
 // What it does between begin and end.
 struct OpenStep {
-    PyObject* step = nullptr;      // see dumper/steps.py
+    PyObject* step = nullptr;      // see dumper/steps/steps.py
     PyObject* announce = nullptr;  // (step): queues its line, before those of its records
     PyObject* numbers = nullptr;   // iterator: the number of the next record
     PyObject* pass_on = nullptr;   // (): queues the lines that wait

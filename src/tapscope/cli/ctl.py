@@ -89,9 +89,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
-    from tapscope.dumper.client import ControlClient
-    from tapscope.dumper.network import Endpoint
-    from tapscope.dumper.session import find
+    from tapscope.dumper.control.client import ControlClient
+    from tapscope.dumper.sending.session import find
+    from tapscope.dumper.transport.network import Endpoint
 
     body = {"glob": content} if isinstance(content, str) else content
     status, answer = ControlClient(Endpoint.of(find(run))).call("state" if verb == "metrics" else verb, body)
@@ -99,7 +99,7 @@ def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
         raise _refusal(status, str(answer["error"]))
     if verb == "metrics":
         try:
-            from tapscope.dumper.metrics import exposition
+            from tapscope.dumper.control.metrics import exposition
         except ImportError:
             raise UsageError("metrics need prometheus-client; install tapscope[capture]") from None
         return exposition(answer).decode()

@@ -37,7 +37,7 @@ class DumpCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Capture, then say what was captured and what to type next."""
-        from tapscope.dumper.session import require_free
+        from tapscope.dumper.sending.session import require_free
 
         work = prompts.workload(args)
         config = capture.config(args)

@@ -4,11 +4,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tapscope.dumper.control import ControlClient, make_router
-from tapscope.dumper.fresh_run import fresh_run
-from tapscope.dumper.guard import Guard, token_of
-from tapscope.dumper.metrics import exposition
+from tapscope.dumper.control.control import ControlClient, make_router
+from tapscope.dumper.control.guard import Guard, token_of
+from tapscope.dumper.control.metrics import exposition
 from tapscope.dumper.mount import client_of
+from tapscope.dumper.recorder.fresh_run import fresh_run
 from tapscope.engine.server.front import Extras, front_main
 from tapscope.engine.server.front_state import FrontState
 from tapscope.errors import ConfigError, RecorderError, TapscopeError, UnreachableError

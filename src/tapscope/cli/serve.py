@@ -42,8 +42,8 @@ class ServeCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
-        from tapscope.dumper.guard import Guard, parse_address, token_of
-        from tapscope.dumper.session import require_free
+        from tapscope.dumper.control.guard import Guard, parse_address, token_of
+        from tapscope.dumper.sending.session import require_free
         from tapscope.engine.server.backend import Backend
         from tapscope.engine.server.listen import listen, url_of
         from tapscope.engine.server.request_log import RequestLog

@@ -1,0 +1,1 @@
+"""Control: HTTP routes, who may use them, what they take and give."""

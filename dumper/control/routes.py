@@ -1,0 +1,152 @@
+"""Routes: what each control path takes and gives."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+
+from tapscope.dumper.control import schemas
+from tapscope.dumper.control.body import read_object
+from tapscope.dumper.control.guard import Refusal
+
+Ask = Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]
+
+_ERRORS = {
+    400: (
+        "The request cannot mean what it says, or a rank refuses it.",
+        "keep='some': must be one of off, stats, full",
+    ),
+    401: ("A token is needed.", "this needs a token; send 'Authorization: Bearer TOKEN'"),
+    403: ("A web page may not steer a job.", "a web page of 'http://a.example' may not steer this job; use curl"),
+    409: ("Something else is under way, or nobody is there.", "no rank is connected; start the model first"),
+    413: ("The body is longer than 1 MiB.", "the body is longer than 1048576 bytes"),
+    501: ("A package is missing.", "metrics need prometheus-client; install tapscope[capture]"),
+    503: ("The recorder has ended.", "the recorder has ended; its run is closed (see: tapscope info RUN)"),
+    504: ("A rank is silent or died; nothing was changed.", "rank 1 did not answer within 5 s; nothing was changed"),
+}
+_READING = (401, 403, 503)
+_GLOB = {
+    "name": "glob",
+    "in": "query",
+    "schema": {"type": "string"},
+    "description": "Only sites that match.",
+    "example": "layers.3.*:out",
+}
+
+
+def add_routes(router: APIRouter, ask: Ask, *, metrics: bool) -> None:
+    """Add every route that answers by asking the recorder."""
+    _add_looks(router, ask)
+    _add_changes(router, ask)
+    if metrics:
+        _add_metrics(router, ask)
+
+
+def _add_looks(router: APIRouter, ask: Ask) -> None:
+    @router.get(
+        "/dumper/state", summary="Run, epoch, configuration, every rank, and hints", **_gives(schemas.StateAnswer)
+    )
+    async def state(request: Request) -> JSONResponse:
+        _query(request)
+        return _json(*await ask("state", None))
+
+    @router.get(
+        "/dumper/sites",
+        summary="Modules and ports that can be tapped",
+        **_gives(schemas.SitesAnswer, 400, *_READING),
+        openapi_extra={"parameters": [_GLOB]},
+    )
+    async def sites(request: Request) -> JSONResponse:
+        _query(request, "glob")
+        return _json(*await ask("sites", {"glob": request.query_params.get("glob")}))
+
+    @router.post(
+        "/dumper/get_state", summary="SGLang's form: a list, one object a rank", **_gives(list[schemas.RankDump])
+    )
+    async def get_state(request: Request) -> JSONResponse:
+        status, content = await ask("get_state", await _body(request))
+        return _json(status, content["ranks"] if status == 200 else content)
+
+
+def _add_changes(router: APIRouter, ask: Ask) -> None:
+    changing = (400, 401, 403, 409, 413, 503, 504)
+
+    @router.post(
+        "/dumper/configure",
+        summary="Change what is kept, on all ranks at one step",
+        **_gives(schemas.ChangeAnswer, *changing),
+        **_takes(schemas.ConfigureBody, {"enabled": True, "keep": "stats", "rules": ["layers.3.*:out=full"]}),
+    )
+    async def configure(request: Request) -> JSONResponse:
+        return _json(*await ask("configure", await _body(request)))
+
+    @router.post(
+        "/dumper/capture",
+        summary="Keep the next steps in full, then fall back; or send the past ones",
+        **_gives(schemas.ChangeAnswer | schemas.ReleaseAnswer, *changing),
+        **_takes(schemas.CaptureBody, {"steps": 4}),
+    )
+    async def capture(request: Request) -> JSONResponse:
+        return _json(*await ask("capture", await _body(request)))
+
+    @router.post(
+        "/dumper/reset",
+        summary="Close the run and open a new one beside it (of a served model also when the recorder was lost)",
+        **_gives(schemas.ResetAnswer, *changing),
+        **_takes(schemas.ResetBody, {"run": "second"}),
+    )
+    async def reset(request: Request) -> JSONResponse:
+        return _json(*await ask("reset", await _body(request)))
+
+
+def _add_metrics(router: APIRouter, ask: Ask) -> None:
+    text: dict[str, Any] = {"content": {"text/plain": {"example": 'tapscope_step{rank="0"} 17.0'}}}
+
+    @router.get(
+        "/metrics", summary="For Prometheus", response_class=Response, responses={200: text, **_errors(*_READING, 501)}
+    )
+    async def metrics(request: Request) -> Response:
+        _query(request)
+        try:
+            from tapscope.dumper.control.metrics import CONTENT_TYPE, exposition
+        except ImportError:
+            raise Refusal(501, "metrics need prometheus-client; install tapscope[capture]") from None
+        status, content = await ask("state", None)
+        return Response(exposition(content), 200, media_type=CONTENT_TYPE) if status == 200 else _json(status, content)
+
+
+def _json(status: int, content: Any) -> JSONResponse:
+    return JSONResponse(content, status)
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    _query(request)
+    return await read_object(request)
+
+
+def _query(request: Request, *known: str) -> None:
+    if unknown := set(request.query_params) - set(known):
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise Refusal(400, f"{min(unknown)[:100]!r} is no query parameter of {request.url.path}; {takes}")
+
+
+def _gives(model: Any, *statuses: int) -> dict[str, Any]:
+    return {"responses": {200: {"model": model}, **_errors(*(statuses or _READING))}, "response_model": None}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {
+        status: {
+            "model": schemas.ErrorAnswer,
+            "description": _ERRORS[status][0],
+            "content": {"application/json": {"example": {"error": _ERRORS[status][1]}}},
+        }
+        for status in statuses
+    }
+
+
+def _takes(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": model.model_json_schema(), "example": example}}
+    return {"openapi_extra": {"requestBody": {"required": False, "content": content}}}

@@ -1,0 +1,1 @@
+"""Device: values that are copied from an accelerator while the model goes on."""

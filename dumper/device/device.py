@@ -1,0 +1,248 @@
+"""Device: how bytes come from an accelerator without holding up the model. Every call of ``torch.cuda`` is here.
+
+A value is cloned in the stream that computed it, so that what the model writes there later does not show; a stream of
+our own waits for the clone, never the processor, and copies it to page-locked host memory. The clone is held by
+reference until its copy has arrived, so the allocator cannot hand its memory out before (``record_stream`` would leave
+that memory with the allocator until it looks at its events again, which nothing bounds).
+"""
+
+import ctypes
+import functools
+import logging
+import math
+import time
+from typing import Any, Protocol
+
+import torch
+
+from tapscope.dumper.records import capture
+from tapscope.dumper.records.capture import Unsupported
+from tapscope.dumper.records.slot import Slot
+from tapscope.dumper.transport.ring import Ring
+
+_log = logging.getLogger("tapscope")
+_LOOK_S = 0.05  # what torch and the driver say of memory takes about 0.1 ms
+_LOOK_AGAIN_S = 0.005
+_PARTS = 16
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+class Ticket(Protocol):
+    """One copy under way. While it is referenced, so is all the memory it needs."""
+
+    address: int
+    """Where in host memory the bytes will be: the slot's, or elsewhere."""
+    held_bytes: int
+    """Device memory of the clone; 0 where there is none: the model's own stream then makes the copy."""
+    ran_out: bool
+    """Whether there is no clone because the device had no memory for it."""
+
+    def wait(self) -> None:
+        """Sleep until the bytes are there; raises RuntimeError when the device failed."""
+        ...
+
+
+class Device(Protocol):
+    """Starts copies from one kind of device."""
+
+    def enter(self) -> None:
+        """Called first in the thread that waits for copies."""
+        ...
+
+    def start(self, tensor: torch.Tensor, slot: Slot, *, clone: bool) -> Ticket:
+        """Begin to copy a strided tensor, dense, to the slot or to host memory of its own; returns at once.
+
+        Raises Unsupported while a graph is being captured, RuntimeError when the device failed.
+        """
+        ...
+
+    def pin(self, ring: Ring) -> None:
+        """Let copies go straight to this ring from now on, if that is possible."""
+        ...
+
+    def unpin(self) -> None:
+        """The ring's memory is about to go, and no copy is under way."""
+        ...
+
+
+class Slack:
+    """How much memory of one device clones may take without the model missing it.
+
+    A small part of what this process could have reserved beyond the most that it ever did: a model that has run finds
+    all that it took before, and one that runs for the first time most of what it will want.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._left = 0
+        self._looked = 0.0
+
+    def admits(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes; they then count until it looks at the device again."""
+        age = time.monotonic() - self._looked
+        if age > _LOOK_S or (nbytes > self._left and age > _LOOK_AGAIN_S):
+            self._looked, self._left = time.monotonic(), self._measure() // _PARTS
+        if nbytes > self._left:
+            return False
+        self._left -= nbytes
+        return True
+
+    def _measure(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self._index)
+        if not stats:
+            return 0
+        reserved = stats["reserved_bytes"]["all"]
+        free, total = torch.cuda.mem_get_info(self._index)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._index) * total)
+        return int(max(min(free + reserved["current"], allowed) - reserved["peak"], 0))
+
+
+class Cuda:
+    """Every CUDA device of this process."""
+
+    def __init__(self) -> None:
+        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
+        self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        self._slack: dict[int, Slack] = {}
+        self._learned: set[bool] = set()  # kinds of plain tensors that are known to be
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same as elements
+
+    def enter(self) -> None:
+        """Waiting in this thread must not break a graph that another thread is capturing."""
+        torch.cuda.set_device(self._index)
+        try:
+            mode = ctypes.c_int(_THREAD_LOCAL)
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        except (OSError, AttributeError) as error:
+            _log.debug("tapscope: the capture mode of CUDA graphs cannot be set: %s", error)
+
+    def start(self, tensor: torch.Tensor, slot: Slot, *, clone: bool) -> "CudaTicket":
+        """As :meth:`Device.start`."""
+        self._index = tensor.get_device()
+        if self._index != torch.cuda.current_device():
+            with torch.cuda.device(self._index):
+                return self._start(tensor, slot, clone)
+        return self._start(tensor, slot, clone)
+
+    def _start(self, tensor: torch.Tensor, slot: Slot, clone: bool) -> "CudaTicket":
+        if torch.cuda.is_current_stream_capturing():
+            raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
+        index = tensor.get_device()
+        current = torch.cuda.current_stream(index)
+        if (kind := tensor.is_inference()) not in self._learned:
+            self._learned.add(kind)
+            capture.learn_plain(tensor)
+        host = self._host(slot, tensor)
+        if clone:
+            slack = self._slack.get(index) or self._slack.setdefault(index, Slack(index))
+            clone = slack.admits(tensor.nbytes)
+        snapshot, ran_out = _snapshot(tensor) if clone else (None, False)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if snapshot is None:
+            host.copy_(tensor, non_blocking=True)
+            event.record(current)
+            return CudaTicket(index, event, host, None, ran_out)
+        event.record(current)
+        side = self._sides.get(index) or self._side(index)
+        side.wait_event(event)
+        torch.cuda.set_stream(side)
+        try:
+            host.copy_(snapshot, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(current)
+        event.record(side)
+        return CudaTicket(index, event, host, snapshot, ran_out)
+
+    def _side(self, index: int) -> torch.cuda.Stream:
+        return self._sides.setdefault(index, torch.cuda.Stream(index))  # type: ignore[no-untyped-call]
+
+    def _host(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory of the tensor's shape: the slot itself, or staging memory that torch keeps for reuse."""
+        pinned = self._pinned
+        offset = slot.address - pinned.data_ptr() if pinned is not None else -1
+        if pinned is not None and 0 <= offset <= pinned.numel() - slot.nbytes:
+            typed = self._typed.get(tensor.dtype)
+            if typed is None:
+                typed = self._typed[tensor.dtype] = _as_elements(pinned, tensor.dtype)
+            return typed.as_strided(tensor.shape, _dense(tensor.shape), offset // tensor.element_size())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+
+    def pin(self, ring: Ring) -> None:
+        """Page-lock the ring; where that is refused copies take one more step, through staging memory."""
+        self.unpin()
+        try:
+            memory = torch.frombuffer((ctypes.c_ubyte * ring.nbytes).from_address(ring.address), dtype=torch.uint8)
+            torch.cuda.check_error(_runtime().cudaHostRegister(ring.address, ring.nbytes, _PORTABLE))
+        except Exception as error:  # noqa: BLE001 - drivers and sandboxes refuse in many ways
+            _log.info("tapscope: the ring cannot be page-locked, values take one more copy: %s", error)
+        else:
+            self._pinned = memory
+
+    def unpin(self) -> None:
+        """Undo :meth:`pin`."""
+        pinned, self._pinned = self._pinned, None
+        self._typed.clear()
+        if pinned is not None:
+            try:
+                torch.cuda.check_error(_runtime().cudaHostUnregister(pinned.data_ptr()))
+            except Exception as error:  # noqa: BLE001 - a device that failed; nothing more can be done
+                _log.debug("tapscope: the ring stays page-locked: %s", error)
+
+
+class CudaTicket:
+    """A copy that an event tells the end of."""
+
+    __slots__ = ("_event", "_host", "_index", "_snapshot", "address", "held_bytes", "ran_out")
+
+    def __init__(
+        self,
+        index: int,
+        event: torch.cuda.Event,
+        host: torch.Tensor,
+        snapshot: torch.Tensor | None,
+        ran_out: bool,
+    ) -> None:
+        self._index = index
+        self._event = event
+        self._host = host
+        self._snapshot = snapshot
+        self.address = host.data_ptr()
+        self.held_bytes = snapshot.nbytes if snapshot is not None else 0
+        self.ran_out = ran_out
+
+    def wait(self) -> None:
+        """Sleep until the event has come: it was made so that the driver blocks and does not spin."""
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self._index):
+                self._event.synchronize()
+
+
+def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory; no view, which would remember the mode it was made in."""
+    with torch.inference_mode(False):
+        typed = torch.empty(0, dtype=dtype, device="cpu")
+        typed.set_(memory.untyped_storage(), 0, (memory.numel() // typed.element_size(),), (1,))
+        return typed
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a dense tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _snapshot(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+    """(a dense copy on the device, or None, whether for want of memory)."""
+    try:
+        snapshot = tensor.clone(memory_format=torch.contiguous_format)
+    except torch.OutOfMemoryError:
+        return None, True
+    if type(snapshot) is not torch.Tensor:
+        raise Unsupported(f"a tensor mode is active that makes a {type(snapshot).__name__} of every tensor")
+    return snapshot, False

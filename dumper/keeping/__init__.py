@@ -1,0 +1,1 @@
+"""Keeping: what decides beside the rules what reaches the disk, and what was counted."""

@@ -1,0 +1,1 @@
+"""The recorder: the process that writes what ranks send, and steers them."""

@@ -1,0 +1,1 @@
+"""Recording: one run of one rank: its models, its steps, the configuration in force."""

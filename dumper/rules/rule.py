@@ -1,0 +1,170 @@
+"""Rule: what is kept of the sites and moments that it names.
+
+As text, options separated by blanks, ``when=`` last because it takes the rest::
+
+    GLOB=KEEP [OPTION=VALUE[,VALUE]...]... [when=EXPRESSION]
+
+    layers.3.*:out=full steps=0-99 every=10 phase=decode rank=0 when=search("attn", name) and numel > 4096
+
+Which sites
+    ``layers=0-3,7``, ``port=`` (``in out tap param buffer``, ``grad`` for every gradient, or ``out.grad`` and so on),
+    ``rank=0-1`` and mesh coordinates ``tp= pp= dp= cp= ep=`` (an axis that the mesh lacks has coordinate 0).
+Which moments
+    ``steps=0-99`` or ``steps=100-``, ``every=N`` (``step % N == 0``), ``first=N`` (the first N steps of this
+    configuration), ``phase=``, ``pass=`` (``forward recompute backward``), ``dtype=``, ``min_bytes=`` and
+    ``max_bytes=`` (of the tensor, both included), ``tag.NAME=``, ``request=`` (only the rows of these requests are
+    kept; where none of them is in the step the next rule decides), ``when=``.
+What of it
+    ``rows=A:B[:S]`` of the token rows, ``cap=1MiB`` (a larger tensor is kept as statistics).
+
+A value with blanks, commas or quotes is written as a JSON text: ``tag.user="a b"``. As JSON a rule is an object of the
+same names: ``{"site": "layers.3.*:out", "keep": "full", "steps": "0-99"}``.
+"""
+
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from tapscope.dumper.rules import option
+from tapscope.dumper.rules.option import OPTIONS, Bare, item_text, items
+from tapscope.dumper.rules.ranges import Ranges
+from tapscope.errors import ExpressionError, RuleError, SiteError
+from tapscope.expression import Expression
+from tapscope.site import Glob
+
+Keep = Literal["off", "stats", "full"]
+KEEPS: tuple[str, ...] = typing.get_args(Keep)
+
+SITE_NAMES = ("name", "path", "port", "kind", "layer_id", "layer", "rank", "tp", "pp", "dp", "cp", "ep", "model")
+"""Names of an expression that are settled once the site is known; ``name`` is the whole site, ``PATH:PORT``."""
+MOMENT_NAMES = ("step", "phase", "micro", "pass_", "occurrence", "age", "dtype", "shape", "ndim", "numel", "nbytes")
+"""Names of an expression that a firing settles; every other name is a tag."""
+
+
+def condition(text: str) -> Expression:
+    """The expression of ``when=`` or of a filter; raises ExpressionError."""
+    return Expression(text, SITE_NAMES + MOMENT_NAMES, tags=True)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Rule:
+    """One rule; ``str(rule)`` parses to an equal one. Raises RuleError naming field, value and what would work."""
+
+    glob: str
+    keep: Keep
+    _: KW_ONLY
+    layers: Ranges | None = None
+    steps: Ranges | None = None
+    every: int | None = None
+    first: int | None = None
+    phases: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    ranks: Ranges | None = None
+    tp: Ranges | None = None
+    pp: Ranges | None = None
+    dp: Ranges | None = None
+    cp: Ranges | None = None
+    ep: Ranges | None = None
+    ports: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    min_bytes: int | None = None
+    max_bytes: int | None = None
+    rows: tuple[int | None, int | None, int | None] | None = None
+    """Start, stop and step of a slice."""
+    cap: int | None = None
+    """Most bytes that are kept in full."""
+    tags: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    when: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.glob, str) or self.keep not in KEEPS:
+            raise RuleError(f"rule {self.glob}={self.keep}: keep must be one of {', '.join(KEEPS)}")
+        try:
+            Glob(self.glob)
+            option.check(self)
+            if self.when is not None:
+                object.__setattr__(self, "when", condition(self.when).text)
+        except (SiteError, ExpressionError, ValueError) as error:
+            raise RuleError(f"rule {_shown(self)}: {error}") from None
+
+    def __repr__(self) -> str:
+        return f"Rule({str(self)!r})"
+
+    def __str__(self) -> str:
+        words = [f"{option.glob_text(self.glob)}={self.keep}"]
+        for name, each in OPTIONS.items():
+            value = getattr(self, each.field)
+            if value is not None and value != ():
+                words.append(f"{name}={each.write(value)}")
+        words += [f"tag.{name}={','.join(map(item_text, values))}" for name, values in self.tags]
+        return " ".join(words) + (f" when={self.when}" if self.when is not None else "")
+
+
+def parse_rule(value: Any) -> Rule:
+    """A rule from its text, from a JSON object, or as it is; raises RuleError."""
+    if isinstance(value, Rule):
+        return value
+    if isinstance(value, str):
+        return _from_text(value)
+    if isinstance(value, Mapping):
+        return _from_json(value)
+    raise RuleError(f'rules: {value!r} must be a text GLOB=KEEP or an object such as {{"site": GLOB, "keep": KEEP}}')
+
+
+def _from_text(text: str) -> Rule:
+    head, words = option.split(text)
+    if head is None:
+        wrong = "does not begin with GLOB=KEEP" if "=" in text else "has no '='"
+        raise RuleError(f"rule {option.short(text)} {wrong}; write GLOB=KEEP, e.g. 'layers.3.*:out=full'")
+    fields: dict[str, Any] = {}
+    for name, value in words:
+        _set(fields, name, value, text)
+    return Rule(head[0], typing.cast(Keep, head[1]), **fields)
+
+
+def _from_json(content: Mapping[str, Any]) -> Rule:
+    shown = option.short(json.dumps(content, default=str))
+    if not isinstance(content.get("site"), str) or not isinstance(content.get("keep"), str):
+        raise RuleError(f"rule {shown}: site (a glob) and keep (one of {', '.join(KEEPS)}) must be texts")
+    fields: dict[str, Any] = {}
+    for name, value in content.items():
+        if name not in ("site", "keep"):
+            _set(fields, name, value, shown)
+    return Rule(content["site"], typing.cast(Keep, content["keep"]), **fields)
+
+
+def _set(fields: dict[str, Any], name: str, value: Any, rule: str) -> None:
+    """Read one option into the fields of a rule."""
+    where = f"rule {option.short(rule)}: {name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+    try:
+        if name == "when":
+            if not isinstance(value, str):
+                raise ValueError("must be a text")
+            read: tuple[str, Any] = ("when", value)
+        elif name.startswith("tag."):
+            read = ("tags", (*fields.pop("tags", ()), (name[4:], _tag_values(value))))
+        elif name in OPTIONS:
+            read = (OPTIONS[name].field, OPTIONS[name].read(items(value)))
+        else:
+            raise ValueError(f"options are {', '.join(OPTIONS)}, tag.NAME and, last, when")
+    except ValueError as error:
+        raise RuleError(f"{where}: {error}") from None
+    if read[0] in fields:
+        raise RuleError(f"{where}: {name} is given twice")
+    fields[read[0]] = read[1]
+
+
+def _tag_values(value: Any) -> tuple[Any, ...]:
+    """Numbers, true, false and null as such; in JSON a text stays whole."""
+    each = items(value) if isinstance(value, Bare) or not isinstance(value, str) else [value]
+    return tuple(option.scalar(item) for item in each)
+
+
+def _shown(rule: Rule) -> str:
+    try:
+        return option.short(str(rule))
+    except (TypeError, ValueError, AttributeError):  # what it was made of cannot even be written
+        return option.short(f"{rule.glob}={rule.keep}")

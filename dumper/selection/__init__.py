@@ -1,0 +1,1 @@
+"""Selection: the rules of one configuration, compiled for the sites of one rank."""

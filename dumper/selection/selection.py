@@ -1,0 +1,196 @@
+"""Selection: the rules of one configuration, applied to sites; what is settled by the site is settled once.
+
+What costs is kept only where it is named. A gradient needs a hook of its own in the backward pass, parameters and
+buffers are as large as the model: so ``*=full`` is about inputs, outputs and explicit values alone. A rule reaches a
+gradient when its glob ends in ``.grad`` or it says ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer when
+the port of its glob begins with ``param`` or ``buffer`` or it says ``port=param`` or ``port=buffer``; or when the
+switches ``grads``, ``params`` and ``buffers`` of the configuration make them ordinary sites (gradients of parameters:
+``grads`` and ``params`` both). Of buffers, vectors beside a matrix (:func:`~tapscope.dumper.taps.taps.vectors`) are
+small and ordinary sites without a switch. A rule that says ``off`` is about everything that its glob matches.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.rules.rule import Keep, Rule, condition
+from tapscope.dumper.rules.trigger import Trigger
+from tapscope.dumper.selection.asked import AskedChoice
+from tapscope.dumper.selection.choice import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
+from tapscope.dumper.selection.place import CompiledRule, Place
+from tapscope.dumper.selection.sentinel import Sentinel
+from tapscope.errors import RuleError
+
+__all__ = ["OFF", "Choice", "Keep", "Moment", "Rule", "Selection", "Taking"]
+
+_AXES = ("tp", "pp", "dp", "cp", "ep")
+
+
+class Selection:
+    """What one rank keeps under one configuration."""
+
+    def __init__(
+        self,
+        config: DumperConfig,
+        *,
+        rank: int = 0,
+        coords: Mapping[str, int] | None = None,
+        model: str = "",
+        asked: Mapping[str, Keep] | None = None,
+    ) -> None:
+        self.config = config
+        self._asked = asked or {}
+        self._rules = [CompiledRule.of(rule) for rule in config.rules]
+        self._filters = [condition(config.filter)] if config.filter is not None else []
+        here = {axis: (coords or {}).get(axis, 0) for axis in _AXES}
+        self._known: dict[str, Any] = {"rank": rank, "model": model, **here}
+        self._here = [each for each in self._rules if _is_here(each.rule, self._known)]
+        self.heads: frozenset[str] = frozenset()
+        """Paths of modules that compute logits: their outputs are open with the mode ``core`` as well as the root."""
+        self.vectors: frozenset[str] = frozenset()
+        """Sites of buffers that are ordinary ones."""
+        # A trigger reaches the sites that a rule with its glob would.
+        self._watched = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
+        self._choices: dict[str, Choice] = {}
+
+    @classmethod
+    def of(
+        cls,
+        config: DumperConfig,
+        *,
+        rank: int = 0,
+        coords: Mapping[str, int] | None = None,
+        model: str = "",
+        asked: Mapping[str, Keep] | None = None,
+    ) -> "Selection":
+        """The selection of a rank at ``coords`` (axis -> coordinate; an axis that is missing has 0).
+
+        ``asked`` says what single requests want of their own rows.
+        """
+        return cls(config, rank=rank, coords=coords, model=model, asked=asked)
+
+    @classmethod
+    def of_nothing(cls) -> "Selection":
+        """Keeps nothing anywhere."""
+        return cls(DumperConfig(enabled=False))
+
+    def choice(self, site: str) -> Choice:
+        """What the rules say of ``site``."""
+        found = self._choices.get(site)
+        if found is None:
+            place = Place.of(site)
+            found = self._choose(place)
+            found.sentinel = self._sentinel(place)
+            if self._asked and self._is_ordinary(place.kind):
+                found = AskedChoice(found, self._asked)
+            self._choices[site] = found
+        return found
+
+    def keep(self, site: str) -> Keep:
+        """What is kept at ``site`` where the site alone decides; else ``full``."""
+        taking = self.choice(site).static
+        return "full" if taking is None else taking.keep
+
+    def may_keep(self, path: str, kind: str, ports: Iterable[str], *, unnamed: bool) -> bool:
+        """Whether any port of ``kind`` (``in``, ``out.grad``, ``param``, ...) at this module may be kept.
+
+        ``ports`` are those known beforehand; ``unnamed`` says that there may be others.
+        """
+        if self._asked and self._is_ordinary(kind):
+            return True
+        if not self._is_open(path, kind):
+            return False
+        if any(self.choice(f"{path}:{port}").may_keep for port in ports):
+            return True
+        if unnamed and self._is_ordinary(kind) and self.config.keep != "off":
+            return True
+        # A rule may name what only a firing can show (out[0], an argument of **kwargs): hook where its path fits.
+        return any(
+            each.rule.keep != "off" and self._counts(each, kind) and each.may_name(path, kind, unnamed=unnamed)
+            for each in (*self._here, *(rule for rule, _ in self._watched))
+        )
+
+    def unmatched(
+        self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str] = (), *, taps: bool = False
+    ) -> list[Rule | Trigger]:
+        """The rules and triggers that can match no site of this rank's model, whatever rank or moment they ask for.
+
+        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named;
+        with ``taps`` explicit values may come under any name. A job refuses a rule only when no rank matches it.
+        """
+        places = [Place.of(f"{path}:{port}") for path, known in ports.items() for port in known]
+        places += [Place.of(f"{place.site}.grad") for place in places if place.has_grad]
+        opened = set(open_paths)
+
+        def may_match(each: CompiledRule) -> bool:
+            if any(each.is_about(place) for place in places):
+                return True
+            kinds = ("in", "out", "in.grad", "out.grad", *(("tap", "tap.grad") if taps else ()))
+            return any(
+                each.may_name(path, kind, unnamed=path in opened or kind.startswith("tap"))
+                for path in ports
+                for kind in kinds
+            )
+
+        rules = [each.rule for each in self._rules if not may_match(each)]
+        return [*rules, *(trigger for each, trigger in self._watched if not may_match(each))]
+
+    def check_matches(
+        self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str, *, taps: bool = False
+    ) -> None:
+        """Raise RuleError for the first of :meth:`unmatched`; ``describe`` says what there is."""
+        for rule in self.unmatched(ports, open_paths, taps=taps):
+            raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
+
+    def _choose(self, place: Place) -> Choice:
+        if not self._is_open(place.path, place.kind):
+            return Choice()
+        known = self._known | place.names()
+        filters = [each.bound(known) for each in self._filters]
+        if any(each.is_constant and not each({}) for each in filters):
+            return Choice()
+        default = Taking(self.config.keep) if self._is_ordinary(place.kind, place.site) else OFF
+        cases: list[Case] = []
+        for each in self._here:
+            if not self._counts(each, place.kind, place.site) or not each.is_about(place):
+                continue
+            tests = tests_of(each.rule, known)
+            if tests == ():
+                default = taking_of(each.rule)
+                break
+            if tests is not None:
+                cases.append(Case(tests, taking_of(each.rule), needs_value(each.rule)))
+        return Choice(cases, default, [each for each in filters if not each.is_constant])
+
+    def _sentinel(self, place: Place) -> Sentinel | None:
+        if not self._watched or not self._is_open(place.path, place.kind):
+            return None
+        watched = [(each, trigger) for each, trigger in self._watched if self._counts(each, place.kind)]
+        found = [trigger for each, trigger in watched if each.is_about(place)]
+        return Sentinel(found, self._known | place.names()) if found else None
+
+    def _is_open(self, path: str, kind: str) -> bool:
+        """Whether ``enabled`` and ``mode`` leave the site open; explicit values always pass the mode."""
+        if not self.config.enabled or self.config.mode == "off":
+            return self.config.enabled and kind.startswith("tap")
+        if self.config.mode == "all" or kind.startswith("tap"):
+            return True
+        return path == "" or (path in self.heads and kind.startswith("out"))
+
+    def _is_ordinary(self, kind: str, site: str = "") -> bool:
+        """Whether rules for everything reach this kind of port, or this very site."""
+        if site in self.vectors:
+            return True
+        base, _, grad = kind.partition(".")
+        config = self.config
+        switches = {"param": config.params, "buffer": config.buffers}
+        return switches.get(base, True) and (config.grads or not grad)
+
+    def _counts(self, each: CompiledRule, kind: str, site: str = "") -> bool:
+        return each.rule.keep == "off" or self._is_ordinary(kind, site) or each.says(kind)
+
+
+def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:
+    """Whether the rule is about this rank."""
+    wanted: Sequence[tuple[str, Any]] = [("rank", rule.ranks), *((axis, getattr(rule, axis)) for axis in _AXES)]
+    return all(numbers is None or known[name] in numbers for name, numbers in wanted)

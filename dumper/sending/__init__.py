@@ -1,0 +1,1 @@
+"""Sending: where records go: to the recorder within bounds, to memory, to a terminal."""

@@ -1,0 +1,1 @@
+"""Steps: which step, rows, pass and tags a firing belongs to."""

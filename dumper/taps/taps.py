@@ -1,0 +1,200 @@
+"""Taps: the modules of a model that are worth a hook, and the ports they have."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tapscope.dumper.records.port import Port
+from tapscope.dumper.selection.selection import Choice, Selection
+from tapscope.site import layer_of
+
+_HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
+_CORE_OUTPUTS = frozenset({"", "0", "logits"})
+_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+
+
+@dataclass(slots=True, eq=False)
+class Tap:
+    """The live hooks at one module."""
+
+    path: str
+    module_class: str
+    names: tuple[str, ...]
+    """Positional parameters of the module's forward."""
+    keywords: tuple[str, ...]
+    """Keyword-only parameters."""
+    is_open: bool
+    """Whether forward takes arguments that its signature does not name (``*args``, ``**kwargs``)."""
+    params: dict[str, list[int]]
+    """Its own parameters and their local shapes."""
+    tap_dims: dict[str, str]
+    tap_rows: dict[str, str]
+    kinds: tuple[str, ...] = ("in", "out")
+    """Kinds of port that the module says are worth a tap; none for one that only holds parameters."""
+    buffers: tuple[str, ...] = ()
+    """Its own buffers."""
+    vectors: tuple[str, ...] = ()
+    """Of its buffers those that hold a number for each row of a matrix that it holds too, and belong to its state: the
+    bias by which a router chooses experts, the scales of quantised weights. They are part of what it computes."""
+    aliases: tuple[str, ...] = ()
+    """Other paths of the same module: it is one tap, under the first."""
+    parent: str | None = None
+    """Class of the module that holds it."""
+    model: str = ""
+    """Name of its model, where there are several."""
+    ports: dict[tuple[str, str], Port] = field(default_factory=dict)
+    fired: bool = False
+    has_grads: bool = False
+    """Whether gradients of its ports may be kept."""
+    serial: int = -1
+    """Step the counters below belong to."""
+    firings: dict[str | tuple[str, int], int] = field(default_factory=dict)
+    """Kind, or (kind, micro) of a later micro-batch -> how often it has fired in the forward pass; where a fast path
+    has taken the first of them, the count begins with the next."""
+    fast: dict[str, Any] = field(default_factory=dict)
+    """Kind -> its fast path, see dumper/taking/pen.py."""
+
+    def known_ports(self, *kinds: str) -> list[str]:
+        """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
+        ports = {
+            "in": [f"in[{name}]" for name in (*self.names, *self.keywords)],
+            "out": ["out"],
+            "param": [f"param[{name}]" for name in self.params],
+            "buffer": [f"buffer[{name}]" for name in self.buffers],
+        }
+        return [port for kind in (*self.kinds, "param", "buffer") if not kinds or kind in kinds for port in ports[kind]]
+
+    def occurrence(self, serial: int, kind: str, micro: int) -> int:
+        """Number this firing of the forward pass within the step and micro-batch."""
+        if serial != self.serial:
+            self.serial = serial
+            self.firings.clear()
+        what = kind if micro == 0 else (kind, micro)
+        number = self.firings.get(what)
+        if micro == 0 and (fast := self.fast.get(kind)) is not None:
+            number = int(fast.serial == serial) if number is None else number
+            fast.serial = serial
+        self.firings[what] = (number or 0) + 1
+        return number or 0
+
+    def has_fired_in(self, serial: int) -> bool:
+        """Whether anything came through in this step."""
+        return self.serial == serial or any(fast.serial == serial for fast in self.fast.values())
+
+    def port(self, kind: str, path: str, selection: Selection) -> Port:
+        """The port for a leaf; what is kept there, and of its gradient, is decided once."""
+        found = self.ports.get((kind, path))
+        if found is None:
+            name = f"{kind}[{path}]" if path else kind
+            found = self._make(name, self._choice(kind, path, f"{self.path}:{name}", selection))
+            choice = self._choice(kind, path, f"{self.path}:{name}.grad", selection)
+            if choice.may_keep:
+                found.grad = self._make(f"{name}.grad", choice)
+            self.ports[kind, path] = found
+        return found
+
+    def named_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by the names of forward's signature."""
+        names = self.names
+        inputs = {names[i] if i < len(names) else f"args.{i}": value for i, value in enumerate(args)}
+        return inputs | kwargs
+
+    def begin(self) -> None:
+        """A new recording, which counts its steps from 0."""
+        self.forget()
+        self.fired, self.serial, self.fast = False, -1, {}
+
+    def forget(self) -> None:
+        """A new configuration or run: decide and announce again."""
+        self.ports.clear()
+        for fast in self.fast.values():
+            fast.patterns = ()
+
+    def _choice(self, kind: str, path: str, site: str, selection: Selection) -> Choice:
+        if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:
+            return Choice()
+        return selection.choice(site)
+
+    def _make(self, name: str, choice: Choice) -> Port:
+        """A gradient has the dims and rows of its value, unless it is given its own."""
+        about: dict[str, Any] = {"class": self.module_class, "params": self.params}
+        if self.parent is not None:
+            about["parent"] = self.parent
+        if self.aliases:
+            about["aliases"] = list(self.aliases)
+        value = name.removesuffix(".grad")
+        dims = self.tap_dims.get(name, self.tap_dims.get(value))
+        rows = self.tap_rows.get(name, self.tap_rows.get(value))
+        return Port(f"{self.path}:{name}", choice, about, dims, rows, self.model)
+
+
+def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
+    """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
+    aliases: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(path)
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    return [_tap(path, module, aliases[id(module)], classes, name) for path, module in _worth_a_tap(model)]
+
+
+def heads(taps: Sequence[Tap]) -> frozenset[str]:
+    """Paths of the modules that compute a language model's logits, by their usual names."""
+    found = (tap.path for tap in taps if tap.path.rpartition(".")[2] in _HEADS)
+    return frozenset(path for path in found if layer_of(path) is None)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own: a container is never called."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _worth_a_tap(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if path == "" or is_called(module) or module._parameters or module._buffers:
+            yield path, module
+
+
+def _tap(path: str, module: nn.Module, paths: list[str], classes: dict[str, str], model: str) -> Tap:
+    params = {name: list(p.shape) for name, p in module.named_parameters(recurse=False) if not isinstance(p, _LAZY)}
+    is_tapped = path == "" or is_called(module)
+    return Tap(
+        path,
+        type(module).__name__,
+        *_parameters(module),
+        params,
+        dict(getattr(module, "tap_dims", None) or {}),
+        dict(getattr(module, "tap_rows", None) or {}),
+        tuple(getattr(module, "tap_ports", None) or ("in", "out")) if is_tapped else (),
+        tuple(name for name, _ in module.named_buffers(recurse=False)),
+        _vectors(module, params) if is_tapped else (),
+        tuple(each for each in paths if each != path),
+        classes.get(path.rpartition(".")[0]) if path else None,
+        model,
+    )
+
+
+def _vectors(module: nn.Module, params: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    rows = {shape[0] for shape in params.values() if len(shape) == 2}
+    left_out = module._non_persistent_buffers_set
+    own = ((name, each) for name, each in module.named_buffers(recurse=False) if name not in left_out)
+    return tuple(name for name, each in own if each.ndim == 1 and len(each) in rows)
+
+
+def vectors(taps: Sequence[Tap]) -> frozenset[str]:
+    """Sites of the buffers that are ordinary ones, see :attr:`Tap.vectors`."""
+    return frozenset(f"{tap.path}:buffer[{name}]" for tap in taps for name in tap.vectors)
+
+
+def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """(positional, keyword-only, open) of the module's forward; open when nothing is known of it."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (ValueError, TypeError, AttributeError):
+        return (), (), True
+    kinds = inspect.Parameter
+    positional = tuple(p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD))
+    keywords = tuple(p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY)
+    return positional, keywords, any(p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD) for p in parameters)

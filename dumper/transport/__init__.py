@@ -1,0 +1,1 @@
+"""Transport: shared memory, sockets and numbered messages between ranks and their recorder."""
