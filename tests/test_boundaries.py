@@ -1,6 +1,7 @@
 """The house's rules: what loads what, how long functions are, which names are public."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ import tapscope
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("engine", "dumper", "comparator", "dashboard", "kernels", "src/tapscope/cli")
 MAX_FUNCTION_LINES = 60
+NAMED = re.compile(rf"(?<![\w/.])(?:{'|'.join(PARTS)}|src/tapscope|tests|docs)/[\w/]+\.(?:py|md|h|cpp)\b")
 
 
 def _loaded(code: str) -> set[str]:
@@ -58,6 +60,15 @@ def test_no_function_is_longer_than_the_budget() -> None:
         and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
     assert too_long == []
+
+
+def test_the_files_that_docs_and_comments_name_are_there() -> None:
+    places = ("*.md", "docs/*.md", "kernels/native/*.h", "kernels/native/*.cpp")
+    texts = _sources() + [file for place in places for file in ROOT.glob(place)]
+    texts.remove(ROOT / "CHANGELOG.md")  # what it names may have gone since
+    named = {(file.name, name) for file in texts for name in NAMED.findall(file.read_text())}
+    assert len(named) > 50
+    assert {(file, name) for file, name in named if not (ROOT / name).is_file()} == set()
 
 
 def test_the_public_names_are_these() -> None:
