@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import shutil
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
 from tapscope.dashboard.strip import step_verdict
 from tapscope.dashboard.way import Way
+from tapscope.dashboard.widgets.status_bar import KeyBar
 from tapscope.errors import NothingInCommonError
 
 PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
@@ -360,6 +362,29 @@ def test_help_lists_every_key_of_the_screen(runs):
     for binding in DiffScreen.BINDINGS:
         name = binding.action.partition("(")[0]
         assert name == "app.command_palette" or hasattr(DiffScreen, f"action_{name}"), binding
+
+
+@pytest.mark.parametrize("key", ["f", "n", "N", "colon", "e", "y", "i"])
+def test_while_it_compares_nothing_is_said_of_what_it_will_find(runs, key):
+    go_on = threading.Event()
+
+    def open_source(way, progress):
+        assert go_on.wait(60)
+        return DiffSource.open((runs / "base", runs / "damaged"), CompareOptions(), progress)
+
+    async def run():
+        async with TapscopeApp(open_diff=(open_source, "base → damaged")).run_test(size=(110, 36)) as pilot:
+            try:
+                await pilot.pause()
+                await pilot.press(key)
+                assert pilot.app.screen.query_one(KeyBar).said == "Still comparing: nothing is known yet."
+            finally:
+                go_on.set()
+            driver = Viewer(pilot.app, pilot)
+            await driver.settle()
+            assert driver.screen.table.finding.site == SITE
+
+    asyncio.run(run())
 
 
 def test_an_error_of_the_comparison_ends_the_screen_with_its_sentence(tmp_path):

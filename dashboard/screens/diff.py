@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tapscope.dashboard.diffing import SORTS
+from tapscope.dashboard.diffing import SORTS, DiffSource
 from tapscope.dashboard.keys import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
 from tapscope.dashboard.screens.comparing import ComparingScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen
@@ -37,6 +37,12 @@ class DiffScreen(ComparingScreen):
         """What is searched for now."""
         return self.query_now.find
 
+    def _compared(self) -> DiffSource | None:
+        """The comparison; while it goes on None, and a sentence that says so."""
+        if self.source is None:
+            self.say("Still comparing: nothing is known yet.")
+        return self.source
+
     def search(self, text: str) -> None:
         """Findings of sites that match."""
         self.ask(replace(self.query_now, find=text))
@@ -45,7 +51,9 @@ class DiffScreen(ComparingScreen):
 
     def action_culprit(self) -> None:
         """The first site where the runs part."""
-        culprit = self.source.culprit if self.source else None
+        if (source := self._compared()) is None:
+            return
+        culprit = source.culprit
         if culprit is None:
             self.say("The runs do not part: there is no culprit.")
             return
@@ -55,9 +63,11 @@ class DiffScreen(ComparingScreen):
 
     def action_bad(self, direction: int) -> None:
         """The next bad finding in execution order, of any layer."""
-        source, finding = self.source, self.table.finding
-        found = source.next_bad(finding.order if finding else -1, direction) if source else None
-        if source is None or found is None:
+        if (source := self._compared()) is None:
+            return
+        finding = self.table.finding
+        found = source.next_bad(finding.order if finding else -1, direction)
+        if found is None:
             self.say("No finding speaks against the target.")
             return
         query = self.query_now
@@ -82,8 +92,8 @@ class DiffScreen(ComparingScreen):
 
     def action_go(self) -> None:
         """Ask for a step."""
-        if self.source is not None:
-            self.open_line(f"a step of {compact_ranges(self.source.steps)}; nothing: all steps", "", self._go)
+        if (source := self._compared()) is not None:
+            self.open_line(f"a step of {compact_ranges(source.steps)}; nothing: all steps", "", self._go)
 
     def _go(self, text: str) -> str:
         steps = self.source.steps if self.source else ()
@@ -148,24 +158,24 @@ class DiffScreen(ComparingScreen):
 
     def action_copy(self) -> None:
         """The same on the command line, to the clipboard."""
-        if self.source is not None:
-            command = self.source.command(self.table.finding)
+        if (source := self._compared()) is not None:
+            command = source.command(self.table.finding)
             self.app.copy_to_clipboard(command)
             self.say(f"copied: {command}")
 
     def action_export(self) -> None:
         """The report as JSON lines."""
-        if self.source is None:
+        if (source := self._compared()) is None:
             return
         try:
-            self.say(f"wrote {self.source.export(Path.cwd())}")
+            self.say(f"wrote {source.export(Path.cwd())}")
         except OSError as error:
             self.say(f"the report cannot be written here: {error}")
 
     def action_account(self) -> None:
         """The report without its findings."""
-        if self.source is not None:
-            self.app.push_screen(TextScreen("report", Text("\n").join(self.source.account()), wide=True))
+        if (source := self._compared()) is not None:
+            self.app.push_screen(TextScreen("report", Text("\n").join(source.account()), wide=True))
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""
