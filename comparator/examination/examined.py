@@ -69,6 +69,8 @@ class More(Struct, frozen=True, kw_only=True):
     """Condition of attention weights (:mod:`.sharpness`); empty for anything else."""
     even_errors: Quantiles = ()
     """Errors of the rows, each relative to the typical one at least, where some stand out; else empty."""
+    even_peak: float = 0.0
+    """The same of the largest element."""
     drifts: tuple[Drift, ...] = ()
     """Of a parameter that an optimizer moved, step by step; see :mod:`.updates`."""
     sways: Mapping[int, Quantiles] = {}

@@ -169,7 +169,8 @@ class Reader:
             found["sharpness"] = sharpness(one.opened, self._found[section])
         if self._stands_out[section]:
             errors = tuple(self._values.spreads.errors[:, section].tolist())
-            found["even_errors"] = even_errors(self._found[section].rows, errors)
+            here = self._found[section]
+            found["even_errors"], found["even_peak"] = even_errors(here.rows, here.at_worst, errors)
         return found
 
 

@@ -54,11 +54,14 @@ def stands_out(errors: Array) -> Array:
     return found
 
 
-def even_errors(rows: RowMeasures, errors: Quantiles) -> Quantiles:
-    """The ``errors`` of rows at :data:`QUANTILES`, but that of the typical row relative to that one at least."""
+def even_errors(rows: RowMeasures, at_worst: Array, errors: Quantiles) -> tuple[Quantiles, float]:
+    """The ``errors`` of rows at :data:`QUANTILES`, but that of the typical row relative to that one at least, and the
+    largest element's beside the elements of that one at least."""
     parts, wholes = np.sqrt(rows.sum_sq_diff), np.sqrt(rows.sum_sq_baseline)
     typical = median(wholes)
     if not typical > 0.0:
-        return ()
+        return (), 0.0
     found = quantiles(parts / np.maximum(wholes, typical), QUANTILES)
-    return errors[0], *(max(errors[0], error) for error in found[1:])
+    sizes = np.maximum(wholes, typical) / np.sqrt(np.maximum(rows.width, 1))
+    peak = float((rows.max_abs / np.maximum(np.abs(at_worst), sizes)).max())
+    return (errors[0], *(max(errors[0], error) for error in found[1:])), peak

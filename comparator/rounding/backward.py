@@ -12,12 +12,14 @@ from tapscope.comparator.rounding.gradients import (
     flushes,
     losses,
     of_head,
+    of_kinks,
     of_loss,
     of_values,
     stretch,
 )
 from tapscope.comparator.rounding.graph import Graph
 from tapscope.comparator.rounding.handed import HandedOn
+from tapscope.comparator.runs.series import zeros_of
 
 
 class Backward:
@@ -33,6 +35,7 @@ class Backward:
         self._losses = losses(graph)
         self._effects = effects(graph, [one.more.size for one in examined])
         self._sharp = sharp
+        self._jumps: dict[int, list[Spread]] = {}
 
     def loss(self, node: int) -> Spread | None:
         """What a loss hands on to the first of the gradients; None to any other node."""
@@ -52,7 +55,22 @@ class Backward:
         found = [] if loss is None else [loss]
         if self._graph.nodes[node].is_summed:
             found += map(of_head, filter(None, map(self._loss_at, self._graph.inputs(node).nodes)))
-        return [*found, *of_values(self._graph, self._spreads, node), *flushes(names, own)]
+        return [*found, *of_values(self._graph, self._spreads, node), *self._kinks(node), *flushes(names, own)]
+
+    def _kinks(self, node: int) -> list[Spread]:
+        found = self._jumps.get(node)
+        if found is None:
+            found = self._jumps[node] = of_kinks(self._graph, self._spreads, node, self._zeros)
+        return found
+
+    def jump(self, node: int) -> float:
+        """What the jumps of a derivative add to a gradient, relative to it."""
+        return max((spread.errors[-1] for spread in self._kinks(node)), default=0.0)
+
+    def _zeros(self, node: int) -> float:
+        """Share of a gradient's elements that are zero, in the run that has fewer; 0 where nobody counted."""
+        pair = self._examined[node].pair
+        return min(zeros_of(one) if one is not None else 0.0 for one in (pair.baseline, pair.target))
 
     def sharpened(self, node: int, beside: Sequence[Spread]) -> Sequence[Spread]:
         """What goes in :meth:`beside`, of a gradient that comes back through sharp attention weights."""

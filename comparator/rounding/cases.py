@@ -87,12 +87,12 @@ class Cases:
 
     def _even(self, spreads: Spreads) -> Spreads:
         """What is judged, where that is not as it is: of what came from around, rows relative to the typical one."""
-        errors = spreads.errors.copy()
+        errors, peak = spreads.errors.copy(), spreads.peak.copy()
         for row, node in enumerate(self.nodes):
             even = self.examined[node].more.even_errors
             if even and self.graph.inputs(node).how == "around" and not self.graph.is_backward[node]:
-                errors[:, row] = even
-        return spreads._replace(errors=errors)
+                errors[:, row], peak[row] = even, min(peak[row], self.examined[node].more.even_peak)
+        return spreads._replace(errors=errors, peak=peak)
 
     def _given(self, own: Array) -> tuple[Largest, Array]:
         """See :attr:`given`; ``own`` are the errors that each case hands on, as a rule."""
@@ -140,6 +140,7 @@ class Cases:
             here = math.hypot(self.attention.passed(node, before), base)
             if (loss := self.backward.loss(node)) is not None:
                 here = math.hypot(here, loss.errors[-1])
+            here = math.hypot(here, self.backward.jump(node))
             modelled[node] = here
             found.append(here)
         return np.array(bases), np.array(found), np.array(limits)

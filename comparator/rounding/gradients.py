@@ -5,7 +5,7 @@ beside those of others, what they are summed to may cancel, and float16 has no r
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ from tapscope.comparator.rounding.handed import HandedOn
 from tapscope.kernels.native.overview import SMALL_ROW
 
 Array = np.ndarray[Any, Any]
+
+_MASKED = 0.05
+"""Share of a gradient that a ReLU whose class nobody knows has made zero at least."""
 
 
 def losses(graph: Graph) -> dict[int, int]:
@@ -54,16 +57,30 @@ def of_head(loss: Spread) -> Spread:
 
 def of_values(graph: Graph, spreads: HandedOn, node: int) -> list[Spread]:
     """What the errors of values make of a gradient beside those of other gradients: a derivative is taken at values,
-    also where the function that it is of was not captured; and it may have a jump there."""
+    also where the function that it is of was not captured."""
     inputs = graph.inputs(node)
-    if not graph.nodes[node].is_backward or graph.nodes[node].is_summed:
+    if not _is_derivative(graph, node) or inputs.how != "around":
         return []
-    places = [graph.value_of(i) for i in (*inputs.nodes, node)] if inputs.how == "around" else []
-    found = [spread for i in places if i is not None and (spread := spreads[i]) is not None]
+    places = [graph.value_of(i) for i in (*inputs.nodes, node)]
+    return [spread for i in places if i is not None and (spread := spreads[i]) is not None]
+
+
+def of_kinks(graph: Graph, spreads: HandedOn, node: int, zeros: Callable[[int], float]) -> list[Spread]:
+    """The same where a derivative may have a jump: in a ReLU, or a function nobody saw that leaves as many elements
+    without a gradient. ``zeros`` tells what share of a gradient they are."""
+    if not _is_derivative(graph, node):
+        return []
+    found, inputs = of_values(graph, spreads, node), graph.inputs(node).nodes
+    if not found or zeros(node) <= _MASKED + max((zeros(i) for i in inputs if graph.is_backward[i]), default=1.0):
+        found = []
     if graph.has_kink(node):
-        given = [spreads[i] for i in inputs.nodes if graph.nodes[i].is_input and not graph.nodes[i].is_backward]
-        found += [_of_kink(spread) for spread in given if spread is not None]
-    return found
+        given = [spreads[i] for i in inputs if graph.nodes[i].is_input and not graph.nodes[i].is_backward]
+        found += [spread for spread in given if spread is not None]
+    return list(map(_of_kink, found))
+
+
+def _is_derivative(graph: Graph, node: int) -> bool:
+    return graph.nodes[node].is_backward and not graph.nodes[node].is_summed
 
 
 def _of_kink(spread: Spread) -> Spread:

@@ -6,6 +6,8 @@ from functools import lru_cache
 from msgspec import Struct
 
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
+_CONVOLVES = re.compile(r"(Lazy)?Conv(Transpose)?[123]d|(Lazy)?(Batch|Instance)Norm[123]d|GroupNorm|\w*Pool[123]d")
+"""Not GPT-2's Conv1D, which is a linear map."""
 
 
 class Node(Struct, frozen=True, gc=False):
@@ -41,9 +43,19 @@ class Node(Struct, frozen=True, gc=False):
         return self.port.startswith(("param[", "buffer[")) and not self.is_backward
 
     @property
+    def call(self) -> str:
+        """Which call of a module that is called several times in a step; empty for the first, see :mod:`.repeats`."""
+        return self.port.removesuffix(".grad").partition("#")[2]
+
+    @property
     def is_input(self) -> bool:
         """Whether this is what a module was given: its inputs, or going backward the gradients of its outputs."""
         return self.port.startswith("out" if self.is_backward else "in[")
+
+    @property
+    def convolves(self) -> bool:
+        """Whether rows of an image or a signal, which lie along its last axis, are made of each other in the module."""
+        return _CONVOLVES.fullmatch(self.cls) is not None and not self.is_state and not self.is_summed
 
     @property
     def is_pointwise(self) -> bool:

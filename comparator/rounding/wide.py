@@ -78,4 +78,6 @@ def _site(cases: Cases, node: int) -> _Site:
 def _keeps_rows(cases: Cases, node: int) -> bool:
     """Whether each row is made of the same row of what went in."""
     this = cases.graph.nodes[node]
+    if this.convolves:
+        return False
     return not this.is_input and not this.is_summed and (bool(cases.params[node]) or this.is_pointwise)

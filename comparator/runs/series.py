@@ -169,3 +169,10 @@ def identity(series: Series | None) -> Hashable:
     if len(found) == 1:
         return found[0]
     return None if None in found or not found else tuple(found)
+
+
+def zeros_of(series: Series) -> float:
+    """Share of its elements that are zero; 0 where nobody counted."""
+    seen = [r.stats for one in recorded(series) for firing in one.firings for r in firing.records if r.stats]
+    count = sum(stats.count for stats in seen)
+    return sum(stats.zeros for stats in seen) / count if count else 0.0
