@@ -13,6 +13,7 @@ from tapscope.comparator.examination.examine import Examiner
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.examination.pool import examine_all
 from tapscope.comparator.matching.match import Pair, match
+from tapscope.comparator.matching.repeats import call_by_call
 from tapscope.comparator.matching.selection import num_objects, num_selected, select, select_pairs, without_objects
 from tapscope.comparator.measures.small_rows import norms_of
 from tapscope.comparator.options.options import CompareOptions
@@ -87,7 +88,7 @@ def see(
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
-    everything = without_branches(_examine(examiner, pairs, progress))
+    everything = without_branches(_examine(examiner, call_by_call(pairs, kept), progress))
     flips = explain_flips(everything, examiner.preparer)
     flips = {**implied_flips(everything, examiner.preparer), **flips}
     return Seen(everything, examiner, rows, sites, counts, objects, flips, notes, options)

@@ -32,6 +32,7 @@ class Graph:
         self.nodes = nodes
         self.is_backward = [node.is_backward for node in nodes]
         """Of each node."""
+        self._is_called_again = any("#" in node.port for node in nodes)
         self._is_state, self._is_input = [node.is_state for node in nodes], [node.is_input for node in nodes]
         self._given: dict[str, list[int]] = {}
         self._made: dict[tuple[str, bool], list[int]] = {}
@@ -162,6 +163,8 @@ class Graph:
             path = node.path.removesuffix(PARTIAL)
             own, is_backward = self._given.get(path, []), self.is_backward[index]
             own = [i for i in own if self._is_before(i, index) and self._reaches(i, index)]
+            if self._is_called_again:
+                own = self._of_call(own, node.call)
             if is_backward and not any(self.is_backward[i] for i in own):
                 own = []  # the gradient that went in was seen later, by a module that hands on its input, or never
             elif is_backward:  # the gradient of a tensor that went round the module as well, along the residual
@@ -180,6 +183,11 @@ class Graph:
         if not before:
             return Inputs((), "", OPS_PER_LAYER * (1 + self._layers_before(index)))
         return Inputs(before, "before", 4 + OPS_PER_LAYER * self._gap(before, index))
+
+    def _of_call(self, own: list[int], call: str) -> list[int]:
+        """Of what a module was given, that of one call of it, and its parameters."""
+        mine = [i for i in own if self._is_state[i] or self.nodes[i].call == call]
+        return mine if any(not self._is_state[i] for i in mine) else own
 
     def _updates(self, index: int) -> Inputs:
         """The gradient that a parameter was moved by."""
