@@ -74,3 +74,22 @@ def test_many_flips_are_no_handful_of_ties(tmp_path: Path, rows: int) -> None:
         report = compare(one, two)
     assert report.findings[1].verdict is Verdict.DIFFERS
     assert report.findings[1].error == rows
+
+
+def test_a_flip_that_follows_from_scores_is_not_where_runs_part_though_these_are_wrong_later(tmp_path: Path) -> None:
+    base = np.tile(BASE, (4, 1))
+    close = (base - np.where(np.arange(3) == 1, 0.004, 0.0)).astype(ml_dtypes.bfloat16)
+    for name, steps in (("b", (base, base)), ("t", (close, close[:, ::-1].copy()))):
+        with RunFactory(tmp_path / name) as run:
+            for first, logits in zip((0, len(base)), steps, strict=True):
+                rows = RowRun("a", first, len(base), 0, 0)
+                run.step(grid=(len(base),), rows=[rows], token_ids=[1] * len(base))
+                run.put("lm_head:in[input]", np.ones((len(base), 4), np.float32), dims="t h")
+                run.put("lm_head:out", logits, dims="t v")
+                sampled = logits[:, :2].astype(np.float32).argmax(1)
+                run.put("sampler:out", sampled if first == 0 else np.zeros_like(sampled), dims="t")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert next(f for f in report.findings if f.site == "sampler:out").verdict is Verdict.DIFFERS
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "lm_head"

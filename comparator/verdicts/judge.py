@@ -147,8 +147,9 @@ class Judge:
         flip = self._standards.flips.get(one.site)
         if flip is not None and not flip.is_doubt and (not flip.scores or flip.scores in within):
             return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(flip.sentence,))
-        by: dict[str, Any] = {"test": "exact", "growth": math.inf, "judged_by": "equality"}
-        by["notes"] = (flip.sentence,) if flip is not None and flip.is_doubt else ()
+        follows = flip is not None and not flip.is_doubt  # from scores that are beyond their own floor
+        by: dict[str, Any] = {"test": "exact", "growth": 0.0 if follows else math.inf, "judged_by": "equality"}
+        by["notes"] = (flip.sentence,) if flip is not None else ()
         return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
 
     def _by_floor(self, one: Examined, node: int, order: int, found: list[Finding]) -> Finding:

@@ -1,9 +1,11 @@
 """Localise: which site adds an error that its inputs do not have (the producer), and which only pass it on."""
 
 from collections.abc import Callable, Collection, Sequence
+from statistics import median
 
 from msgspec import Struct, structs
 
+from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.facts import Place, StepResult
 from tapscope.comparator.rounding.conditions import CONDITION
 from tapscope.comparator.rounding.graph import Graph
@@ -21,6 +23,10 @@ NEARLY = 0.5
 """A site in front of it with this share of its own floor may be where it begins."""
 HOPS = 3
 """How far in front that may be."""
+_FEWEST = 3
+"""Gradients without which nothing is common to them."""
+_ALIKE = 0.01
+"""Share of a common gain up to which those of two gradients are the same."""
 
 
 class Divergence(Struct, frozen=True):
@@ -61,9 +67,11 @@ def localise(
     off = (Verdict.DIFFERS, Verdict.NONFINITE)
     bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict in off}
     nodes = [n for n in bad if _adds(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
+    nodes = _own(nodes, bad, graph, [findings[i] for i in matched])
     nodes = _clear(_finest(nodes, graph), bad, findings, matched)
     if not nodes and bad:
-        nodes = [min(bad, key=lambda n: (bad[n], n))]  # all is off from the first site on, or grew by small steps
+        # All is off from the first site on, or grew by small steps; a choice that differs follows from its scores.
+        nodes = [min(bad, key=lambda n: (findings[matched[n]].test == "exact", bad[n], n))]
     roles = {i: "downstream" for i, f in enumerate(findings) if f.verdict.is_bad} if nodes else {}
     roles |= {matched[n]: "producer" for n in nodes}
     marked = [structs.replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
@@ -98,6 +106,26 @@ def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inp
     if any(i in bad and _when(i, bad, graph) < _when(node, bad, graph) for i in inputs[node].nodes):
         return True
     return any(step < bad[node] and _lasts(graph.nodes[i]) for i, step in bad.items())
+
+
+def _own(nodes: list[int], bad: dict[int, int], graph: Graph, findings: Sequence[Finding]) -> list[int]:
+    """Without the parameters' gradients that are off by one common factor alone, where others are off by more: a clip
+    by the norm of all of them hands what is wrong of one on to every other."""
+    summed = [n for n in bad if graph.nodes[n].is_summed and findings[n].seen.spread is not None]
+    gains = [spread.gain for n in summed if (spread := findings[n].seen.spread)]
+    common = median(gains) if gains else 0.0
+    clipped = {n for n in summed if _is_scaled(findings[n], common)}
+    rest = [n for n in nodes if n not in clipped]
+    is_common = len(clipped) >= _FEWEST and 2 * len(clipped) > len(summed)
+    return rest if is_common and any(graph.nodes[n].is_summed for n in rest) else nodes
+
+
+def _is_scaled(finding: Finding, gain: float) -> bool:
+    """Whether a common gain of that size is its own, and all of its error up to its floor."""
+    own, room = finding.seen.spread, finding.floor + _ALIKE * abs(gain)
+    if own is None or finding.error > abs(gain) + room:
+        return False
+    return abs(own.gain - gain) <= room or own.errors[0] == 0.0  # most rows of an embedding's have no token
 
 
 def _when(node: int, bad: dict[int, int], graph: Graph) -> tuple[int, bool, int]:
@@ -141,6 +169,7 @@ def _divergence(
     evidence = _evidence(finding, how, before, graph.nodes[node].is_input)
     if module in owners and graph.nodes[node].path != module:
         evidence += f"; of those that consume it only {module} has a parameter whose gradient is wrong by itself"
+    evidence += _one_sided(findings, module)
     near = _nearly(findings, matched, graph, inputs, node)
     if near is not None:
         others.insert(0, module)
@@ -150,6 +179,16 @@ def _divergence(
     said = _SAID.get(how, "unknown")
     rest = tuple(name for name in dict.fromkeys(others) if name != module)
     return Divergence(module, finding.site, finding, step, finding.worst, said, evidence, bool(how), others=rest)
+
+
+def _one_sided(findings: Sequence[Finding], module: str) -> str:
+    """What is to be said of a mask that a module was given in one run alone: with none it sees everything."""
+    for finding in findings:
+        path, _, port = finding.site.rpartition(":")
+        if finding.verdict.is_orphan and path == module and port.startswith("in[") and is_mask(finding.site):
+            run = "baseline" if finding.verdict is Verdict.ONLY_BASELINE else "target"
+            return f"; {port} was given in the {run} alone"
+    return ""
 
 
 def _is_clear(finding: Finding) -> bool:

@@ -1,0 +1,13 @@
+"""Gradients of one layer's experts are divided by the number of expert-parallel ranks, before all are clipped."""
+
+FAMILY = "mixtral"
+PATCHES = "trainer"
+EXPECT = "model.layers.1.mlp.experts"
+VISIBILITY = "strong"
+BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw", "micros": 2}
+TARGET = [{}, {"dtype": "bfloat16", "master": True}]
+
+
+def patch(trainer):
+    for parameter in trainer.model.model.layers[1].mlp.experts.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)
