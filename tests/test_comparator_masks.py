@@ -75,3 +75,22 @@ def test_a_mask_of_other_numbers_is_no_other_mask(tmp_path: Path) -> None:
 
     report = diff(tmp_path, 4, floats(np.float32), lower)
     assert all(d.explanation is None or d.explanation.name != "mask" for d in report.divergences)
+
+
+@pytest.mark.parametrize("others", [(), ("position_ids",)])
+def test_a_mask_that_one_run_lacks_is_said_unless_the_module_is_called_differently(
+    tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    for name, size in (("b", 1.0), ("t", 1.5)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(1, PROMPT), rows=[RowRun("a", 0, PROMPT, 0, 0)], token_ids=range(PROMPT))
+            given = np.ones((1, PROMPT, 4), np.float32)
+            run.put("model.layers.0:in[hidden_states]", given)
+            for each in ("attention_mask", *others) if name == "b" else ():
+                run.put(f"model.layers.0:in[{each}]", floats(np.float32)(band(PROMPT, PROMPT, 4))[None, None])
+            run.put("model.layers.0:out", given * size)
+    with open_run(tmp_path / "b") as left, open_run(tmp_path / "t") as right:
+        first = compare(left, right).first_divergence
+    assert first is not None
+    assert first.module == "model.layers.0"
+    assert ("in[attention_mask] was given in the baseline alone" in first.evidence) is (not others)

@@ -182,13 +182,13 @@ def _divergence(
 
 
 def _one_sided(findings: Sequence[Finding], module: str) -> str:
-    """What is to be said of a mask that a module was given in one run alone: with none it sees everything."""
-    for finding in findings:
-        path, _, port = finding.site.rpartition(":")
-        if finding.verdict.is_orphan and path == module and port.startswith("in[") and is_mask(finding.site):
-            run = "baseline" if finding.verdict is Verdict.ONLY_BASELINE else "target"
-            return f"; {port} was given in the {run} alone"
-    return ""
+    """What is to be said of a mask that a module was given in one run alone, with none it sees everything; nothing of
+    modules that frameworks call differently, where one run alone has other inputs too."""
+    alone = [f for f in findings if f.verdict.is_orphan and f.site.startswith(f"{module}:in[")]
+    if len(alone) != 1 or not is_mask(alone[0].site):
+        return ""
+    run = "baseline" if alone[0].verdict is Verdict.ONLY_BASELINE else "target"
+    return f"; {alone[0].site.rpartition(':')[2]} was given in the {run} alone"
 
 
 def _is_clear(finding: Finding) -> bool:
