@@ -1,5 +1,7 @@
 """Modules that are called several times in a step, functions with a kink, and gradients that a clip ties together."""
 
+import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tapscope import Dumper
+from tapscope.cli import main
 from tapscope.comparator import Report, compare
+from tapscope.comparator.report.following import following
 from tapscope.run import open_run
 
 Damage = Callable[[Any], object]
@@ -107,7 +111,14 @@ def test_rounding_alone_is_no_divergence(tmp_path: Path, model: type[nn.Module],
     assert report.exit_code == 0
 
 
-def test_a_cell_that_is_wrong_is_named_though_its_later_inputs_are_too(tmp_path: Path) -> None:
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    main(list(words))
+    return capsys.readouterr().out
+
+
+def test_a_cell_that_is_wrong_is_named_though_its_later_inputs_are_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def swapped(model: Loop) -> None:
         reset, update, new = model.cell.weight_hh.data.chunk(3)
         model.cell.weight_hh.data = torch.cat([update, reset, new])
@@ -115,6 +126,17 @@ def test_a_cell_that_is_wrong_is_named_though_its_later_inputs_are_too(tmp_path:
     report = diff(run(tmp_path / "b", Loop()), run(tmp_path / "t", Loop(), damage=swapped))
     assert report.first_divergence is not None
     assert report.first_divergence.site == "cell:out#1"  # the first state is zeros: nothing is reset there
+    command = following(report)
+    assert command == f"tapscope show {tmp_path / 't'} cell:out --step 0 --occurrence 1"
+    shown = printed(capsys, *shlex.split(command)[1:], "--json")
+    assert json.loads(shown)["occurrence"] == 1
+    assert printed(capsys, "show", str(tmp_path / "t"), "cell:out#1", "--json") == shown
+    one_site = printed(capsys, "diff", str(tmp_path / "b"), str(tmp_path / "t"), "--site", "cell:out#1", "--json")
+    found = [json.loads(line) for line in one_site.splitlines()]
+    assert [line["site"] for line in found if line["type"] == "finding"] == [
+        "cell:out",
+        *(f"cell:out#{i}" for i in range(1, 7)),
+    ]
 
 
 def test_a_clip_hands_one_wrong_gradient_on_to_all_which_are_not_to_blame(tmp_path: Path) -> None:

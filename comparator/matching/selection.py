@@ -11,7 +11,7 @@ from tapscope.comparator.runs.stages import Numbered
 from tapscope.errors import RuleError
 from tapscope.records import Records
 from tapscope.run import Run
-from tapscope.site import Glob, compact_ranges, describe_layers, layer_of
+from tapscope.site import Glob, compact_ranges, describe_layers, layer_of, split_call
 
 
 def select(runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: CompareOptions) -> tuple[Records, Records]:
@@ -54,7 +54,8 @@ class Choice:
     """The sites that are asked for."""
 
     def __init__(self, options: CompareOptions) -> None:
-        self.wanted, self.unwanted = [Glob(g) for g in options.sites], [Glob(g) for g in options.skip]
+        self.wanted = [Glob(split_call(g)[0]) for g in options.sites]  # of one call: all of its site
+        self.unwanted = [Glob(g) for g in options.skip]
         self._layers = options.layers
 
     @property

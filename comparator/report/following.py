@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.verdicts.finding import Finding, Verdict
-from tapscope.site import Glob
+from tapscope.site import Glob, split_call
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.outcome import Header, Report
@@ -24,7 +24,9 @@ def following(report: "Report") -> str:
         if side is None:  # of a gradient that the target lacks
             side, run = divergence.finding.baseline, report.baseline
         site = side.site if side else divergence.site
-        return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step)])
+        _, call = split_call(divergence.site)
+        which = ["--occurrence", str(call)] if call else []
+        return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step), *which])
     if again := _with_dims_that_fit(report):
         return again
     if report.num_bad or report.coverage.partial:

@@ -21,6 +21,7 @@ from tapscope.errors import SiteError
 MAX_RANGE = 1_000_000
 """Longest range of layers, steps or ranks that is written out."""
 _PORT = re.compile(r"(?P<kind>in|out|tap|param|buffer)(\[(?P<name>[^\[\]]+)\])?(?P<grad>\.grad)?")
+_CALL = re.compile(r"#(\d+)(?=(?:\.grad)?$)")
 
 
 class Site(Struct, frozen=True, order=True):
@@ -79,6 +80,13 @@ def parse(text: str) -> Site:
     if not colon:
         raise SiteError(f"{text!r} is not a site: there is no ':'; a site is PATH:PORT, e.g. layers.3.mlp:out")
     return Site(path, port)
+
+
+def split_call(site: str) -> tuple[str, int | None]:
+    """A site and which of a step's calls of its module is meant, None where that is not said: ``cell:out#1.grad`` is
+    ``cell:out.grad`` of the second."""
+    call = _CALL.search(site)
+    return (site[: call.start()] + site[call.end() :], int(call[1])) if call else (site, None)
 
 
 @lru_cache(maxsize=8192)

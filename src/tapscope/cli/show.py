@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics, output
 from tapscope.errors import RuleError, UsageError
+from tapscope.site import split_call
 
 if TYPE_CHECKING:
     from tapscope.dashboard.digest import Digest
@@ -32,7 +33,9 @@ class ShowCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")
-        parser.add_argument("site", metavar="SITE", help="a site as `tapscope ls RUN` prints it, or a pattern")
+        parser.add_argument(
+            "site", metavar="SITE", help="a site as `tapscope ls RUN` prints it, or a pattern; SITE#1: its second call"
+        )
         parser.add_argument("--step", type=int, metavar="N", help="step (default: the first that has the site)")
         parser.add_argument("--rank", type=int, metavar="N", help="rank (default: the first that has the site)")
         parser.add_argument("--occurrence", type=int, metavar="N", help="which firing within the step, from 0")
@@ -71,10 +74,12 @@ class ShowCommand:
 
 def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
     """Records that match, first the one to show; raises RuleError that lists what there is."""
-    found = run.select([args.site])
-    exact = [record for record in found if record.key.site == args.site]
+    site, call = split_call(args.site)
+    found = run.select([site])
+    exact = [record for record in found if record.key.site == site]
     found = exact or found
     wanted = {name: getattr(args, name) for name in _CHOICES}
+    wanted["occurrence"] = call if wanted["occurrence"] is None else wanted["occurrence"]
     matches = [r for r in found if all(v is None or getattr(r.key, k) == v for k, v in wanted.items())]
     if not matches:
         asked = " ".join(f"--{name.rstrip('_')} {value}" for name, value in wanted.items() if value is not None)
