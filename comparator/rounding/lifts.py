@@ -17,7 +17,8 @@ from tapscope.kernels.native.overview import SMALL_ROW
 Array = np.ndarray[Any, Any]
 
 UNMET = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
-"""The same of a norm that was not compared: it lifts whatever is less than what errors are measured beside at least."""
+"""By how much a norm that was not compared enlarges errors, at :data:`~.spread.QUANTILES`: whatever is less than what
+errors are measured beside at least it may lift up to that."""
 
 
 def unmet(everything: Sequence[Examined], norms: Collection[str]) -> frozenset[str]:
