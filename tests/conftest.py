@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # `python -m pytest` puts the root on sys.path, where engine/, dumper/ and kernels/ would shadow other packages.
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("tests")
+    # It also draws constants of our modules that are loaded, which hang on the files that a worker ran before.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(autouse=True, scope="session")
