@@ -39,19 +39,7 @@ class Process:
 
     def __init__(self, path: Path, run: Path, *flags: str) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        words = [
-            "-m",
-            "tapscope",
-            "serve",
-            path,
-            "-o",
-            run,
-            "--listen",
-            self.address,
-            "--set",
-            "num_pages=4096",
-            *flags,
-        ]
+        words = ["-m", "tapscope", "serve", path, "-o", run, "--listen", self.address, "--set", "num_pages=4096"]
         self.process = warm.start(*words, *flags, stderr=subprocess.PIPE, text=True)
         self.client = httpx.Client(base_url=f"http://{self.address}", timeout=LIMIT_S)
 
