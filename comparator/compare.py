@@ -33,6 +33,7 @@ from tapscope.comparator.verdicts.training import beginning, merged, trained_ste
 from tapscope.errors import ConfigError, NothingInCommonError, RuleError
 from tapscope.garbage import uncollected
 from tapscope.run import Run, open_run
+from tapscope.site import Glob
 
 if TYPE_CHECKING:
     from tapscope.comparator.measures.detail import Detail
@@ -127,6 +128,7 @@ def _judge(
         flips=seen.flips,
         unmet=around,
         cache=cache_epsilon([run.manifest for run in runs]),
+        allowed=tuple(map(Glob, options.allow_differ)),
         absent=absent,
     )
     raw, seen = seen, seen.without_moved_rows()

@@ -11,6 +11,7 @@ from tapscope import ledger, record
 from tapscope.directory import create_run
 from tapscope.kernels.native import summarize_array
 from tapscope.observe import RowRun, StepInfo
+from tapscope.plain import plain_value
 from tapscope.record import Key, Record
 from tapscope.writer import RankWriter
 
@@ -106,7 +107,7 @@ class RunFactory:
     def put_value(self, site: str, value: Any) -> None:
         """Record a value that is no tensor, on rank 0."""
         assert self._info is not None, "call step() first"
-        plain = {"type": type(value).__name__, "value": value}
+        plain = plain_value(value)
         place = 0, site, self._info.step, 0
         occurrence = self._fired.get(place, 0)
         self._fired[place] = occurrence + 1

@@ -2,52 +2,85 @@
 
 import json
 import math
+from collections.abc import Mapping
 from functools import reduce
+from typing import Any
+
+from msgspec import structs
 
 from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import Prepared
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.pieces import is_joined, leaves
 from tapscope.comparator.examination.examined import About, Examined, Read
+from tapscope.comparator.facts import Place, StepResult
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.measures.spread import NOTHING, QUANTILES, Spread
 from tapscope.comparator.runs.series import Series, side_of
 from tapscope.record import Stats
 
+_LONGEST = 60
+"""Characters of a plain value that a note shows."""
+
 
 def examine_values(pair: Pair, shift: int) -> Examined:
-    """A pair of which at least one side is no tensor; ``shift`` as of :func:`compare_values`."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    problem, compared, unequal = compare_values(pair.baseline, pair.target, shift)
-    nowhere = not problem and not compared
-    about = About(
-        baseline=side_of(pair.baseline, pair.baseline.first.shape),
-        target=side_of(pair.target, pair.target.first.shape),
-        problem=problem,
-        apart="a plain value that changes, and no step number is in both runs" if nowhere else "",
-    )
-    read = Read(basis="value" if compared else "none", num_unequal=unequal)
-    return Examined(pair, pair.site or pair.baseline.site, about, read)
-
-
-def compare_values(baseline: Series, target: Series, shift: int = 0) -> tuple[str, int, int]:
-    """(problem, values compared, values that differ) of two sites whose records are typed JSON values.
+    """A pair of which at least one side is no tensor: typed JSON values, which must be equal.
 
     A value that never changes is compared once, whatever the steps; else firings meet by step and turn, the target's
     steps being ``shift`` higher.
     """
-    if (baseline.first.dtype is None) != (target.first.dtype is None):
-        return "a tensor on one side and a plain value on the other", 0, 0
-    left, right = _values(baseline, 0), _values(target, shift)
+    assert pair.baseline is not None
+    assert pair.target is not None
+    about = About(
+        baseline=side_of(pair.baseline, pair.baseline.first.shape),
+        target=side_of(pair.target, pair.target.first.shape),
+    )
+    one = Examined(pair, pair.site or pair.baseline.site, about)
+    if (pair.baseline.first.dtype is None) != (pair.target.first.dtype is None):
+        return one.but(problem="a tensor on one side and a plain value on the other")
+    met = _met(_values(pair.baseline, 0), _values(pair.target, shift))
+    if not met:
+        return one.but(apart="a plain value that changes, and no step number is in both runs")
+    unequal = [place for place, (mine, theirs) in met.items() if mine != theirs]
+    if not unequal:
+        return structs.replace(one, read=Read(basis="value"))
+    steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, _ in unequal))
+    worst = Place(steps[0].step, steps[0].step - shift)
+    mine, theirs = map(_in_short, met[unequal[0]])
+    one = one.but(notes=(f"a plain value differs: {mine} against {theirs}",))
+    return structs.replace(one, read=Read(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
+
+
+_Values = dict[tuple[int, tuple[int, int]], str]
+"""(step, turn) -> the value as JSON."""
+
+
+def _met(left: _Values, right: _Values) -> dict[tuple[int, tuple[int, int]], tuple[str, str]]:
+    """What meets what, by the baseline's place."""
     if len(set(left.values())) == len(set(right.values())) == 1:
-        return "", 1, int(set(left.values()) != set(right.values()))
-    both = left.keys() & right.keys()
-    return "", len(both), sum(left[place] != right[place] for place in both)
+        place, value = next(iter(left.items()))
+        return {place: (value, next(iter(right.values())))}
+    return {place: (left[place], right[place]) for place in left if place in right}
 
 
-def _values(series: Series, shift: int) -> dict[tuple[int, tuple[int, int]], str]:
-    return {(f.step - shift, f.turn): json.dumps(f.records[0].value, sort_keys=True) for f in series.firings}
+def _in_short(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+
+
+def _values(series: Series, shift: int) -> _Values:
+    return {(f.step - shift, f.turn): _written(f.records[0].value) for f in series.firings}
+
+
+def _written(typed: Any) -> str:
+    """A typed value as JSON, alike for values that are equal: 1 and 1.0, which the recorder keeps as text, are."""
+    if not isinstance(typed, Mapping) or "value" not in typed:
+        return json.dumps(typed, sort_keys=True)
+    value, rest = typed["value"], {key: each for key, each in typed.items() if key not in ("type", "value")}
+    if typed.get("type") == "float":
+        value = float(value)
+        value = int(value) if value.is_integer() else value
+    said = json.dumps(value, sort_keys=True)
+    return f"{said} {json.dumps(rest, sort_keys=True)}" if rest else said
 
 
 def compare_stats(ready: Prepared) -> tuple[str, Spread]:

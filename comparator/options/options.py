@@ -44,6 +44,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """How many times the twin's distance rounding may reach."""
     rules: tuple[RuleEntry, ...] = ()
     """Conditions that sites must obey instead of the floor; those of the map files come behind these."""
+    allow_differ: tuple[str, ...] = ()
+    """Globs of sites that may differ: they are compared and reported, and do not count against the target."""
     detail: bool = False
     """Measure unequal sites once more: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
     allow_partial: bool = False

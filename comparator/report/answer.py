@@ -18,7 +18,7 @@ _WORDS = {
     Verdict.ONLY_BASELINE: "only in baseline",
     Verdict.ONLY_TARGET: "only in target",
 }
-_SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function")
+_SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function", "plain")
 """Tests of which the first note says what came of them."""
 LABEL = 10
 """Columns of the word that a line begins with."""

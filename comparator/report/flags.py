@@ -41,6 +41,7 @@ def _judgement(options: CompareOptions) -> Iterator[str]:
     if options.tolerance is None and options.floor is not None and options.margin != MARGIN:
         yield from ("--margin", str(options.margin))
     yield from _repeated("--rule", (f"{rule.site}={rule.require}" for rule in options.rules))
+    yield from _repeated("--allow-differ", options.allow_differ)
     yield from (f"--{name.replace('_', '-')}" for name in ("detail", "allow_partial") if getattr(options, name))
 
 

@@ -104,8 +104,10 @@ def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[
     if by_stats := sum(f.basis == "stats" for f in findings):
         what = "what leaves mean, rms and maximum alone is not seen"
         said.append(f"{text.plural(by_stats, 'site')} compared by statistics alone: {what}")
-    if plain := [f.site for f in findings if f.test == "plain"]:
-        said.append(f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}: judged by the tensors alone")
+    if plain := [f.site for f in findings if f.test == "plain" and not f.verdict.is_bad]:
+        said.append(f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
+    if allowed := [f for f in findings if f.judged_by.startswith("--allow-differ")]:
+        said.append(f"{text.plural(len(allowed), 'site')} allowed to differ, e.g. {allowed[0].site}")
     if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
         said.append(f"{text.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}")
     return said

@@ -21,6 +21,15 @@ from tapscope.comparator.verdicts.flips import Flip
 from tapscope.comparator.verdicts.rules import Rule, find_rule, measures_of
 from tapscope.garbage import give_back
 from tapscope.index import SiteInfo
+from tapscope.site import Glob
+
+_SETTINGS = tuple(
+    f":in[{name}]"
+    for name in ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits")
+)
+"""Arguments of transformers that choose what a forward returns and keeps; the values that it computes are the same."""
+ALLOWED = "allowed to differ"
+"""How the note begins of a site that may differ and does."""
 
 
 class Standards(Struct, frozen=True, kw_only=True):
@@ -38,6 +47,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Modules with a norm inside that was not compared, see :func:`.lifts.unmet`."""
     cache: float = 0.0
     """See :attr:`.attention.Beside.cache`."""
+    allowed: tuple[Glob, ...] = ()
+    """Sites that may differ."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Gradients that one run lacks and should have (:mod:`.absent`), by site, with what to say of it."""
 
@@ -74,7 +85,8 @@ class Judge:
         node = 0  # of the next site that has one
         for i, one in enumerate(self._examined):
             is_node = node < len(self.matched) and self.matched[node] == i
-            found.append(self._judge_matched(one, node, found, within) if is_node else _unmatched(one, i))
+            judged = self._judge_matched(one, node, found, within) if is_node else _unmatched(one, i)
+            found.append(self._allowed(judged) if judged.verdict.is_bad else judged)
             is_bad = found[-1].verdict.is_bad
             if self._standards.flips and not is_bad:
                 within.add(one.site)
@@ -82,6 +94,17 @@ class Judge:
                 self._behind.add(node)
             node += is_node
         return found
+
+    def _allowed(self, finding: Finding) -> Finding:
+        """With the user's leave to differ, if there is one."""
+        names = {finding.site, *finding.seen.pair.names()}
+        glob = next((each.text for each in self._standards.allowed if any(map(each.matches, names))), None)
+        if glob is None:
+            return finding
+        notes = (f"{ALLOWED}: {finding.verdict} ({glob})", *finding.notes)
+        return structs.replace(
+            finding, verdict=Verdict.CLOSE, growth=0.0, judged_by=f"--allow-differ {glob}", notes=notes
+        )
 
     def _is_behind(self, node: int) -> bool:
         return bool(self._behind) and not self._behind.isdisjoint(self.inputs[node].nodes)
@@ -140,10 +163,12 @@ class Judge:
     def _by_equality(self, one: Examined, order: int, within: set[str]) -> Finding:
         if not one.num_unequal:
             return _finding(one, order, Verdict.SAME, judged_by="equality")
-        if one.basis == "value":  # a flag, a number: if it mattered, a tensor differs and is judged by itself
-            return _finding(
-                one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=("a plain value differs",)
-            )
+        if one.basis == "value" and one.site.endswith(_SETTINGS):
+            notes = ("which results are returned or kept, not what they are",)
+            return _finding(one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=notes)
+        if one.basis == "value":
+            by_value: dict[str, Any] = {"test": "plain", "growth": math.inf, "judged_by": "equality"}
+            return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by_value)
         flip = self._standards.flips.get(one.site)
         if flip is not None and not flip.is_doubt and (not flip.scores or flip.scores in within):
             return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(flip.sentence,))

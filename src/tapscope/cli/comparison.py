@@ -76,6 +76,13 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of unequal sites also ULPs, percentiles, channels, agreement of logits, flips of routers; slower",
     )
+    judge.add_argument(
+        "--allow-differ",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="sites that may differ, such as '*:in[position_ids]': reported, not counted (repeatable)",
+    )
     judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
 
 
@@ -113,6 +120,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         floor=None if args.floor == "auto" else Path(args.floor),
         margin=MARGIN if args.margin is None else args.margin,
         rules=tuple(map(parse_rule, args.rule)),
+        allow_differ=tuple(args.allow_differ),
         detail=args.detail,
         allow_partial=args.allow_partial,
     )
