@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from tapscope.comparator.matching.fusions import Fusions
+from tapscope.comparator.matching.gated import FUNCTION, PRODUCT, consumed, gated, ports_of
 from tapscope.comparator.matching.misnomers import are_masks_other, is_mask, misnomer
 from tapscope.comparator.matching.sums import sums
 from tapscope.comparator.matching.usermap import UserMap
@@ -14,7 +15,7 @@ from tapscope.comparator.options.renames import renamed
 from tapscope.comparator.runs.hints import Hints
 from tapscope.comparator.runs.inputs import only_inputs
 from tapscope.comparator.runs.names import FAMILIES, common, is_partial, reduced, unique
-from tapscope.comparator.runs.series import Key, Series, key_of, origins
+from tapscope.comparator.runs.series import Key, Series, is_handed_on, key_of, origins
 
 
 class Pair(Struct, frozen=True, gc=False):
@@ -24,7 +25,7 @@ class Pair(Struct, frozen=True, gc=False):
     target: Series | None
     matched_by: str = ""
     """The pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``argument``, ``fused …``, ``only
-    input`` or ``partial sum``; empty for an orphan."""
+    input``, ``partial sum`` or ``product``; empty for an orphan."""
     site: str = ""
     """What the finding is called; empty: as its baseline, or as what it has."""
     note: str = ""
@@ -45,6 +46,7 @@ class Matching:
         self.pairs: list[Pair] = []
         self.everything = dict(left), dict(right)
         self._offered: list[tuple[dict[str, Series], str, dict[str, Series]]] = []
+        self._products: tuple[dict[str, Series], dict[str, Series]] = ({}, {})
 
     def take(self, a: str, b: str, how: str) -> None:
         """Pair what is left under two names; part by part, where both are fused and lie differently."""
@@ -69,6 +71,12 @@ class Matching:
                 if note := misnomer(name, self.hints[side].class_of(mine[name].site)):
                     self._alone(side, mine.pop(name), note)
 
+    def set_root_aside(self) -> None:
+        """Make an orphan of a root's output that is its decoder's own: vLLM's returns hidden states, others' logits."""
+        for side, (mine, others) in enumerate(((self.left, self.right), (self.right, self.left))):
+            if ":out" in mine and ":out" not in others and is_handed_on(mine[":out"], mine.get("model:out")):
+                self._alone(side, mine.pop(":out"), "not compared: what model:out holds; others return logits here")
+
     def set_masks_aside(self) -> None:
         """Make orphans of attention masks that mean opposite things."""
         if not are_masks_other(self.hints):
@@ -77,6 +85,31 @@ class Matching:
             for name in list(filter(is_mask, mine)):
                 note = "not compared: Megatron's masks mark what is hidden, other frameworks' what is seen"
                 self._alone(side, mine.pop(name), note)
+
+    def set_products_aside(self) -> None:
+        """Keep activations that multiply by the other half of their input from meeting those that do not."""
+        both = (self.left, self.right)
+        found = [gated(mine, self.hints[side]) for side, mine in enumerate(both)]
+        for side, mine in enumerate(both):
+            for spelling in found[side].keys() - found[1 - side].keys():
+                others = both[1 - side]
+                for name in ports_of(found[side][spelling], mine):
+                    if name.rpartition(":")[2].startswith("out"):
+                        self._products[side][name] = mine.pop(name)
+                    else:
+                        self._alone(side, mine.pop(name), PRODUCT)
+                for name in [name for name in others if common(f"{name.rpartition(':')[0]}:") == spelling]:
+                    self._alone(1 - side, others.pop(name), FUNCTION)
+
+    def products(self) -> None:
+        """What an activation made that multiplies is what the other run's down projection was given."""
+        for side, mine in enumerate(self._products):
+            for name, other in list(consumed(mine, self.everything[1 - side])):
+                one = mine.pop(name)
+                both = (one, other) if side == 0 else (other, one)
+                self.pairs.append(Pair(*both, "product", one.site))
+            for one in mine.values():
+                self._alone(side, one, PRODUCT)
 
     def _alone(self, side: int, one: Series, note: str) -> None:
         self.pairs.append(Pair(one, None, note=note) if side == 0 else Pair(None, one, note=note))
@@ -165,16 +198,20 @@ def _match_group(group: Matching, user: UserMap) -> list[Pair]:
     group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
     group.offer_sums()  # before the names: what one run calls hidden_states may be only a summand in the other
     group.set_masks_aside()
+    group.set_products_aside()
     for name in [name for name in group.right if name in group.left]:
         group.take(name, name, "exact")
     if not (group.left or group.right):
+        group.products()
         return group.pairs
     group.set_aside()
+    group.set_root_aside()
     group.families()
     group.pairs += [Pair(*given) for given in group.fusions.built_in(group.left, group.right)]
     group.only_inputs()
     group.withdraw_sums()
     group.partials()
+    group.products()
     group.orphans()
     return group.pairs
 

@@ -171,6 +171,11 @@ def identity(series: Series | None) -> Hashable:
     return None if None in found or not found else tuple(found)
 
 
+def is_handed_on(one: Series, other: Series | None) -> bool:
+    """Whether two series of a run hold the same bytes in every firing."""
+    return other is not None and (found := identity(one)) is not None and found == identity(other)
+
+
 def zeros_of(series: Series) -> float:
     """Share of its elements that are zero; 0 where nobody counted."""
     seen = [r.stats for one in recorded(series) for firing in one.firings for r in firing.records if r.stats]

@@ -1,0 +1,63 @@
+"""Gated: activations that multiply one half of their input by the function of the other, such as ``SiluAndMul``.
+
+vLLM and SGLang call such a module ``act_fn``, as Hugging Face calls the function of the gate alone. The values of the
+product are the input of ``down_proj`` in any framework.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from tapscope.comparator.runs.hints import Hints
+from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.series import Series
+
+_CLASS = re.compile(r"AndMul|MulAnd")
+_NAME = re.compile(r"(?:^|\.)(?:act|act_fn|activation|activation_fn|activation_func)$")
+PRODUCT = (
+    "not compared: it multiplies by up, too; the other run's module of this name is the function of the gate alone"
+)
+FUNCTION = "not compared: the function of the gate alone; the other run's module of this name multiplies by up"
+
+
+def gated(series: Mapping[str, Series], hints: Hints) -> dict[str, str]:
+    """Common path -> path of the modules that multiply: by their class, else as what they make is half as wide as what
+    they are given, else as a framework is known to have no others beside a fused linear."""
+    found: dict[str, str] = {}
+    for name, one in series.items():
+        path, _, port = name.rpartition(":")
+        if port.startswith("out") and not port.endswith(".grad") and _is_gated(path, one, series, hints):
+            found[common(f"{path}:")] = path
+    return found
+
+
+def _is_gated(path: str, made: Series, series: Mapping[str, Series], hints: Hints) -> bool:
+    if cls := hints.class_of(made.site):
+        return _CLASS.search(cls) is not None
+    if not _NAME.search(path) or not made.is_float or not made.shape:
+        return False
+    given = [one for name, one in series.items() if name.startswith(f"{path}:in[") and one.is_float and one.shape]
+    if given:
+        return any(one.shape[-1] == 2 * made.shape[-1] for one in given)
+    return hints.framework in ("sglang", "vllm") and any(
+        name.startswith(f"{path.rpartition('.')[0]}.gate_up_proj:") for name in series
+    )
+
+
+def ports_of(path: str, series: Mapping[str, Series]) -> list[str]:
+    """The sites of a module."""
+    return [name for name in series if name.startswith(f"{path}:")]
+
+
+def consumed(products: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
+    """(name, the other run's series) of what modules that multiply made: the only input of its down projection."""
+    inputs: dict[tuple[str, bool], list[Series]] = {}
+    for name, one in others.items() if products else ():
+        path, _, port = name.rpartition(":")
+        if port.startswith("in[") and one.is_tensor:
+            inputs.setdefault((common(f"{path}:"), port.endswith(".grad")), []).append(one)
+    for name in products:
+        path, _, port = name.rpartition(":")
+        holder = path.rpartition(".")[0]
+        found = inputs.get((common(f"{holder}.down_proj:"), port.endswith(".grad")), ())
+        if len(found) == 1:
+            yield name, found[0]
