@@ -72,6 +72,7 @@ def test_the_catalogue_is_large_and_every_file_of_it_is_a_case() -> None:
         (GOOD + "MODEL = {'hidden': 32}\n", "LlamaConfig has no 'hidden'"),
         (GOOD + "TARGETS = {}\n", "settings are FAMILY"),
         (GOOD + "WHERE = {'token': 3}\n", "it may have step"),
+        (GOOD + "CAUSE = '(scale'\n", "regular expression"),
         (GOOD + "1 / 0\n", "ZeroDivisionError"),
         ("def broken(:\n", "SyntaxError"),
     ],
@@ -99,6 +100,27 @@ def test_a_strangers_bug_is_named_and_cases_that_prove_nothing_are_faulty(
     scores = {line["name"]: line["score"] for line in lines if line["type"] == "case"}
     assert scores == {"good": "named", "idle": "faulty", "raises": "faulty"}
     assert code == 1, "a faulty case is no success"
+
+
+def test_the_stated_cause_is_right_wrong_or_not_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scaled = GOOD.replace("pass", "model.model.norm.weight.data *= 1.5") + "CAUSE = {}\n"
+    (tmp_path / "right.py").write_text(scaled.format(r"r'target = 1\.5 × BASELINE'"))
+    (tmp_path / "wrong.py").write_text(scaled.format("['bias', 'eps']"))
+    unclear = GOOD.replace('"""A bug."""', '"""A bug."""\nimport torch') + "CAUSE = 'eps'\n"
+    after = "from benchmarks.verdict.tools import after\nafter(model.model.norm, lambda y: y + torch.rand_like(y))"
+    (tmp_path / "none.py").write_text(unclear.replace("    pass", "    " + after.replace("\n", "\n    ")))
+    _, lines = bench(capsys, "--bugs", tmp_path)
+    assert {line["name"]: line["cause_score"] for line in lines[:-1]} == {
+        "right": "right",
+        "wrong": "wrong",
+        "none": "none",
+    }
+    assert "causes of 3 named strong bugs: 1 right (33%), 1 wrong, 1 not stated" in lines[-1]["lines"]
+
+
+def test_every_strong_bug_of_the_catalogue_says_its_cause() -> None:
+    bugs = catalogue.load(ROOT / "benchmarks" / "verdict" / "bugs", bugs=True)
+    assert [case.name for case in bugs if case.visibility == "strong" and not case.cause] == []
 
 
 def test_a_model_of_another_size_and_weights_in_both_frameworks_with_tokens_of_its_own(

@@ -125,8 +125,12 @@ def _to_json(outcome: Any) -> dict[str, Any]:
     }
     fields |= {"visibility": case.visibility or "benign", "patches": case.patches, "about": case.about}
     fields |= {"baseline": asdict(case.baseline), "target": asdict(case.target), "where": dict(case.where)}
-    measured = ("named", "site", "place", "others", "said", "seconds", "ratio", "effect")
-    return fields | {"score": str(outcome.score)} | {name: getattr(outcome, name) for name in measured}
+    measured = ("named", "site", "place", "others", "said", "seconds", "ratio", "effect", "cause")
+    return (
+        fields
+        | {"score": str(outcome.score), "cause_score": str(outcome.cause_score)}
+        | {name: getattr(outcome, name) for name in measured}
+    )
 
 
 if __name__ == "__main__":

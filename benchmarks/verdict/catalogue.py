@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tapscope.errors import ConfigError, UsageError
 
 VISIBILITIES = ("strong", "subtle")
 PATCHES = ("transformers", "engine", "megatron", "checkpoint", "trainer")
-_KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "BASELINE", "TARGET", "BOTH", "WHERE", "MODEL")
+_KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "CAUSE", "BASELINE", "TARGET", "BOTH", "WHERE", "MODEL")
 _MEGATRON: Mapping[str, Any] = {"schedule": "whole", "batch": "right"}  # all it runs, so the other side does too
 _PLACE = ("step", "rank", "request", "position")
 
@@ -37,6 +38,8 @@ class Case:
     expect: tuple[str, ...] = ()
     """Globs of the module to be named; with a ``:`` globs of the site. Empty for a benign change."""
     visibility: str = ""
+    cause: tuple[str, ...] = ()
+    """Regular expressions of the cause, of which any will do, case ignored; empty where none is asked for."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """The place to be named: any of step, rank, request, position."""
     path: Path
@@ -98,6 +101,10 @@ def read(path: Path, *, is_bug: bool) -> list[Case]:
         _require(visibility in VISIBILITIES, path, f"VISIBILITY is {visibility!r}; it must be strong or subtle")
     else:
         _require(not expect and not visibility, path, "a benign change has no EXPECT and no VISIBILITY")
+    cause = _texts(path, "CAUSE", values.get("CAUSE", ()))
+    _require(is_bug or not cause, path, "a benign change has no CAUSE")
+    for expression in cause:
+        _require(_is_regex(expression), path, f"CAUSE has {expression!r}; it must be a regular expression")
     _require(patch is None or _takes_one(patch), path, "patch must take one argument, the model or the weights")
     lasting = patches == "megatron" and inspect.isgeneratorfunction(patch)
     _require(not lasting, path, "Megatron's ranks live on: its patch may change the model alone, and opens nothing")
@@ -107,7 +114,7 @@ def read(path: Path, *, is_bug: bool) -> list[Case]:
     strange = [name for name in where if name not in _PLACE]
     _require(not strange, path, f"WHERE has {strange[:1]}; it may have {', '.join(_PLACE)}")
     shared = {"patches": patches, "patch": patch, "expect": expect if is_bug else ()}
-    shared |= {"visibility": visibility, "where": where, "about": about, "path": path.resolve()}
+    shared |= {"cause": cause, "visibility": visibility, "where": where, "about": about, "path": path.resolve()}
     return [Case(**fields, **shared) for fields in _expanded(path, values, patches, patched=patch is not None)]
 
 
@@ -159,6 +166,14 @@ def _takes_one(patch: Any) -> bool:
     try:
         inspect.signature(patch).bind(None)
     except TypeError:
+        return False
+    return True
+
+
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
         return False
     return True
 

@@ -1,12 +1,14 @@
 """Outcome: what became of one case, and the score of all."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from benchmarks.verdict.catalogue import Case
 from tapscope.comparator import Divergence, Report
+from tapscope.comparator.report.answer import cause
 from tapscope.site import Glob
 
 
@@ -36,6 +38,18 @@ class Score(StrEnum):
         return self in (Score.NAMED, Score.ANCESTOR, Score.CLEAN)
 
 
+class CauseScore(StrEnum):
+    """What was stated about why a named bug differs."""
+
+    UNASKED = ""
+    """Not a named bug, or its file has no CAUSE."""
+    RIGHT = "right"
+    WRONG = "wrong"
+    """A cause was stated that CAUSE does not accept."""
+    NONE = "none"
+    """No cause was stated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of one case."""
@@ -56,6 +70,9 @@ class Outcome:
     """Largest relative L2 change that the patch makes at any site, without any judge."""
     said: str = ""
     """Evidence, or why not."""
+    cause: str = ""
+    """The cause that was stated."""
+    cause_score: CauseScore = CauseScore.UNASKED
     seconds: float = 0.0
 
     def timed(self, seconds: float) -> "Outcome":
@@ -83,7 +100,25 @@ def judged(case: Case, report: Report | Exception, effect: float) -> Outcome:
     score = _score(case, report, first) if case.is_bug else Score.FLAGGED
     others = len(report.divergences) - 1
     named = Outcome(case, score, first.module, first.site, _said_place(first))
-    return replace(named, ratio=first.finding.ratio, others=others, effect=effect, said=first.evidence)
+    stated = cause(first)
+    return replace(
+        named,
+        ratio=first.finding.ratio,
+        others=others,
+        effect=effect,
+        said=first.evidence,
+        cause=stated,
+        cause_score=_cause_score(case, score, stated),
+    )
+
+
+def _cause_score(case: Case, score: Score, stated: str) -> CauseScore:
+    if not case.cause or score not in (Score.NAMED, Score.ANCESTOR):
+        return CauseScore.UNASKED
+    if not stated:
+        return CauseScore.NONE
+    accepted = any(re.search(expression, stated, re.IGNORECASE) for expression in case.cause)
+    return CauseScore.RIGHT if accepted else CauseScore.WRONG
 
 
 def _unnamed(case: Case, report: Report) -> tuple[Score, str]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks.verdict.outcome import Outcome, Score
+from benchmarks.verdict.outcome import CauseScore, Outcome, Score
 
 _BUGS = (Score.NAMED, Score.ANCESTOR, Score.MISPLACED, Score.MISNAMED, Score.MISSED, Score.FAULTY)
 _WORDS = {
@@ -32,6 +32,8 @@ def line(outcome: Outcome) -> str:
     if outcome.others:
         text += f" +{outcome.others}"
     text += f" {outcome.seconds:6.1f} s"
+    if outcome.cause_score is not CauseScore.UNASKED:
+        text += f"  cause {_cause(outcome)}"
     if outcome.score is Score.MISPLACED:
         where = ", ".join(f"{name} {value}" for name, value in case.where.items())
         return f"{text}  expected {where}; named {outcome.place}"
@@ -49,6 +51,7 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
     beside = [o for o in outcomes if o.score in (Score.NAMED, Score.ANCESTOR) and o.others]
     if beside:
         lines.append(f"of the bugs named, {len(beside)} name {sum(o.others for o in beside)} more modules beside")
+    lines += [_cause_line(kind, outcomes) for kind in ("strong", "subtle") if _asked(kind, outcomes)]
     counts = Counter(o.score for o in outcomes if not o.case.is_bug)
     if counts:
         said = ", ".join(f"{n} {_WORDS[s]}" for s, n in sorted(counts.items()))
@@ -59,6 +62,25 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
     lines.append("models: " + ", ".join(f"{n} {name}" for name, n in families.most_common()))
     files = len({o.case.path for o in outcomes})
     return [*lines, f"{len(outcomes)} cases of {files} files in {sum(o.seconds for o in outcomes):.0f} s"]
+
+
+def _asked(kind: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Named bugs whose file has CAUSE."""
+    return [o for o in outcomes if o.case.visibility == kind and o.cause_score is not CauseScore.UNASKED]
+
+
+def _cause_line(kind: str, outcomes: Sequence[Outcome]) -> str:
+    asked = _asked(kind, outcomes)
+    counts = Counter(o.cause_score for o in asked)
+    right = counts[CauseScore.RIGHT]
+    return (
+        f"causes of {len(asked)} named {kind} bugs: {right} right ({right / len(asked):.0%}), "
+        f"{counts[CauseScore.WRONG]} wrong, {counts[CauseScore.NONE]} not stated"
+    )
+
+
+def _cause(outcome: Outcome) -> str:
+    return f"WRONG: {outcome.cause[:160]}" if outcome.cause_score is CauseScore.WRONG else outcome.cause_score
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:

@@ -20,6 +20,8 @@ _WORDS = {
 }
 _SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function", "plain")
 """Tests of which the first note says what came of them."""
+_CAUSES = ("absent", "grid", "function")
+"""Tests whose first note states a cause, not only an observation."""
 LABEL = 10
 """Columns of the word that a line begins with."""
 
@@ -97,6 +99,17 @@ def _how_close(report: "Report") -> str:
             return "everything obeys the rules" if by_rule else "everything within the tolerance"
         return "every compared value is equal"
     return f"the largest error is {share(closest.ratio)} of what rounding explains, at {closest.site}"
+
+
+def cause(divergence: Divergence) -> str:
+    """The stated cause of a divergence: the hypothesis that explains its values, or a test that is a cause by itself.
+
+    Empty where neither says anything.
+    """
+    finding, explained = divergence.finding, divergence.explanation
+    if explained is not None and explained.is_clear:
+        return explained.text
+    return finding.notes[0] if finding.test in _CAUSES and finding.notes else ""
 
 
 def _diverges(divergence: Divergence) -> str:

@@ -3,6 +3,7 @@
 PATCHES = "trainer"
 EXPECT = ["lm_head", ""]
 VISIBILITY = "strong"
+CAUSE = r"\b2 × baseline"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd", "micros": 2}
 TARGET = [{}, {"dtype": "bfloat16", "master": True}]
 

@@ -6,6 +6,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model.layers.1.mlp.act_fn"
 VISIBILITY = "strong"
+CAUSE = r"gelu.*silu"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -8,6 +8,7 @@ EXPECT = [
     "model.layers.0.self_attn.*",
 ]  # in bfloat16 the first that moved further than it is rounded
 VISIBILITY = "strong"
+CAUSE = r"bias correction|not corrected"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
 TARGET = [{}, {"dtype": "bfloat16", "master": True}]
 

@@ -5,6 +5,7 @@ import torch
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
+CAUSE = r"weight decay"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
 TARGET = [{}, {"attention": "sdpa"}]
 

@@ -3,6 +3,7 @@
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
+CAUSE = r"(moments|state) .*(reset|lost|zero)"
 WHERE = {"step": 2}
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
 TARGET = [{}, {"attention": "sdpa"}]

@@ -3,6 +3,7 @@
 FAMILY = "qwen2"
 EXPECT = "model.layers.1.self_attn.k_proj"
 VISIBILITY = "strong"
+CAUSE = r"bias"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import after
 FAMILY = "qwen2"
 EXPECT = "model.layers.1.self_attn.v_proj"
 VISIBILITY = "strong"
+CAUSE = r"bias"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

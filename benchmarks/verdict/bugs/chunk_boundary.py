@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"(value|key)s? .*(zero|lost|missing|left out|not seen)|misses .*(key|token)"
 TARGET = {"schedule": "chunks"}
 WHERE = {"step": 1}
 

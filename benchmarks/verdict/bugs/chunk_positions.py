@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
+CAUSE = r"1 (position )?(lower|less)|1 earlier|off by (-|−)1|(-|−) ?1\b|(−|-)1$|one lower"
 TARGET = [{}, {"dtype": "bfloat16"}]
 BOTH = {"schedule": "chunks"}
 WHERE = {"step": 1}

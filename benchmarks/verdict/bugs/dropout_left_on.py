@@ -2,6 +2,7 @@
 
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"dropout"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

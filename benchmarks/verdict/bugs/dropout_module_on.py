@@ -3,6 +3,7 @@
 FAMILY = "gpt2"
 EXPECT = "transformer.h.1.mlp.dropout"
 VISIBILITY = "strong"
+CAUSE = r"dropout"
 
 
 def patch(model):

@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import after
 PATCHES = "engine"
 EXPECT = "model.layers.2.mlp.down_proj"
 VISIBILITY = "strong"
+CAUSE = r"doubled all-reduce|once too often"
 BOTH = {"tp": 2}
 BASELINE = [{}, {"framework": "transformers", "tp": 1}]
 

@@ -6,6 +6,7 @@ PATCHES = "engine"
 FAMILY = "llama-bias"
 EXPECT = "model.layers.1.self_attn.o_proj"
 VISIBILITY = "strong"
+CAUSE = r"bias"
 BOTH = {"tp": 2}
 BASELINE = [{}, {"framework": "transformers", "tp": 1}]
 TARGET = [{}, {"dtype": "bfloat16"}]

@@ -11,6 +11,7 @@ BOTH = {"engine": {"max_tokens_per_step": 8}}
 BASELINE = [{}, {"framework": "transformers", "engine": {}}]
 EXPECT = ["model.layers.0.self_attn.attn", "model.layers.0.self_attn"]
 VISIBILITY = "strong"
+CAUSE = r"(key of its own|itself|own (key|token|position))"
 
 
 def patch(model):

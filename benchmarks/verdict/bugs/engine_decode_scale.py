@@ -7,6 +7,7 @@ from tapscope.engine import attention
 PATCHES = "engine"
 EXPECT = "model.layers.0.self_attn.attn"
 VISIBILITY = "strong"
+CAUSE = r"scores? .*(4|1) ?(×|/)|scale .*(1|0\.25)"
 WHERE = {"step": 1}
 BASELINE = [{}, {"framework": "transformers", "tp": 1}]
 TARGET = [{}, {"tp": 2, "dtype": "bfloat16"}]

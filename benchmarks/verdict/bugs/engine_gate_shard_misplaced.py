@@ -3,6 +3,7 @@
 PATCHES = "engine"
 EXPECT = "model.layers.1.mlp.gate_proj"
 VISIBILITY = "strong"
+CAUSE = r"1 columns? (later|earlier)|rotated by|rows? .*(shift|roll)"
 WHERE = {"rank": 1}
 BOTH = {"tp": 2}
 BASELINE = {"framework": "transformers", "tp": 1}

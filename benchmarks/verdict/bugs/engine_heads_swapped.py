@@ -3,6 +3,7 @@
 PATCHES = "engine"
 EXPECT = "model.layers.1.self_attn.q_proj"
 VISIBILITY = "strong"
+CAUSE = r"swapped"
 BOTH = {"tp": 2}
 BASELINE = [{}, {"framework": "transformers", "tp": 1}]
 

@@ -7,6 +7,7 @@ from tapscope.kernels.cpu.paged import paged_reference
 PATCHES = "engine"
 EXPECT = "model.layers.0.self_attn.attn"
 VISIBILITY = "strong"
+CAUSE = r"(newest|own|last|itself).*(key|token|position)|(key|token|position).*(newest|own|last|itself)"
 BASELINE = [{}, {"framework": "transformers"}]
 WHERE = {"step": 1}
 

@@ -8,6 +8,7 @@ from tapscope.kernels.cpu.paged import paged_reference
 PATCHES = "engine"
 EXPECT = "model.layers.1.self_attn.attn"
 VISIBILITY = "strong"
+CAUSE = r"page|(key|value|token)s? .*(another request|other request|stale|request r)"
 WHERE = {"step": 1, "request": ["r0", "r2"]}
 BOTH = {"page_size": 4}
 TARGET = [{}, {"tp": 2}]

@@ -7,6 +7,7 @@ from tapscope.engine.step_cache import StepCache
 PATCHES = "engine"
 EXPECT = "model.layers.2.self_attn.attn"
 VISIBILITY = "strong"
+CAUSE = r"keys? .*(another request|other request|exchanged|request r)"
 WHERE = {"step": 1, "request": ["r0", "r1"]}
 
 

@@ -7,6 +7,7 @@ from tapscope.engine.parallel import TensorParallel
 PATCHES = "engine"
 EXPECT = ""
 VISIBILITY = "strong"
+CAUSE = r"halves .*swapped"
 BOTH = {"tp": 2}
 BASELINE = [{}, {"framework": "transformers", "tp": 1}]
 

@@ -9,6 +9,7 @@ MODEL = {"num_hidden_layers": 5, "seed": 3}
 BOTH = {"workload": "shared", "page_size": 4, "engine": {"prefix_cache": True, "max_running": 1}}
 EXPECT = ["model.layers.2.self_attn.attn", "model.layers.2.self_attn"]
 VISIBILITY = "strong"
+CAUSE = r"page|(keys|values|tokens) .*(position|place|other)"
 WHERE = {"request": "r1"}
 
 

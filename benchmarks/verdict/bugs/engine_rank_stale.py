@@ -8,6 +8,7 @@ MODEL = {"num_hidden_layers": 8, "hidden_size": 128}
 BOTH = [{"tp": 2}, {"tp": 2, "dtype": "bfloat16"}]
 EXPECT = ["model.layers.5.mlp.down_proj", "model.layers.5.mlp.down_proj.partial"]
 VISIBILITY = "strong"
+CAUSE = r"(weight|parameter) .*(differ|other|another|stale)"
 WHERE = {"rank": 1}
 
 

@@ -7,6 +7,7 @@ from tapscope.engine import runner
 PATCHES = "engine"
 EXPECT = "sampler"
 VISIBILITY = "strong"
+CAUSE = r"(row|request)s? .*(exchanged|another|other|rolled|before|earlier|holds)|shifted"
 WHERE = {"step": 0}
 
 

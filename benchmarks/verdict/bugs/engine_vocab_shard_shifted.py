@@ -3,6 +3,7 @@
 PATCHES = "engine"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
+CAUSE = r"(row|token) .*(earlier|later|off by|next|before|shift|lower)|shift"
 BOTH = {"tp": 2}
 BASELINE = [{}, {"framework": "transformers", "tp": 1}]
 

@@ -3,6 +3,7 @@
 FAMILY = ["qwen3-moe", "mixtral"]
 EXPECT = "model.layers.1.mlp.experts"
 VISIBILITY = "strong"
+CAUSE = r"(down).*(experts? 1|experts? 2)|experts? 1 and 2 .*down"
 
 
 def patch(model):

@@ -3,6 +3,7 @@
 FAMILY = ["qwen3-moe", "mixtral"]
 EXPECT = "model.layers.1.mlp.experts"
 VISIBILITY = "strong"
+CAUSE = r"experts? 1 and 2|experts? .*(swapped|exchanged)"
 
 
 def patch(model):

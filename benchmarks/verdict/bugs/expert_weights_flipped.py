@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import around
 FAMILY = ["qwen3-moe", "qwen2-moe"]
 EXPECT = "model.layers.1.mlp.experts"
 VISIBILITY = "strong"
+CAUSE = r"weights? .*(revers|other order|flipped|swapped|exchanged)"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -7,6 +7,7 @@ from benchmarks.verdict.tools import around
 FAMILY = "mixtral"
 EXPECT = "model.layers.2.mlp.experts"
 VISIBILITY = "strong"
+CAUSE = r"(equal|same|ignored|averaged|mean|1/2|0\.5).*weight|weights? .*(equal|same|ignored|averaged|1/2|0\.5)|averag"
 
 
 def patch(model):

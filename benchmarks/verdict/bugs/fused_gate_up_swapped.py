@@ -6,6 +6,7 @@ FAMILY = "phi3"
 PATCHES = "checkpoint"
 EXPECT = "model.layers.1.mlp.gate_up_proj"
 VISIBILITY = "strong"
+CAUSE = r"halves .*swapped"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,6 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "model.layers.2.mlp.gate_proj"
 VISIBILITY = "strong"
+CAUSE = r"up_proj|swapped"
 TARGET = [{}, {"framework": "engine", "dtype": "bfloat16"}]
 
 

@@ -3,6 +3,7 @@
 FAMILY = "gemma2"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
+CAUSE = r"√width|√hidden|0\.125|1 / √"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

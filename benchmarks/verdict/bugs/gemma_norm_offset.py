@@ -3,6 +3,7 @@
 FAMILY = "gemma2"
 EXPECT = "model.layers.2.pre_feedforward_layernorm"
 VISIBILITY = "strong"
+CAUSE = r"1 \+ w"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

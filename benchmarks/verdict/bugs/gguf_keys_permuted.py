@@ -2,6 +2,7 @@
 
 EXPECT = "model.layers.2.self_attn.k_proj"
 VISIBILITY = "strong"
+CAUSE = r"interleaved|two halves"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

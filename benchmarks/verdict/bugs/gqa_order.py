@@ -6,6 +6,7 @@ from benchmarks.verdict.families import modeling
 
 EXPECT = "model.layers.0.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"(heads?) .*(tiled|repeated|order)|grouped"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

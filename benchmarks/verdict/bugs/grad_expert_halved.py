@@ -4,6 +4,7 @@ FAMILY = "mixtral"
 PATCHES = "trainer"
 EXPECT = "model.layers.1.mlp.experts"
 VISIBILITY = "strong"
+CAUSE = r"0\.5|/ 2|half"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw", "micros": 2}
 TARGET = [{}, {"dtype": "bfloat16", "master": True}]
 

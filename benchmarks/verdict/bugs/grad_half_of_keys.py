@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = ["model.layers.2.self_attn.k_proj", "model.layers.2.self_attn"]  # its input is that of q and v too
 VISIBILITY = "strong"
+CAUSE = r"k_proj.*(half|0\.5|left out)|half"
 BOTH = {"train": True, "schedule": "whole"}
 
 

@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model.layers.2.post_attention_layernorm"
 VISIBILITY = "strong"
+CAUSE = r"variance|constant|detached|statistic|linear"
 BOTH = {"train": True, "schedule": "whole"}
 
 

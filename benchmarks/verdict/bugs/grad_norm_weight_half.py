@@ -3,6 +3,7 @@
 FAMILY = ["llama", "olmo2"]
 EXPECT = "model.layers.2.post_attention_layernorm"
 VISIBILITY = "strong"
+CAUSE = r"0\.5 ×|/ 2|half"
 BOTH = {"train": True, "schedule": "whole"}
 
 

@@ -3,6 +3,7 @@
 FAMILY = ["qwen3-moe", "mixtral"]
 EXPECT = "model.layers.1.mlp.experts"
 VISIBILITY = "strong"
+CAUSE = r"zero"
 BOTH = {"train": True, "schedule": "whole"}
 
 

@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import around
 FAMILY = ["mixtral", "qwen2-moe"]
 EXPECT = ["model.layers.1.mlp.gate", "model.layers.1.mlp.experts"]
 VISIBILITY = "strong"
+CAUSE = r"detached|no gradient|zero|only in baseline"
 BOTH = {"train": True, "schedule": "whole"}
 TARGET = [{}, {"dtype": "bfloat16"}]
 

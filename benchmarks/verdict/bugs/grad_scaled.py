@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model.layers.1.mlp"
 VISIBILITY = "strong"
+CAUSE = r"\b2 × baseline"
 BOTH = {"train": True, "schedule": "whole"}
 
 

@@ -7,6 +7,7 @@ from benchmarks.verdict.tools import around
 FAMILY = "llama-tied"
 EXPECT = ["model.embed_tokens", "lm_head"]
 VISIBILITY = "strong"
+CAUSE = r"no gradient|zero|head alone|left out|embedding"
 BOTH = {"train": True, "schedule": "whole"}
 
 

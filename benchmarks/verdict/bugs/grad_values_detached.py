@@ -7,6 +7,7 @@ MODEL = {"num_hidden_layers": 8, "seed": 6}
 BOTH = {"train": True, "schedule": "whole"}
 EXPECT = "model.layers.5.self_attn.v_proj"
 VISIBILITY = "strong"
+CAUSE = r"detached|no gradient|zero"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

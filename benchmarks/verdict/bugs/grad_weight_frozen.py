@@ -3,6 +3,7 @@
 FAMILY = ["llama", "mixtral"]
 EXPECT = ["model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate"]
 VISIBILITY = "strong"
+CAUSE = r"frozen|no gradient|zero|only in baseline"
 BOTH = {"train": True, "schedule": "whole"}
 TARGET = [{}, {"dtype": "bfloat16"}]
 

@@ -6,6 +6,7 @@ EXPECT = [
     "model.layers.0.self_attn.*",
 ]  # in bfloat16 the first that moved further than it is rounded
 VISIBILITY = "strong"
+CAUSE = r"step before|previous step|not zeroed|accumulat|last step"
 WHERE = {"step": 1}
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
 TARGET = [{}, {"dtype": "bfloat16", "master": True}]

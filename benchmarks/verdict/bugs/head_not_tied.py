@@ -5,6 +5,7 @@ import torch
 FAMILY = "llama-tied"
 EXPECT = "lm_head"
 VISIBILITY = "strong"
+CAUSE = r"(weight|parameter) .*(differ|other|another)|not tied"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

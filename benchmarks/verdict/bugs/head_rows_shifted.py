@@ -3,6 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "lm_head"
 VISIBILITY = "strong"
+CAUSE = r"rotated by|1 columns? (later|earlier)|rows? .*(roll|shift)|columns? .*(shift|rotat)"
 TARGET = [{}, {"framework": "engine", "tp": 2}, {"framework": "megatron", "dtype": "bfloat16"}]
 
 

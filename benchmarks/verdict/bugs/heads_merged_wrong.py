@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import around
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.layers.2.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"transposed"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,6 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "model.layers.1.self_attn.k_proj"
 VISIBILITY = "strong"
+CAUSE = r"swapped"
 TARGET = [{}, {"dtype": "bfloat16"}, {"framework": "engine", "tp": 2, "dtype": "bfloat16"}]
 
 

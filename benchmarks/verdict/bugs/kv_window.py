@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"window .*8|last 8|8 (newest|last)"
 TARGET = [{}, {"dtype": "bfloat16"}]
 WHERE = {"step": 1}
 

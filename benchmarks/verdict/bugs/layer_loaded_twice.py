@@ -3,6 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "model.layers.2.input_layernorm"
 VISIBILITY = "strong"
+CAUSE = r"weight of .*layers\.1\.|layers\.1\."
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

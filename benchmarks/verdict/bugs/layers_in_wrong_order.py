@@ -3,6 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "model.layers.1.input_layernorm"
 VISIBILITY = "strong"
+CAUSE = r"weight of .*layers\.2\.|layers\.2\."
 TARGET = [{}, {"framework": "engine", "dtype": "bfloat16"}]
 
 

@@ -3,6 +3,7 @@
 PATCHES = "trainer"
 EXPECT = ["lm_head", ""]
 VISIBILITY = "strong"
+CAUSE = r"\b8 × baseline"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
 TARGET = [{}, {"dtype": "bfloat16", "master": True}]
 

@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
+CAUSE = r"padding|mask"
 WHERE = {"step": 0}
 TARGET = [{}, {"dtype": "bfloat16"}]
 

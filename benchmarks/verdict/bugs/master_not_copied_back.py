@@ -3,6 +3,7 @@
 PATCHES = "trainer"
 EXPECT = "model.layers.1.self_attn.o_proj"
 VISIBILITY = "strong"
+CAUSE = r"not (updated|trained|changed|copied)|unchanged|step before|earlier|never moved"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
 TARGET = {"dtype": "bfloat16", "master": True}
 

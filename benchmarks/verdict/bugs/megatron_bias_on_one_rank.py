@@ -4,6 +4,7 @@ PATCHES = "megatron"
 FAMILY = "qwen2"
 EXPECT = ["model.layers.1.self_attn.k_proj", "decoder.layers.1.self_attention.linear_qkv"]
 VISIBILITY = "strong"
+CAUSE = r"bias"
 WHERE = {"rank": 1}
 BASELINE = [{"framework": "transformers"}, {}]
 TARGET = [{"tp": 2}, {"tp": 2, "dtype": "bfloat16"}]

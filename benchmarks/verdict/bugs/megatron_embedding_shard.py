@@ -3,6 +3,7 @@
 PATCHES = "megatron"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
+CAUSE = r"(row|token) .*(earlier|later|off by|next|before|shift|lower)|shift"
 BASELINE = {"framework": "transformers"}
 TARGET = [{"tp": 2}, {"tp": 2, "sequence_parallel": True}]
 

@@ -3,6 +3,7 @@
 PATCHES = "megatron"
 EXPECT = ["model.layers.1.self_attn", "model.layers.1.self_attn.?_proj", "decoder.layers.1.self_attention.linear_qkv"]
 VISIBILITY = "strong"
+CAUSE = r"all-reduce|added up|summand|adds? up"
 BOTH = {"train": True}
 BASELINE = [{"framework": "transformers"}, {"tp": 2}]
 TARGET = {"tp": 2}

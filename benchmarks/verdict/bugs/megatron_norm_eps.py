@@ -6,6 +6,7 @@ PATCHES = "megatron"
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.layers.2.post_attention_layernorm"
 VISIBILITY = "strong"
+CAUSE = r"epsilon|eps"
 BASELINE = {"framework": "transformers"}
 TARGET = [{"tp": 2}, {"tp": 2, "dtype": "bfloat16"}]
 

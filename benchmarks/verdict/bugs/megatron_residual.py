@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import around
 PATCHES = "megatron"
 EXPECT = ["model.layers.2", "decoder.layers.2"]
 VISIBILITY = "strong"
+CAUSE = r"added once more|residual .*twice|in\[hidden_states\]"
 BASELINE = [{"framework": "transformers"}, {}]
 
 

@@ -5,6 +5,7 @@ import torch
 PATCHES = "megatron"
 EXPECT = ["rotary_pos_emb", "model.layers.0.self_attn"]  # transformers has other tables: their first user shows it
 VISIBILITY = "strong"
+CAUSE = r"theta 5,?0\d\d|5,?000|4,?9\d\d"
 BASELINE = [{}, {"framework": "transformers"}]
 TARGET = [{}, {"tp": 2}]
 

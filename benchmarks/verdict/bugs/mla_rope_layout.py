@@ -7,6 +7,7 @@ from benchmarks.verdict.families import modeling
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.0.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"interleaved|layout|pairs|halves"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,6 +3,7 @@
 FAMILY = ["llama", "llama-deep"]
 EXPECT = "model.layers.2.input_layernorm"
 VISIBILITY = "strong"
+CAUSE = r"epsilon|eps"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

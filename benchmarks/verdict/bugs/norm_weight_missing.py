@@ -3,6 +3,7 @@
 FAMILY = ["llama", "qwen2"]
 EXPECT = "model.norm"
 VISIBILITY = "strong"
+CAUSE = r"without a weight|weight .*(missing|ones)"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

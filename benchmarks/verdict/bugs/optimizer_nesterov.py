@@ -3,6 +3,7 @@
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
+CAUSE = r"nesterov|momentum"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
 
 

@@ -3,6 +3,7 @@
 PATCHES = "trainer"
 EXPECT = "model.layers.2.mlp.up_proj"
 VISIBILITY = "strong"
+CAUSE = r"not (updated|trained|changed)|unchanged|step before|never moved"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
 TARGET = [{}, {"dtype": "bfloat16", "master": True}]
 

@@ -6,6 +6,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
+CAUSE = r"padd|shift|positions|offset"
 WHERE = {"request": ["r1", "r2"]}
 BOTH = {"schedule": "whole"}
 

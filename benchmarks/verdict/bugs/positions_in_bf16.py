@@ -7,6 +7,7 @@ MODEL = {"num_hidden_layers": 2, "max_position_embeddings": 1024}
 BOTH = {"workload": "longest"}
 EXPECT = "model.rotary_emb"
 VISIBILITY = "strong"
+CAUSE = r"bf16|bfloat16"
 WHERE = {"request": "r0"}
 TARGET = [{}, {"dtype": "bfloat16"}]
 

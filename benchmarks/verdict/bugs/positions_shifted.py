@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
+CAUSE = r"1 (higher|more|later)|\+ ?1\b"
 WHERE = {"step": 1}
 
 

@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
+CAUSE = r"1 token earlier|step before|previous|shifted by \+1"
 WHERE = {"step": 2}
 
 

@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model.layers.2"
 VISIBILITY = "strong"
+CAUSE = r"normalised|input_layernorm:out|norm.*residual"
 
 
 def patch(model):

@@ -3,6 +3,7 @@
 FAMILY = "gpt-neox"
 EXPECT = ["gpt_neox.layers.1", "gpt_neox.layers.1.post_attention_layernorm"]
 VISIBILITY = "strong"
+CAUSE = r"residual|sequence|one after the other|self_attn|attention"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

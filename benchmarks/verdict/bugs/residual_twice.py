@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import around
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.layers.1"
 VISIBILITY = "strong"
+CAUSE = r"added once more|residual .*twice"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

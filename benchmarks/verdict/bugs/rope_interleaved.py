@@ -8,6 +8,7 @@ from benchmarks.verdict.families import modeling
 
 EXPECT = "model.layers.0.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"interleaved|layout|pairs"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

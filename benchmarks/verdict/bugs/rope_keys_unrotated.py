@@ -7,6 +7,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"keys? .*not rotated|rotat.*queries (only|alone)"
 
 
 def patch(model):

@@ -5,6 +5,7 @@ import torch
 FAMILY = "llama3"
 EXPECT = "model.rotary_emb"
 VISIBILITY = "strong"
+CAUSE = r"scaling"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

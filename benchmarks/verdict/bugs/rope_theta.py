@@ -4,6 +4,7 @@ import torch
 
 EXPECT = "model.rotary_emb"
 VISIBILITY = "strong"
+CAUSE = r"theta 500,?000|theta 5e\+?05|theta (4\.99\d|5)e\+?05|theta 499,?9\d\d"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

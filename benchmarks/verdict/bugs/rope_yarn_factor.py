@@ -3,6 +3,7 @@
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.rotary_emb"
 VISIBILITY = "strong"
+CAUSE = r"1\.05"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,6 +3,7 @@
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.2.mlp.gate"
 VISIBILITY = "strong"
+CAUSE = r"bias"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,6 +3,7 @@
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.1.mlp.gate"
 VISIBILITY = "strong"
+CAUSE = r"group"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

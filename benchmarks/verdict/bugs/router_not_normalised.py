@@ -3,6 +3,7 @@
 FAMILY = "qwen3-moe"
 EXPECT = "model.layers.1.mlp.gate"
 VISIBILITY = "strong"
+CAUSE = r"normalis|sum to (one|1)"
 
 
 def patch(model):

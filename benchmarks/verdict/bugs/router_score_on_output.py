@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import around
 FAMILY = "llama4"
 EXPECT = ["model.layers.1.feed_forward", "model.layers.1.feed_forward.experts"]
 VISIBILITY = "strong"
+CAUSE = r"(score|weight|router).*(output|input|gives|takes)"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

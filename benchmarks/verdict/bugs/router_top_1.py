@@ -5,6 +5,7 @@ from benchmarks.verdict.tools import around
 FAMILY = ["mixtral", "qwen3-moe"]
 EXPECT = "model.layers.1.mlp.gate"
 VISIBILITY = "strong"
+CAUSE = r"top.?1|1 expert|one expert|column 1: target is zero"
 
 
 def patch(model):

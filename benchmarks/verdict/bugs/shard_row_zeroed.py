@@ -3,6 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "model.layers.2.mlp.down_proj"
 VISIBILITY = "strong"
+CAUSE = r"column 17.*zero"
 TARGET = [{}, {"dtype": "bfloat16"}, {"framework": "engine", "tp": 2, "dtype": "bfloat16"}]
 
 

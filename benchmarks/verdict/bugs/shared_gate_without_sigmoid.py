@@ -8,6 +8,7 @@ from benchmarks.verdict.tools import around
 FAMILY = "qwen2-moe"
 EXPECT = "model.layers.1.mlp"
 VISIBILITY = "strong"
+CAUSE = r"sigmoid"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

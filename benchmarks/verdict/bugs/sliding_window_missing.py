@@ -7,6 +7,7 @@ from benchmarks.verdict.families import modeling
 FAMILY = "gemma2"
 EXPECT = "model"
 VISIBILITY = "strong"
+CAUSE = r"mask shows|window"
 BOTH = {"schedule": "whole"}
 
 

@@ -3,6 +3,7 @@
 FAMILY = "gemma2"
 EXPECT = ""
 VISIBILITY = "strong"
+CAUSE = r"soft.?cap"
 
 
 def patch(model):

@@ -3,6 +3,7 @@
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
+CAUSE = r"scores? .*(0\.25|head_dim|1 / 16|0\.0625|0\.1768|0\.03125)|scal(e|ing) .*(0\.25|0\.0625|head_dim|0\.03125)"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

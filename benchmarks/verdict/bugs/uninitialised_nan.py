@@ -4,6 +4,7 @@ from benchmarks.verdict.tools import after
 
 EXPECT = "model.layers.2.self_attn.v_proj"
 VISIBILITY = "strong"
+CAUSE = r"nan|not finite|uninitialised"
 WHERE = {"step": 0}
 TARGET = [{}, {"dtype": "bfloat16"}]
 

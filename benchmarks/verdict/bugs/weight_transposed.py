@@ -3,6 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "model.layers.1.self_attn.o_proj"
 VISIBILITY = "strong"
+CAUSE = r"weight .*transposed"
 TARGET = [{}, {"framework": "engine", "tp": 2, "dtype": "bfloat16"}]
 
 

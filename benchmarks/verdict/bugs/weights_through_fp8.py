@@ -4,6 +4,7 @@ import torch
 
 EXPECT = "model.layers.2.self_attn.o_proj"
 VISIBILITY = "strong"
+CAUSE = r"fp8|float8|e5m2"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 
