@@ -13,6 +13,7 @@ from tapscope.comparator.examination.examine import Examiner
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.examination.pool import examine_all
 from tapscope.comparator.matching.match import Pair, match
+from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, seen_through
 from tapscope.comparator.matching.repeats import call_by_call
 from tapscope.comparator.matching.selection import num_objects, num_selected, select, select_pairs, without_objects
 from tapscope.comparator.measures.small_rows import norms_of
@@ -77,8 +78,9 @@ def see(
     rows = map_rows(baseline, target, options)
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
-    pairs = select_pairs(match(*series, options.mapping, hints), options)
-    check_common(baseline, target, pairs, rows)
+    stripped = (*prefix_renames(options.strip_prefix), *options.mapping.rename)
+    pairs = select_pairs(match(*series, structs.replace(options.mapping, rename=stripped), hints), options)
+    check_common(baseline, target, pairs, rows, hint := prefix_hint(pairs))
     check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
     sites = {**given[1].sites, **given[0].sites}
     preparer = Preparer(baseline, target, rows, options.shift_steps, options.ranks)
@@ -88,6 +90,7 @@ def see(
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
+    notes = (*notes, *seen_through(pairs), *filter(None, [hint]))
     everything = without_branches(_examine(examiner, call_by_call(pairs, kept), progress))
     flips = explain_flips(everything, examiner.preparer)
     flips = {**implied_flips(everything, examiner.preparer), **flips}

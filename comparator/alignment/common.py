@@ -8,8 +8,9 @@ from tapscope.errors import NothingInCommonError
 from tapscope.run import Run
 
 
-def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap) -> None:
-    """Raise NothingInCommonError where no record, no site or no token row of them can meet."""
+def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap, hint: str = "") -> None:
+    """Raise NothingInCommonError where no record, no site or no token row of them can meet; ``hint``: what would make
+    names match."""
     for run in (baseline, target):
         if not run.records:
             came = run.problems[0] if run.problems else f"tapscope info {run.path} says what came"
@@ -18,9 +19,12 @@ def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap
             )
     if not any(p.baseline and p.target for p in pairs):
         examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
-        raise NothingInCommonError(
-            f"{baseline.path} and {target.path} have no site in common: e.g. {examples[0]} against {examples[1]}; "
+        advice = hint or (
             "were they captured from models of one architecture? (--map FILE says which names mean the same)"
+        )
+        raise NothingInCommonError(
+            f"{baseline.path} and {target.path} have no site in common: "
+            f"e.g. {examples[0]} against {examples[1]}; {advice}"
         )
     if rows.known and not rows.num_pairs:
         facts = [*rows.problems, *(f"request {f.request} parts at position {f.position}" for f in rows.forks)]

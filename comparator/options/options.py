@@ -34,6 +34,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """See ``rtol``; giving either replaces the noise floor, and the other one is then 0."""
     mapping: MapFile = field(default_factory=MapFile)
     """What the user's map files say of names, fused tensors, dims and rules, see :func:`.mapfile.read_maps`."""
+    strip_prefix: tuple[str, ...] = ()
+    """``[baseline:|target:]PREFIX``: removed from the names of sites before they are matched."""
     dims: tuple[DimsEntry, ...] = ()
     """Dims that count in place of the recorded ones, before those of the map files; the first that matches a site."""
     mesh: tuple[MeshEntry, ...] = ()

@@ -30,7 +30,7 @@ class MeshEntry(Struct, frozen=True):
 
 def parse_dims(text: str) -> DimsEntry:
     """``[baseline:|target:]GLOB=DIMS``, as ``--dims`` takes it; raises ConfigError or DimsError."""
-    side, rest = _side(text)
+    side, rest = split_side(text)
     glob, equals, dims = rest.partition("=")
     if not equals or not glob.strip() or not dims.strip():
         raise ConfigError(f"--dims {text!r} must be GLOB=DIMS, e.g. 'layers.*.mlp:out=t h[tp:partial]'")
@@ -39,7 +39,7 @@ def parse_dims(text: str) -> DimsEntry:
 
 def parse_mesh(text: str) -> MeshEntry:
     """``[baseline:|target:]AXIS=SIZE,...``, as ``--mesh`` takes it; raises ConfigError."""
-    side, rest = _side(text)
+    side, rest = split_side(text)
     found = [_MESH.fullmatch(part.strip()) for part in rest.split(",")]
     sizes = tuple((m["axis"], int(m["size"])) for m in found if m is not None)
     if len(sizes) < len(found) or not all(size for _, size in sizes) or len(dict(sizes)) < len(sizes):
@@ -50,7 +50,8 @@ def parse_mesh(text: str) -> MeshEntry:
     return MeshEntry(f"--mesh {text!r}", sizes, side)
 
 
-def _side(text: str) -> tuple[str, str]:
+def split_side(text: str) -> tuple[str, str]:
+    """(side, the rest) of ``[baseline:|target:]REST``; the side is ``both`` where none is given."""
     side, colon, rest = text.partition(":")
     return (side, rest) if colon and side in SIDES else ("both", text)
 

@@ -27,6 +27,7 @@ def _selection(options: CompareOptions, sites: bool) -> Iterator[str]:
 
 def _matching(options: CompareOptions) -> Iterator[str]:
     yield from _repeated("--map", options.mapping.files)
+    yield from _repeated("--strip-prefix", options.strip_prefix)
     yield from _repeated("--dims", (f"{_side(e.side)}{e.site}={e.dims}" for e in options.dims))
     meshes = (f"{_side(e.side)}{','.join(f'{axis}={size}' for axis, size in e.sizes)}" for e in options.mesh)
     yield from _repeated("--mesh", meshes)

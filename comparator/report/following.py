@@ -13,11 +13,14 @@ from tapscope.site import Glob, split_call
 if TYPE_CHECKING:
     from tapscope.comparator.report.outcome import Header, Report
 
+_PREFIX = re.compile(r"is removed: --strip-prefix (\S+)$")
 _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 
 
 def following(report: "Report") -> str:
     """The culprit's values; else what would tell more of what could not be compared; else both runs on a screen."""
+    if again := _with_prefix_removed(report):
+        return again
     divergence = report.first_divergence
     if divergence is not None:
         side, run = divergence.finding.target, report.target
@@ -50,6 +53,15 @@ def _with_dims_that_fit(report: "Report") -> str:
     # Those given that are about nothing else would match nothing any more, which is an error.
     dims = tuple(entry for entry in report.options.dims if any(map(Glob(entry.site).matches, fine)))
     words = [word for hint in found for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
+    return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
+
+
+def _with_prefix_removed(report: "Report") -> str:
+    """The command that compares once more without the prefix that keeps names apart; empty where there is none."""
+    found = [hint[1] for warning in report.coverage.warnings if (hint := _PREFIX.search(warning))]
+    if not found or not report.coverage.partial:
+        return ""
+    words = ["--strip-prefix", found[0], *flags(report.options)]
     return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
 
 

@@ -62,12 +62,14 @@ _compiled = lru_cache(maxsize=None)(re.compile)
 # A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor.
 _PORT = _rewrites((r":out\[0\](?=$|\.grad$)", ":out"))
 
-# What DDP, FSDP, torch.compile, activation checkpointing and Megatron's Float16Module put around a module.
+_WRAPPER_NAMES = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", r"base_model\.model")
+_WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPER_NAMES)})(?:\.|(?=:))|\.base_layer(?=[.:])")
+
+# What DDP, FSDP, torch.compile, activation checkpointing, Megatron's Float16Module and PEFT put around a module. A
+# linear that PEFT adapts keeps its parameters in its base_layer, whose output is not yet the linear's.
 _WRAPPERS = _rewrites(
-    *[
-        (rf"(?:^|(?<=\.)){name}(?:\.|(?=:))", "")
-        for name in ("module", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-    ]
+    *[(rf"(?:^|(?<=\.)){name}(?:\.|(?=:))", "") for name in ("module", *_WRAPPER_NAMES)],
+    (r"\.base_layer(?=:(?:param|buffer)\[)", ""),
 )
 
 # The decoder hangs under `model.` in a causal LM, under `model.language_model.` in a multimodal one, and is the root
@@ -134,6 +136,7 @@ _META = _rewrites(
 
 FAMILIES: tuple[Family, ...] = (
     Family("hf port", _PORT),
+    Family("wrapper", (*_WRAPPERS, *_PORT)),
     Family("hf root", (*_PORT, *_ROOT)),
     Family("wrapper", (*_WRAPPERS, *_PORT, *_ROOT)),
     Family("megatron", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON)),
@@ -159,9 +162,21 @@ def reduced(site: str) -> str:
     return f"{path.removesuffix(PARTIAL)}:{port}"
 
 
+def wrappers(site: str) -> str:
+    """What wrappers put into the path of a site, such as ``base_model.model.``; empty where nothing."""
+    return "".join(f"{found.strip('.')}." for found in _WRAPPER.findall(site))
+
+
 def unique(sites: Iterable[str], family: Family) -> dict[str, str]:
-    """Common spelling -> site, leaving out spellings that several sites share: which is meant cannot be known."""
+    """Common spelling -> site, leaving out spellings that several sites share: which is meant cannot be known. Of a
+    module and the wrapper around it the wrapper is meant."""
     found: dict[str, list[str]] = {}
     for site in sites:
         found.setdefault(family.common(site), []).append(site)
-    return {common: names[0] for common, names in found.items() if len(names) == 1}
+    return {common: names[0] for common, names in found.items() if len(names) == 1 or _is_one(names)}
+
+
+def _is_one(names: list[str]) -> bool:
+    """Whether the names are of one module and its wrappers; the outermost is then the first."""
+    names.sort(key=len)
+    return len({_WRAPPER.sub("", name) for name in names}) == 1

@@ -40,6 +40,13 @@ def _add_matching(parser: argparse.ArgumentParser) -> None:
         "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules (repeatable)"
     )
     meet.add_argument(
+        "--strip-prefix",
+        metavar="PREFIX",
+        action="append",
+        default=[],
+        help="remove this from the names of modules first; baseline:... or target:... for one run (repeatable)",
+    )
+    meet.add_argument(
         "--dims",
         metavar="GLOB=DIMS",
         action="append",
@@ -115,6 +122,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         rtol=args.rtol,
         atol=args.atol,
         mapping=read_maps(args.map),
+        strip_prefix=tuple(args.strip_prefix),
         dims=tuple(map(parse_dims, args.dims)),
         mesh=tuple(map(parse_mesh, args.mesh)),
         floor=None if args.floor == "auto" else Path(args.floor),
