@@ -24,8 +24,11 @@ _HOMES = {"LLM": "llm", "EngineConfig": "config", "Generation": "request", "Samp
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
+    from tapscope.extras import needing
+
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with needing(f"{__name__}.{name}", "engine"):
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

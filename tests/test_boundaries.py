@@ -72,8 +72,8 @@ def test_the_files_that_docs_and_comments_name_are_there() -> None:
 
 
 def test_the_public_names_are_these() -> None:
-    expected = ["Dumper", "DumperConfig", "LLM", "Run", "Site", "TapscopeError", "__version__", "dumper", "open_run"]
-    assert sorted(tapscope.__all__) == expected
+    classes = ["Dumper", "DumperConfig", "LLM", "Run", "Site", "TapscopeError"]
+    assert sorted(tapscope.__all__) == [*classes, "__version__", "compare", "dumper", "open_run"]
     for name in tapscope.__all__:
         assert getattr(tapscope, name) is not None
 

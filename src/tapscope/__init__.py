@@ -1,8 +1,8 @@
 """See inside a running model, and find the first tensor where two runs part.
 
 Capture with :class:`Dumper` (or the functions of :mod:`tapscope.dumper`, which need no object), generate with
-:class:`LLM`, read with :func:`open_run`, compare with :func:`tapscope.comparator.compare`. Every error of ours is a
-:class:`TapscopeError`.
+:class:`LLM`, read with :func:`open_run`, compare with :func:`compare`. Every error of ours is a
+:class:`TapscopeError`; a name whose extra is not installed raises one that is also an :class:`ImportError`.
 """
 
 from importlib import import_module
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tapscope._version import __version__
 
 if TYPE_CHECKING:
+    from tapscope.comparator.compare import compare
     from tapscope.dumper import Dumper, DumperConfig
     from tapscope.engine import LLM
     from tapscope.errors import TapscopeError
@@ -24,10 +25,22 @@ _EXPORTS = {
     "Run": ".run",
     "Site": ".site",
     "TapscopeError": ".errors",
+    "compare": ".comparator.compare",
     "open_run": ".run",
 }
 
-__all__ = ["LLM", "Dumper", "DumperConfig", "Run", "Site", "TapscopeError", "__version__", "dumper", "open_run"]
+__all__ = [
+    "LLM",
+    "Dumper",
+    "DumperConfig",
+    "Run",
+    "Site",
+    "TapscopeError",
+    "__version__",
+    "compare",
+    "dumper",
+    "open_run",
+]
 
 
 def __getattr__(name: str) -> Any:

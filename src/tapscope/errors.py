@@ -3,6 +3,7 @@
     TapscopeError
     ├── UsageError               exit 2: the call cannot mean what it says
     │   ├── ConfigError          a setting: names field, value and rule
+    │   ├── MissingExtraError    an optional package is not installed; also an ImportError
     │   ├── RuleError            a selection rule that is wrong or matches no site
     │   ├── ExpressionError      a condition that does not parse or is not allowed
     │   ├── SiteError            a site that does not parse
@@ -44,6 +45,10 @@ class UsageError(TapscopeError):
 
 class ConfigError(UsageError):
     """A setting is wrong; the message names the field, the value and the rule."""
+
+
+class MissingExtraError(UsageError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
 
 
 class RuleError(UsageError):

@@ -11,6 +11,7 @@ from tapscope.cli import diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.cli.parser import Parser, meant
 from tapscope.errors import TapscopeError
+from tapscope.extras import extra_of
 from tapscope.garbage import uncollected
 
 
@@ -64,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TapscopeError as error:
         diagnostics.error(str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if (extra := extra_of(error)) is None:
+            raise
+        diagnostics.error(f"{error.name} is not installed; install the extra: pip install 'tapscope[{extra}]'")
+        return ExitCode.USAGE
     except PermissionError as error:
         diagnostics.error(f"{error.filename or 'a file'} cannot be read: {error.strerror}")
         return ExitCode.DATA

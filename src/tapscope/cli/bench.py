@@ -5,6 +5,7 @@ import json
 import time
 from pathlib import Path
 
+from tapscope import extras
 from tapscope._version import __version__
 from tapscope.cli import bench_report, bench_runs, capture, diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
@@ -48,6 +49,8 @@ class BenchCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Measure, print, write; the exit code is 4 when requests failed."""
         _check(args)
+        if args.kind != "serving":  # which needs no torch
+            extras.require("engine", f"tapscope bench {args.kind}")
         found = bench_runs.RUNS[args.kind](args)
         result = {
             "kind": args.kind,

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tapscope import extras
 from tapscope.cli import diagnostics
 from tapscope.errors import UsageError
 
@@ -61,9 +62,8 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serving(args: argparse.Namespace) -> dict[str, Any]:
-    if find_spec("httpx") is None:
-        raise UsageError("bench serving needs httpx; pip install 'tapscope[bench]'")
-    from tapscope.engine.bench import figures, load
+    with extras.needing("tapscope bench serving", "bench"):
+        from tapscope.engine.bench import figures, load
 
     key = os.environ.get("TAPSCOPE_API_KEY") or os.environ.get("OPENAI_API_KEY")
     url, headers = args.target.rstrip("/").removesuffix("/v1"), {"Authorization": f"Bearer {key}"} if key else {}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tapscope import extras
 from tapscope.cli import output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.errors import DataError, RankLostError, UnreachableError, UsageError
@@ -89,19 +90,18 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
-    from tapscope.dumper.control.client import ControlClient
-    from tapscope.dumper.sending.session import find
-    from tapscope.dumper.transport.network import Endpoint
+    with extras.needing(f"tapscope ctl RUN {verb}", "capture"):
+        from tapscope.dumper.control.client import ControlClient
+        from tapscope.dumper.sending.session import find
+        from tapscope.dumper.transport.network import Endpoint
 
     body = {"glob": content} if isinstance(content, str) else content
     status, answer = ControlClient(Endpoint.of(find(run))).call("state" if verb == "metrics" else verb, body)
     if status != 200:
         raise _refusal(status, str(answer["error"]))
     if verb == "metrics":
-        try:
+        with extras.needing("tapscope ctl RUN metrics", "capture"):
             from tapscope.dumper.control.metrics import exposition
-        except ImportError:
-            raise UsageError("metrics need prometheus-client; install tapscope[capture]") from None
         return exposition(answer).decode()
     return answer
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tapscope import text
+from tapscope import extras, text
 from tapscope.cli import capture, diagnostics, output, prompts, reference
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.errors import TapscopeError
@@ -37,6 +37,7 @@ class DumpCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Capture, then say what was captured and what to type next."""
+        extras.require("hf" if args.backend == "hf" else "engine", f"tapscope dump --backend {args.backend}")
         from tapscope.dumper.sending.session import require_free
 
         work = prompts.workload(args)

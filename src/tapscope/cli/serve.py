@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tapscope.cli import capture, diagnostics
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.errors import ConfigError
+from tapscope.extras import require
 
 if TYPE_CHECKING:
     from tapscope.engine import EngineConfig
@@ -42,6 +43,7 @@ class ServeCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
+        require("engine", "tapscope serve")
         from tapscope.dumper.control.guard import Guard, parse_address, token_of
         from tapscope.dumper.sending.session import require_free
         from tapscope.engine.server.backend import Backend

@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
+from tapscope import extras
 from tapscope.cli import comparison, output
 from tapscope.errors import UsageError
 
@@ -39,8 +39,7 @@ class ViewCommand:
                 f"diff {args.path} {args.target}" if args.target else f"info {args.path}, or tapscope ls {args.path}"
             )
             raise UsageError(f"view needs a terminal; elsewhere use: tapscope {other}")
-        if find_spec("textual") is None:
-            raise UsageError("view needs Textual; install it with: pip install 'tapscope[tui]'")
+        extras.require("tui", "tapscope view")
         from tapscope.dashboard.app import browse, diff
 
         output.settle_environment()
