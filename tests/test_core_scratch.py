@@ -1,11 +1,16 @@
 """Directories for sockets: those of a killed owner go when the next one is made, nobody else's does."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tapscope.scratch import make_scratch, remove_scratch
+import torch
+
+from tapscope import Dumper, open_run
+from tapscope.scratch import make_scratch, remove_abandoned, remove_scratch
+from tapscope.wire import VERSION
 
 PROGRAM = """
 import sys
@@ -38,3 +43,25 @@ def test_what_a_killed_owner_left_goes_when_the_next_directory_is_made(tmp_path:
         remove_scratch(folder)
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) == before - 2
+
+
+def test_a_directory_that_only_looks_like_ours_is_never_removed(tmp_path: Path) -> None:
+    theirs = tmp_path / "tapscope-results"
+    theirs.mkdir()
+    (theirs / "lock").write_bytes(b"mine")
+    (theirs / "values.npy").touch()
+    make_scratch(tmp_path)
+    assert not remove_abandoned(theirs)
+    assert (theirs / "values.npy").exists()
+
+
+def test_a_recorder_file_cannot_make_a_dumper_remove_another_directory(tmp_path: Path) -> None:
+    victim = tmp_path / "tapscope-runs"
+    (victim / "yesterday").mkdir(parents=True)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "recorder.json").write_text(json.dumps({"address": f"ipc://{victim}/ranks", "pid": 1, "wire": VERSION}))
+    with Dumper(torch.nn.Linear(2, 2), out=str(out)) as dumper, dumper.step():
+        dumper.dump("x", torch.zeros(2))
+    assert (victim / "yesterday").is_dir()
+    assert [str(record.key.site) for record in open_run(out).records] == [":tap[x]"]

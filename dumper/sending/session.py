@@ -22,6 +22,7 @@ from tapscope.dumper.job.process import is_alive, remember
 from tapscope.dumper.transport.network import Endpoint, is_local
 from tapscope.dumper.transport.ring import MIN_BYTES, Ring, RingError
 from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
+from tapscope.scratch import remove_abandoned
 from tapscope.wire import Message
 
 if TYPE_CHECKING:
@@ -139,14 +140,10 @@ def _make_directory(run: Path) -> None:
 
 
 def _forget_dead_recorder(run: Path) -> None:
-    """Remove what a killed recorder left: its address, and its directory of sockets."""
-    try:
+    """Remove what a killed recorder left: its address, and its directory of sockets if that is provably its own."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         address = json.loads((run / RECORDER_FILE).read_text())["address"]
-    except (OSError, ValueError, KeyError, TypeError):
-        address = ""
-    home = Path(str(address).removeprefix("ipc://")).parent
-    if home.name.startswith("tapscope-"):
-        shutil.rmtree(home, ignore_errors=True)
+        remove_abandoned(Path(str(address).removeprefix("ipc://")).parent)
     (run / RECORDER_FILE).unlink(missing_ok=True)
 
 
@@ -202,7 +199,8 @@ def _failure(run: Path) -> TapscopeError:
         return RecorderError(f"the recorder did not start: {last}{f' (see {log})' if text else ''}{_no_room(run)}")
     log.unlink(missing_ok=True)
     if [entry.name for entry in run.iterdir()] == [".lock"]:
-        shutil.rmtree(run)
+        (run / ".lock").unlink()
+        run.rmdir()
     return kind(said["message"])  # type: ignore[no-any-return]
 
 

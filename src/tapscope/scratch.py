@@ -1,7 +1,7 @@
 """Scratch: directories for sockets and the like, which do not outlive a killed owner for long.
 
-Whoever makes one holds a lock in it until its process ends, however that ends; making the next one removes those whose
-lock is free. A directory without a lock is nobody's to remove.
+The owner holds a lock on a file in it until its process ends, however that ends; making the next one removes those
+whose lock is free. Only a directory whose lock file carries our marker is ever removed: a name proves nothing.
 """
 
 import fcntl
@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PREFIX = "tapscope-"
 _LOCK = "lock"
+_MARKER = b"tapscope scratch directory\n"
 _held: dict[Path, int] = {}
 
 
@@ -23,6 +24,7 @@ def make_scratch(parent: Path | None = None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     unnamed = folder / f"{_LOCK}-new"  # under its name it is locked from the start
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.write(descriptor, _MARKER)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     unnamed.rename(folder / _LOCK)
     _held[folder] = descriptor
@@ -37,25 +39,33 @@ def remove_scratch(folder: Path) -> None:
         os.close(descriptor)
 
 
+def remove_abandoned(folder: Path) -> bool:
+    """Remove ``folder`` if :func:`make_scratch` of this user made it and its owner has ended; return whether it was."""
+    if folder in _held or not _is_abandoned(folder):
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
 def _remove_left(parent: Path) -> None:
-    """Remove the directories of this user whose owners have ended."""
     with suppress(OSError):
         for folder in parent.glob(f"{_PREFIX}*"):
-            if folder not in _held and _is_left(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            remove_abandoned(folder)
 
 
-def _is_left(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
+    if not folder.name.startswith(_PREFIX):
+        return False
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return False
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.pread(descriptor, len(_MARKER) + 1, 0) == _MARKER
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    return True
