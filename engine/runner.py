@@ -72,9 +72,9 @@ class Runner:
         self.observer: StepObserver | None = None
         if observer is not None:
             with self.stages.stage("observer"):
-                self.observer = observer(self.model, self._rank_info(config, model_config))
+                self.observer = observer(self.model, self.rank_info(config, model_config))
 
-    def _rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
+    def rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
         """What an observer is told of this rank."""
         tp = self.model.tp
         has_replicas = config.dp > 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 import warm
 
+from tapscope import open_run
 from tapscope.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,3 +172,13 @@ def test_cases_that_need_a_gpu_are_left_out_and_counted_where_there_is_none(
     assert "no case is left to run; left out:" in said
     assert "cases that one GPU does not hold" in said
     assert "cases that need CUDA, which is not here" in said
+
+
+def test_an_engine_run_knows_its_hyperparameters_as_the_engine_itself_tells_them(tmp_path: Path) -> None:
+    models: Any = importlib.import_module("benchmarks.verdict.models")
+    run_engine: Any = importlib.import_module("benchmarks.verdict.run_engine").run_engine
+    setup: Any = importlib.import_module("benchmarks.verdict.setup").Setup
+    checkpoint = models.Model.of("deepseek-v3", {"num_hidden_layers": 2}).save(tmp_path / "checkpoint")
+    run_engine(checkpoint, setup(framework="engine", workload="token"), tmp_path / "run")
+    with open_run(tmp_path / "run") as run:
+        assert {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}.items() <= run.model_config.items()

@@ -1,6 +1,7 @@
 """The verdict bench: seeded bugs that `tapscope diff` should name, and benign changes that it should not report.
 
     python -m benchmarks.verdict [--bugs DIR] [--benign DIR] [--only GLOB] [--device cuda] [--json]
+    python -m benchmarks.verdict --generate SEED [--cases N] [--jobs J] [--only gen-SEED-NUMBER] [--json]
 
 Exits with 1 when a strong bug is missed or a benign change is flagged, and with 2 for a bad case file.
 """
@@ -8,6 +9,7 @@ Exits with 1 when a strong bug is missed or a benign change is flagged, and with
 import argparse
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     from tapscope.errors import TapscopeError
 
     try:
-        return _run(args)
+        return _run(args) if args.generate is None else _run_generated(args)
     except TapscopeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,6 +43,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="run both sides there, all cases that one GPU holds")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, to look at them")
     parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
+    parser.add_argument("--generate", type=int, metavar="SEED", help="cases drawn at random from this number instead")
+    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many of them (default 200)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="J", help="processes that run them")
     parser.add_argument("--json", action="store_true", help="one object a line: the cases, then the score")
     return parser.parse_args(argv)
 
@@ -77,6 +82,37 @@ def _run(args: argparse.Namespace) -> int:
     else:
         print("", *score_lines(outcomes), *left_out, sep="\n")
     return exit_code(outcomes)
+
+
+def _run_generated(args: argparse.Namespace) -> int:
+    from benchmarks.verdict.generator.cases import described, groups, name_of
+    from benchmarks.verdict.generator.crew import run_groups
+    from benchmarks.verdict.generator.tally import exit_code, line, summary
+    from tapscope.errors import UsageError
+
+    if args.bugs or args.benign or args.device:
+        raise UsageError("--generate draws its own cases: leave out --bugs, --benign and --device")
+    if args.cases < 1 or args.jobs < 1:
+        raise UsageError(f"--cases {args.cases} --jobs {args.jobs}: both must be at least 1")
+    known = {name_of(args.generate, number): number for number in range(args.cases)}
+    unmatched = [glob for glob in args.only if not any(fnmatchcase(name, glob) for name in known)]
+    if unmatched:
+        raise UsageError(
+            f"no case is called {unmatched[0]!r}; they are {min(known)} to gen-{args.generate}-{args.cases - 1}"
+        )
+    numbers = [n for name, n in known.items() if not args.only or any(fnmatchcase(name, glob) for glob in args.only)]
+    if args.list:
+        print("\n".join(described(args.generate, number) for number in numbers))
+        return 0
+    found = []
+    for judged in run_groups(groups(args.generate, numbers), args.jobs, args.keep):
+        found.append(judged)
+        print(json.dumps(judged.to_json()) if args.json else line(judged), flush=True)
+    if args.json:
+        print(json.dumps({"type": "score", "exit_code": exit_code(found), "lines": list(summary(found))}))
+    else:
+        print("", *summary(found), sep="\n")
+    return exit_code(found)
 
 
 def _chosen(args: argparse.Namespace) -> Iterator[Any]:

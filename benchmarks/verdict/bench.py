@@ -18,16 +18,19 @@ from tapscope.errors import NothingInCommonError
 class Bench:
     """Runs cases, one after the other; close it behind them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, teams: Teams | None = None) -> None:
+        """``teams`` of Megatron's ranks are shared, and then somebody else's to close."""
         self._root = root
         self._checkpoints: dict[Model, Path] = {}
         self._runs: dict[tuple[Model, Setup], Path] = {}
-        self._teams = Teams()
+        self._teams = teams or Teams()
+        self._owned = teams is None
         self._count = 0
 
     def close(self) -> None:
         """End the processes that were started."""
-        self._teams.close()
+        if self._owned:
+            self._teams.close()
 
     def run(self, case: Case) -> Outcome:
         """The case's outcome; nothing that goes wrong in it stops the bench."""
@@ -39,29 +42,30 @@ class Bench:
         return outcome.timed(time.perf_counter() - start)
 
     def _bug(self, case: Case) -> Outcome:
-        baseline = self._clean(case.model, case.baseline)
-        clean = self._clean(case.model, case.target)
-        target = self._patched(case)
+        baseline = self.clean(case.model, case.baseline)
+        clean = self.clean(case.model, case.target)
+        target = self.patched(case)
         effect = _effect(clean, target)
         if effect == 0.0:
             return Outcome(case, Score.FAULTY, said="the patch changed nothing that was recorded")
-        return judged(case, _compared(baseline, target), effect)
+        return judged(case, compared(baseline, target), effect)
 
     def _benign(self, case: Case) -> Outcome:
-        baseline = self._clean(case.model, case.baseline)
-        target = self._clean(case.model, case.target) if case.patch is None else self._patched(case)
-        return judged(case, _compared(baseline, target), 0.0)
+        baseline = self.clean(case.model, case.baseline)
+        target = self.clean(case.model, case.target) if case.patch is None else self.patched(case)
+        return judged(case, compared(baseline, target), 0.0)
 
-    def _clean(self, model: Model, setup: Setup) -> Path:
+    def clean(self, model: Model, setup: Setup) -> Path:
         """The run of an unharmed model, made once."""
         if (model, setup) not in self._runs:
             out = self._new(f"{model.family}-clean")
-            self._capture(self._checkpoint(model), setup, out)
+            self._capture(self.checkpoint(model), setup, out)
             self._runs[model, setup] = out
         return self._runs[model, setup]
 
-    def _patched(self, case: Case) -> Path:
-        checkpoint, out = self._checkpoint(case.model), self._new(case.family)
+    def patched(self, case: Case) -> Path:
+        """The run of the case's target."""
+        checkpoint, out = self.checkpoint(case.model), self._new(case.family)
         if case.patches == "checkpoint":
             self._capture(self._damaged(checkpoint, case.patch), case.target, out)
         else:
@@ -82,7 +86,8 @@ class Bench:
 
             run_transformers(checkpoint, setup, out, patch)
 
-    def _checkpoint(self, model: Model) -> Path:
+    def checkpoint(self, model: Model) -> Path:
+        """The unharmed model's folder, written once."""
         if model not in self._checkpoints:
             self._checkpoints[model] = model.save(self._new(f"checkpoint-{model.family}"))
         return self._checkpoints[model]
@@ -105,7 +110,7 @@ class Bench:
         return self._root / f"{self._count:04d}-{name}"
 
 
-def _compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | Exception:
+def compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | Exception:
     """The report, or what the comparison raised: a refusal, or a crash of it."""
     with open_run(baseline) as one, open_run(target) as two:
         try:
@@ -116,7 +121,7 @@ def _compared(baseline: Path, target: Path, options: CompareOptions | None = Non
 
 def _effect(clean: Path, target: Path) -> float:
     """Largest relative change, over sites, that a patch makes between runs that are alike otherwise; 0 for none."""
-    report: Any = _compared(clean, target, CompareOptions(atol=0.0, rtol=0.0, allow_partial=True))
+    report: Any = compared(clean, target, CompareOptions(atol=0.0, rtol=0.0, allow_partial=True))
     if isinstance(report, NothingInCommonError):
         return float("inf")
     if isinstance(report, Exception):

@@ -1,5 +1,6 @@
 """Families: configurations of small models of known architectures."""
 
+import copy
 import functools
 import importlib
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class Family:
         unknown = [name for name in changes or {} if not hasattr(known, name)]
         if unknown:
             raise UsageError(f"{type(known).__name__} has no {unknown[0]!r}")
-        return kind(**{**self.settings, **(changes or {})})
+        return kind(**copy.deepcopy({**self.settings, **(changes or {})}))  # transformers writes into its dicts
 
 
 FAMILIES = {

@@ -71,24 +71,15 @@ def _in_threads(config: EngineConfig, setup: Setup, observer: Any, patch: Patch 
         for runner in runners:
             stack.enter_context(applied(patch, runner.model))
         stack.callback(lambda: list(pool.map(Runner.close, runners)))
-        list(pool.map(partial(_observe, observer, config), runners))
+        list(pool.map(partial(_observe, observer, config, model_config), runners))
         _drive(config, setup, runners, pool.map)
 
 
-def _observe(observer: Callable[[Any, RankInfo], StepObserver], config: EngineConfig, runner: Runner) -> None:
+def _observe(
+    observer: Callable[[Any, RankInfo], StepObserver], config: EngineConfig, model_config: ModelConfig, runner: Runner
+) -> None:
     """What Runner does when it is given an observer, but behind the patch."""
-    tp = runner.model.tp
-    mesh, coords = {"tp": tp.size}, {"tp": tp.rank}
-    info = RankInfo(
-        rank=tp.rank,
-        world_size=tp.size,
-        mesh=mesh,
-        coords=coords,
-        framework="tapscope",
-        dtype=runner.dtype,
-        kv_cache_dtype=runner.kv_cache_dtype,
-    )
-    runner.observer = observer(runner.model, info)
+    runner.observer = observer(runner.model, runner.rank_info(config, model_config))
 
 
 def _drive(config: EngineConfig, setup: Setup, runners: list[Runner], each: Any) -> None:

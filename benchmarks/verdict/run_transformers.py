@@ -32,6 +32,8 @@ def load(checkpoint: Path, setup: Setup) -> Any:
     logging.disable_progress_bar()
     dtype = getattr(torch, setup.dtype)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation=setup.attention).eval()
+    if setup.dtype == "float64" and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # no grouped product of torch computes in float64
     return (fuse(model) if setup.fused else model).to(setup.device)
 
 

@@ -9,7 +9,7 @@ from tapscope.errors import ConfigError
 _CHOICES = {
     "framework": ("transformers", "engine", "megatron"),
     "device": ("cpu", "cuda"),
-    "dtype": ("float32", "bfloat16", "float16"),
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
     "attention": ("eager", "sdpa"),
     "batch": ("left", "right", "separate", "packed"),
     "order": ("given", "reversed"),
@@ -94,6 +94,8 @@ class Setup:
             raise ConfigError("greedy needs schedule='decode' and batch='left' or 'separate'")
         if self.autocast and self.framework != "transformers":
             raise ConfigError("autocast is for framework='transformers'")
+        if self.dtype == "float64" and self.framework != "transformers":
+            raise ConfigError(f"dtype='float64': {self.framework} does not compute in it, transformers does")
         if self.engine:
             _check_engine({"tp": self.tp} | dict(self.engine), self.framework)
         if self.device != "cpu" and not self.fits_one_gpu:

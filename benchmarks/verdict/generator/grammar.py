@@ -1,0 +1,346 @@
+"""Grammar: draws a bug that a model and a framework can have, of an operation, a tensor, a part of it, ranks, steps."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.verdict.generator.bug import Bug
+from benchmarks.verdict.generator.causes import cause_of
+from benchmarks.verdict.generator.damage import Damage
+from benchmarks.verdict.generator.pairing import Pairing
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of a checkpoint's tensors, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a bug is drawn from."""
+
+    pairing: Pairing
+    shapes: Shapes
+    config: Any
+    """transformers' configuration."""
+
+    @property
+    def framework(self) -> str:
+        """Where the bug is."""
+        return self.pairing.target.framework
+
+    @property
+    def tp(self) -> int:
+        """Ranks there."""
+        return self.pairing.target.tp
+
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def is_llama_like(self) -> bool:
+        """Whether modules are called as in Llama."""
+        return "model.layers.0.mlp.down_proj.weight" in self.shapes or self.is_moe
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether it has experts."""
+        return any(".experts." in key for key in self.shapes)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values are made of a latent (DeepSeek)."""
+        return any("kv_b_proj" in key for key in self.shapes)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return int(self.config.num_attention_heads)
+
+
+def draw_bug(seed: int, number: int, ground: Ground) -> Bug:
+    """The bug of a case; the same for the same numbers and the same model."""
+    draw = random.Random(f"bug {seed} {number}")
+    kinds = _kinds(ground)
+    kind = draw.choices(list(kinds), list(kinds.values()))[0]
+    bug = _DRAWN[kind](draw, ground)
+    return _with_cause(bug)
+
+
+def _with_cause(bug: Bug) -> Bug:
+    return replace(bug, cause=cause_of(bug))
+
+
+def _kinds(ground: Ground) -> dict[str, float]:
+    """What this model and framework can have wrong, and how often."""
+    kinds = {"weight": 8.0}
+    if not ground.is_llama_like:
+        return kinds
+    kinds |= {"output": 5.0, "epsilon": 1.0, "residual": 0.7}
+    if ground.framework == "megatron":
+        return kinds | ({"rank_weight": 2.0} if ground.tp > 1 else {})
+    if ground.config.model_type not in ("gemma3_text", "deepseek_v3"):
+        kinds |= {"positions": 0.7, "frequencies": 1.2}
+    if not ground.is_moe and ground.config.model_type != "phi3":
+        kinds["activation"] = 1.0
+    if ground.is_moe:
+        kinds["router"] = 2.5
+    if not ground.is_latent:
+        kinds |= {"keys": 1.5, "values": 1.5}
+        kinds["softmax_scale"] = 0.8
+    if ground.framework == "transformers" and ground.pairing.target.attention == "eager":
+        kinds["mask"] = 1.5
+    if ground.framework == "engine" and ground.tp > 1:
+        kinds |= {"rank_weight": 2.0} | ({} if ground.is_moe else {"partial": 2.0})
+    return kinds
+
+
+def _weight(draw: random.Random, ground: Ground) -> Bug:
+    key = draw.choice(sorted(key for key in ground.shapes if not key.endswith("wpe.weight")))
+    shape = ground.shapes[key]
+    damage = _damage(draw, ground, shape, key)
+    return Bug(kind="weight", module=key, expect=_owners(key, ground), damage=damage)
+
+
+def _owners(key: str, ground: Ground) -> tuple[str, ...]:
+    """Modules that hold a tensor of the checkpoint, by transformers' names, and by the other framework's."""
+    path = key.rpartition(".")[0]
+    if ".experts." in key:
+        layer = path.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
+        return (f"{layer}.experts",)
+    path = path.replace("block_sparse_moe", "mlp")
+    names = [path]
+    if ground.framework == "megatron":
+        names += [megatron_name(path)]
+    return tuple(names)
+
+
+def megatron_name(path: str) -> str:
+    """``decoder.layers.1.mlp.linear_fc2`` of ``model.layers.1.mlp.down_proj``."""
+    head, _, last = path.rpartition(".")
+    names = {"q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj"}
+    names |= {"gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+    names |= {"post_attention_layernorm": "pre_mlp_layernorm", "norm": "final_layernorm"}
+    names |= {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "self_attn": "self_attention"}
+    if path in ("model.embed_tokens", "lm_head"):
+        return {"model.embed_tokens": "embedding.word_embeddings", "lm_head": "output_layer"}[path]
+    head = head.replace("model", "decoder", 1).replace("self_attn", "self_attention")
+    return f"{head}.{names.get(last, last)}"
+
+
+def _damage(draw: random.Random, ground: Ground, shape: Sequence[int], key: str = "") -> Damage:
+    """An operation on all of a tensor or on a part of it."""
+    axis = draw.choice((-1, -2)) if len(shape) > 1 else -1
+    size = shape[axis]
+    part = _part(draw, ground, size, key)
+    op = draw.choices(
+        ("scale", "zero", "negate", "add", "swap", "roll", "copy", "round", "clip"), (6, 3, 2, 1.5, 2, 1, 1.5, 2, 0.7)
+    )[0]
+    if op in ("swap", "copy"):
+        count = part.get("count", max(1, size // 8))
+        start = part.get("start", 0)
+        other = (start + count * draw.randint(1, max(1, size // count - 1))) % size
+        return Damage(op=op, axis=axis, start=start, count=count, other=other)
+    if op == "roll":
+        return Damage(op=op, axis=axis, start=part.get("start", 0), count=part.get("count", size))
+    if op == "round":
+        narrow = {"bfloat16": "float8_e4m3", "float16": "bfloat16"}
+        name = narrow.get(ground.pairing.target.dtype, draw.choice(("bfloat16", "float16", "float8_e4m3")))
+        return Damage(op=op, axis=axis, dtype=name, **part)
+    amount = 0.0
+    if op == "scale":
+        amount = draw.choice((0.5, 2.0, 4.0, 1.0 + _small(draw), 1.0 + _small(draw), 1.0 - _small(draw)))
+    elif op == "add":
+        amount = draw.choice((1.0, _small(draw), -_small(draw)))
+    elif op == "clip":
+        amount = draw.choice((0.5, 1.0, 2.0, 3.0))
+    return Damage(op=op, axis=axis, amount=amount, **part)
+
+
+def _small(draw: random.Random) -> float:
+    """From 0.0005 to 0.5, as often between 0.001 and 0.01 as between 0.01 and 0.1; three digits."""
+    return float(f"{0.5 * 10 ** draw.uniform(-3.0, 0.0):.3g}")
+
+
+def _part(draw: random.Random, ground: Ground, size: int, key: str) -> dict[str, int]:
+    """Everything, one index, a head or another block, or every few; as fields of a Damage."""
+    heads = ground.num_heads if size % ground.num_heads == 0 and any(n in key for n in ("q_proj", "o_proj")) else 0
+    kinds = ["all", "one", "block", "some"] + (["head", "head"] if heads else [])
+    kind = draw.choice(kinds)
+    if kind == "all":
+        return {}
+    if kind == "one" or size < 8:
+        return {"start": draw.randrange(size)}
+    if kind == "head":
+        return {"start": size // heads * draw.randrange(heads), "count": size // heads}
+    if kind == "block":
+        count = max(2, size // draw.choice((2, 4, 8)))
+        return {"start": count * draw.randrange(size // count), "count": count}
+    stride = draw.choice((2, 3, 4))
+    return {"start": draw.randrange(stride), "count": max(2, size // stride // 2), "stride": stride}
+
+
+def _output(draw: random.Random, ground: Ground) -> Bug:
+    module = draw.choice(_modules(draw, ground))
+    width = int(ground.config.hidden_size)
+    damage = _damage(draw, ground, (width,))
+    wraps = ground.framework == "megatron"
+    place: dict[str, Any] = {}
+    if draw.random() < 0.35:
+        place["rows"] = draw.choice(("first", "last"))
+    if draw.random() < 0.35 and ground.pairing.target.schedule != "whole" and not wraps:
+        place["first_call"] = draw.choice((1, 2))
+    if ground.tp > 1 and draw.random() < 0.5:
+        place["rank"] = draw.randrange(ground.tp)
+    return Bug(kind="output", module=module, expect=_both(module, ground), damage=damage, **place)
+
+
+def _both(module: str, ground: Ground) -> tuple[str, ...]:
+    return (module, megatron_name(module)) if ground.framework == "megatron" else (module,)
+
+
+def _modules(draw: random.Random, ground: Ground) -> list[str]:
+    """Modules whose output may be damaged, in one random layer or around the layers."""
+    layer = f"model.layers.{draw.randrange(ground.layers)}"
+    parts = ["", ".self_attn", ".self_attn.o_proj", ".mlp", ".mlp.down_proj"]
+    has_plain_norms = f"{layer}.input_layernorm.weight" in ground.shapes
+    parts += [".input_layernorm", ".post_attention_layernorm"] if has_plain_norms else [".post_attention_layernorm"]
+    if ground.framework != "megatron":
+        parts += [] if ground.is_latent else [".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj"]
+        parts += [] if ground.config.model_type == "phi3" else [".mlp.gate_proj", ".mlp.up_proj", ".mlp.act_fn"]
+    if ground.config.model_type == "phi3":
+        parts = [part for part in parts if part[-7:] not in (".q_proj", ".k_proj", ".v_proj")]
+    if f"{layer}.mlp.down_proj.weight" not in ground.shapes:  # experts
+        parts = [part for part in parts if ".mlp." not in part] + [".mlp.experts"]
+    ends = ["model.embed_tokens", "model.norm"] + ([] if ground.framework == "engine" else ["lm_head"])
+    return [layer + part for part in parts] + ends
+
+
+def _layer(draw: random.Random, ground: Ground) -> str:
+    return f"model.layers.{draw.randrange(ground.layers)}"
+
+
+def _epsilon(draw: random.Random, ground: Ground) -> Bug:
+    norms = sorted(key.removesuffix(".weight") for key in ground.shapes if key.endswith(("norm.weight",)))
+    module = draw.choice(norms)
+    value = draw.choice((1e-1, 1e-2, 1e-3, 1e-4, 0.0, _small(draw)))
+    return Bug(kind="epsilon", module=module, expect=_both(module, ground), value=value)
+
+
+def _residual(draw: random.Random, ground: Ground) -> Bug:
+    module = _layer(draw, ground)
+    return Bug(
+        kind="residual",
+        module=module,
+        expect=_both(module, ground),
+        value=draw.choice((1.0, -1.0)),
+        first_call=_late(draw, ground),
+    )
+
+
+def _late(draw: random.Random, ground: Ground) -> int:
+    stepped = ground.framework != "megatron" and ground.pairing.target.schedule != "whole"
+    return draw.choice((0, 0, 0, 1)) if stepped else 0
+
+
+def _positions(draw: random.Random, ground: Ground) -> Bug:
+    text, value = draw.choice((("offset", 1.0), ("offset", -1.0), ("offset", 3.0), ("factor", 0.5), ("factor", 2.0)))
+    module = "model.rotary_emb"
+    late = _late(draw, ground)
+    return Bug(kind="positions", module=module, expect=(module,), text=text, value=value, first_call=late)
+
+
+def _frequencies(draw: random.Random, ground: Ground) -> Bug:
+    module = "model.rotary_emb"
+    damage = _damage(draw, ground, (8,))
+    if damage.op == "clip":
+        damage = Damage(op="scale", amount=1.01)
+    return Bug(kind="frequencies", module=module, expect=(module,), damage=damage)
+
+
+def _activation(draw: random.Random, ground: Ground) -> Bug:
+    own = getattr(ground.config, "hidden_activation", None) or ground.config.hidden_act
+    names = [n for n in ("silu", "gelu", "gelu_pytorch_tanh", "relu") if n != own]
+    module = f"{_layer(draw, ground)}.mlp.act_fn"
+    return Bug(kind="activation", module=module, expect=(module,), text=draw.choice(names))
+
+
+def _router(draw: random.Random, ground: Ground) -> Bug:
+    dense = [i for i in range(ground.layers) if f"model.layers.{i}.mlp.down_proj.weight" in ground.shapes]
+    layer = draw.choice([i for i in range(ground.layers) if i not in dense])
+    module = f"model.layers.{layer}.mlp.gate"
+    top = int(ground.config.num_experts_per_tok)
+    ways = ["next_expert", "one_expert", "half", "equal"] + (["swapped", "last_dropped"] if top > 1 else [])
+    text = draw.choice(ways)
+    if ground.is_latent:  # transformers' router gives scores alone, the engine's choices too
+        module = f"model.layers.{layer}.mlp.experts"
+        return Bug(kind="router", module=module, expect=(module,), text=text, first_call=_late(draw, ground))
+    expect = (module, f"model.layers.{layer}.mlp")
+    return Bug(kind="router", module=module, expect=expect[:1], text=text, first_call=_late(draw, ground))
+
+
+def _cached(kind: str) -> Any:
+    def drawn(draw: random.Random, ground: Ground) -> Bug:
+        module = f"{_layer(draw, ground)}.self_attn"
+        head_dim = getattr(ground.config, "head_dim", None) or ground.config.hidden_size // ground.num_heads
+        damage = _damage(draw, ground, (int(head_dim),))
+        inner = f"{module}.attn" if ground.framework == "engine" else module
+        place = {"rows": draw.choice(("", "", "first", "last")), "first_call": _late(draw, ground)}
+        return Bug(kind=kind, module=inner, expect=(inner,), damage=damage, **place)
+
+    return drawn
+
+
+def _softmax_scale(draw: random.Random, ground: Ground) -> Bug:
+    module = f"{_layer(draw, ground)}.self_attn"
+    module = f"{module}.attn" if ground.framework == "engine" else module
+    value = draw.choice((0.5, 2.0, 1.0 + _small(draw), 1.0 - _small(draw)))
+    return Bug(kind="softmax_scale", module=module, expect=(module,), value=value)
+
+
+def _mask(draw: random.Random, ground: Ground) -> Bug:
+    module = f"{_layer(draw, ground)}.self_attn"
+    text = draw.choice(("hide_first", "hide_newest", "hide_third", "see_next", "see_all"))
+    late = _late(draw, ground)
+    return Bug(kind="mask", module=module, expect=(module,), text=text, first_call=late)
+
+
+def _partial(draw: random.Random, ground: Ground) -> Bug:
+    module = _layer(draw, ground) + draw.choice((".self_attn.o_proj", ".mlp.down_proj"))
+    damage = _damage(draw, ground, (int(ground.config.hidden_size),))
+    expect = (module, f"{module}.partial")
+    place = {"rank": draw.randrange(ground.tp), "first_call": _late(draw, ground)}
+    return Bug(kind="partial", module=f"{module}.partial", expect=expect, damage=damage, **place)
+
+
+def _rank_weight(draw: random.Random, ground: Ground) -> Bug:
+    """A shard of one rank, in the model."""
+    parts = [".self_attn.o_proj", ".input_layernorm", ".post_attention_layernorm"]
+    parts += [] if ground.is_moe else [".mlp.down_proj"]
+    layer = _layer(draw, ground)
+    parts = [part for part in parts if f"{layer}{part}.weight" in ground.shapes]
+    module = layer + draw.choice(parts)
+    shape = ground.shapes[f"{module}.weight"]
+    shape = (*shape[:-1], shape[-1] // ground.tp) if "proj" in module else shape
+    damage = _damage(draw, ground, shape)
+    expect = (*_both(module, ground), f"{module}.partial")
+    return Bug(kind="rank_weight", module=module, expect=expect, damage=damage, rank=draw.randrange(ground.tp))
+
+
+_DRAWN: Mapping[str, Any] = {
+    "weight": _weight,
+    "output": _output,
+    "epsilon": _epsilon,
+    "residual": _residual,
+    "positions": _positions,
+    "frequencies": _frequencies,
+    "activation": _activation,
+    "router": _router,
+    "keys": _cached("keys"),
+    "values": _cached("values"),
+    "softmax_scale": _softmax_scale,
+    "mask": _mask,
+    "partial": _partial,
+    "rank_weight": _rank_weight,
+}

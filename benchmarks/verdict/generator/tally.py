@@ -1,0 +1,94 @@
+"""Tally: a line for every generated case, and one table of rates at the end."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks.verdict.generator.verdict import Fate, Judged
+
+_FATES = (Fate.NAMED, Fate.WRONG, Fate.MISSED, Fate.TOLERATED, Fate.UNDECIDABLE, Fate.CLEAN, Fate.ALARM, Fate.LEFT_OUT)
+_HEAD = ("class", *map(str, _FATES), "rate", "extra", "cause", "wrong cause", "no cause", "other step")
+
+
+def line(judged: Judged) -> str:
+    """Fate, name, pairing, bug, what was named."""
+    fate = judged.fate.upper() if judged.fate.is_bad else judged.fate
+    pair = judged.pairing
+    text = f"{fate:<12} {judged.name:<14} "
+    text += f"{pair.model.family:<11} {pair.name:<23} {pair.dtypes:<18}" if pair else ""
+    if judged.bug is not None:
+        text += f" {judged.bug.said}"
+        text += f" -> {judged.named or 'nobody'}"
+        text += f" ({judged.ratio:.2g} x floor" + (f", {judged.seen.here:.2g} x rounding)" if judged.seen else ")")
+        text += f" +{judged.extra}" if judged.extra else ""
+    if judged.fate is Fate.NAMED:
+        return text + (f"  why: {judged.cause}" if judged.cause else "")
+    return text if not judged.fate.is_bad else f"{text}  {judged.said[:200]}"
+
+
+def table(cases: Sequence[Judged]) -> list[str]:
+    """Counts and rates of every class: of all, by operation, tensor, pairing, dtypes."""
+    rows = [_HEAD, _row("all", cases)]
+    for title, key in _CLASSES:
+        groups: dict[str, list[Judged]] = {}
+        for case in cases:
+            groups.setdefault(key(case), []).append(case)
+        rows.append((f"by {title}", *[""] * (len(_HEAD) - 1)))
+        rows += [_row(f"  {name}", groups[name]) for name in sorted(groups) if name]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    return [
+        "  ".join(_cell(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
+
+
+def _cell(text: str, width: int, column: int) -> str:
+    return text.rjust(width) if column else text.ljust(width)
+
+
+def _row(name: str, cases: Sequence[Judged]) -> tuple[str, ...]:
+    counts = Counter(case.fate for case in cases)
+    observable = sum(counts[fate] for fate in (Fate.NAMED, Fate.WRONG, Fate.MISSED))
+    named = [case for case in cases if case.fate is Fate.NAMED]
+    right = sum(bool(case.cause) and case.is_right_cause for case in named)
+    stated = sum(bool(case.cause) for case in named)
+    rate = f"{counts[Fate.NAMED] / observable:.0%}" if observable else ""
+    extra = f"{sum(case.extra for case in named) / len(named):.2f}" if named else ""
+    causes = (right, stated - right, len(named) - stated, sum(not case.is_right_step for case in named))
+    return (name, *(str(counts[fate] or "") for fate in _FATES), rate, extra, *(str(count or "") for count in causes))
+
+
+def _operation(case: Judged) -> str:
+    if case.bug is None:
+        return ""
+    return case.bug.damage.op if case.bug.damage else case.bug.kind
+
+
+def _visibility(case: Judged) -> str:
+    if case.seen is None or not case.seen.is_observable:
+        return ""
+    return next(
+        (name for limit, name in ((30, "10 to 30 x"), (100, "30 to 100 x")) if case.seen.here < limit), "over 100 x"
+    )
+
+
+_CLASSES: tuple[tuple[str, Callable[[Judged], str]], ...] = (
+    ("operation", _operation),
+    ("where", lambda case: case.bug.kind if case.bug else ""),
+    ("pairing", lambda case: case.pairing.name if case.pairing else ""),
+    ("dtypes", lambda case: case.pairing.dtypes if case.pairing else ""),
+    ("effect / rounding", _visibility),
+)
+
+
+def summary(cases: Sequence[Judged]) -> Iterator[str]:
+    """The table, and what it is about."""
+    yield from table(cases)
+    yield ""
+    seconds = sum(case.seconds for case in cases)
+    yield "rate: named of the observable; extra: modules blamed beside one that is named; causes of the named ones"
+    yield f"{len(cases)} cases, {seconds:.0f} s of work"
+
+
+def exit_code(cases: Sequence[Judged]) -> int:
+    """1 when an observable bug is missed or put down to another module, or a benign change is reported."""
+    return int(any(case.fate in (Fate.WRONG, Fate.MISSED, Fate.ALARM) for case in cases))

@@ -1,0 +1,119 @@
+"""Verdict: what became of one generated case."""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from benchmarks.verdict.catalogue import Case
+from benchmarks.verdict.generator.bug import Bug
+from benchmarks.verdict.generator.causes import is_right
+from benchmarks.verdict.generator.oracle import Observed
+from benchmarks.verdict.generator.pairing import Pairing
+from benchmarks.verdict.outcome import Outcome, Score, judged
+from tapscope.comparator import Report
+
+
+class Fate(StrEnum):
+    """How a case ended."""
+
+    NAMED = "named"
+    """An observable bug, named at its module (or the nearest one that was recorded)."""
+    WRONG = "wrong"
+    """An observable bug that was put down to another module."""
+    MISSED = "missed"
+    """An observable bug, and the runs are said to agree."""
+    TOLERATED = "tolerated"
+    """A bug below what rounding does, and the runs are said to agree."""
+    UNDECIDABLE = "undecidable"
+    """A bug near or below what rounding does, whatever was said of it."""
+    CLEAN = "clean"
+    """A benign change, and the runs are said to agree."""
+    ALARM = "alarm"
+    """A benign change that was reported."""
+    LEFT_OUT = "left out"
+    """Could not be run: the case proves nothing."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it counts against the tool, or as a case that proves nothing."""
+        return self in (Fate.WRONG, Fate.MISSED, Fate.ALARM, Fate.LEFT_OUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One case, judged."""
+
+    name: str
+    fate: Fate
+    bug: Bug | None = None
+    seen: Observed | None = None
+    named: str = ""
+    """The module named."""
+    place: str = ""
+    ratio: float = math.nan
+    """error / floor there."""
+    extra: int = 0
+    """Modules named beside it."""
+    is_right_step: bool = True
+    cause: str = ""
+    """What was stated."""
+    is_right_cause: bool = False
+    said: str = ""
+    seconds: float = 0.0
+    pairing: Pairing | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of ``--json``."""
+        fields = asdict(self) | {"type": "case", "fate": str(self.fate)}
+        if self.pairing is not None:
+            fields |= {"pair": self.pairing.name, "dtypes": self.pairing.dtypes, "family": self.pairing.model.family}
+        return fields
+
+
+def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> Judged:
+    """A benign change; one that overflows by itself proves nothing."""
+    outcome = judged(case, report, 0.0)
+    found = _base(outcome, Fate.CLEAN if outcome.score is Score.CLEAN else Fate.ALARM)
+    return found if is_sound else replace(found, fate=Fate.LEFT_OUT, said="values overflow without any bug")
+
+
+def judge_bug(case: Case, bug: Bug, report: Report | Exception, seen: Observed, *, is_alarmed: bool) -> Judged:
+    """A bug, in the light of what the oracle saw of it; ``is_alarmed``: without it the target is reported, too."""
+    outcome = judged(case, report, seen.here)
+    found = replace(_base(outcome, _fate(outcome, seen)), bug=bug, seen=seen)
+    if is_alarmed:
+        return replace(found, fate=Fate.UNDECIDABLE, said="the unharmed target is reported, too")
+    if seen.first and not seen.is_expected:
+        return replace(found, fate=Fate.LEFT_OUT, said=f"the bug changes {seen.first} first")
+    if found.fate is not Fate.NAMED or isinstance(report, Exception) or report.first_divergence is None:
+        return found
+    first = report.first_divergence
+    text = first.explanation.text if first.explanation else ""
+    right_step = first.step in seen.steps
+    return replace(found, is_right_step=right_step, cause=text, is_right_cause=bool(text) and is_right(bug, text))
+
+
+def _fate(outcome: Outcome, seen: Observed) -> Fate:
+    is_silent = outcome.score is Score.MISSED
+    if seen.is_observable:
+        named = outcome.score in (Score.NAMED, Score.ANCESTOR, Score.MISPLACED)
+        return Fate.NAMED if named else Fate.MISSED if is_silent else Fate.WRONG
+    return Fate.TOLERATED if seen.is_invisible and is_silent else Fate.UNDECIDABLE
+
+
+def _base(outcome: Outcome, fate: Fate) -> Judged:
+    return Judged(
+        outcome.case.name,
+        fate,
+        named=outcome.named,
+        place=outcome.place,
+        ratio=outcome.ratio,
+        extra=outcome.others,
+        said=outcome.said,
+    )
+
+
+def not_run(case: Case, bug: Bug | None, said: str) -> Judged:
+    """A case that could not be run."""
+    return Judged(case.name, Fate.LEFT_OUT, bug=bug, said=said.strip().splitlines()[-1] if said.strip() else said)

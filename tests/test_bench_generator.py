@@ -1,0 +1,133 @@
+"""Generated cases of the verdict bench: drawn from their number alone, judged by an oracle of their own."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bench_verdict import package
+
+from tapscope import Dumper
+from tapscope.observe import RowRun
+
+package()
+main: Any = importlib.import_module("benchmarks.verdict.__main__")
+pairing: Any = importlib.import_module("benchmarks.verdict.generator.pairing")
+damage: Any = importlib.import_module("benchmarks.verdict.generator.damage")
+bugs: Any = importlib.import_module("benchmarks.verdict.generator.bug")
+causes: Any = importlib.import_module("benchmarks.verdict.generator.causes")
+oracle: Any = importlib.import_module("benchmarks.verdict.generator.oracle")
+
+
+def generated(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and JSON lines of the bench."""
+    code = main.main(["--json", "--jobs", "1", *words])
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def without_time(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "seconds"}
+
+
+def test_a_few_generated_cases_end_to_end_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+    code, (benign, bug, score) = generated(capsys, "--generate", "5", "--cases", "4", "--only", "gen-5-[01]")
+    assert (benign["name"], benign["fate"], benign["bug"]) == ("gen-5-0", "clean", None)
+    assert (bug["name"], bug["fate"]) == ("gen-5-1", "named")
+    assert bug["named"] == bug["bug"]["expect"][0]
+    assert bug["seen"]["here"] > oracle.OBSERVABLE
+    assert (code, score["exit_code"]) == (0, 0)
+    assert any(line.startswith("all") for line in score["lines"])
+    _, (again, _) = generated(capsys, "--generate", "5", "--cases", "400", "--only", "gen-5-1")
+    assert without_time(again) == without_time(bug), "a case depends on its seed and number alone"
+
+
+def test_two_ranks_in_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = generated(capsys, "--generate", "6", "--cases", "12", "--only", "gen-6-8", "--only", "gen-6-9")
+    assert (code, lines[0]["pair"], lines[0]["dtypes"]) == (0, "engine-engine/tp2", "float32-bfloat16")
+    assert lines[0]["fate"] == "clean"
+    assert lines[1]["fate"] in ("named", "tolerated", "undecidable")
+
+
+def test_what_is_drawn_hangs_on_the_numbers_and_covers_what_it_should() -> None:
+    drawn = [pairing.draw_pairing(9, number) for number in range(60)]
+    assert drawn == [pairing.draw_pairing(9, number) for number in range(60)]
+    assert drawn != [pairing.draw_pairing(10, number) for number in range(60)]
+    assert {p.target.dtype for p in drawn} == {"float32", "bfloat16", "float16"}
+    assert {p.target.framework for p in drawn} == {"transformers", "engine", "megatron"}
+    assert {p.target.tp for p in drawn} == {1, 2}
+    assert len({p.model.family for p in drawn}) >= 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"op": "scale", "amount": 2.0}, [2, 4, 6, 8]),
+        ({"op": "scale", "amount": 2.0, "start": 1, "count": 2, "stride": 2}, [1, 4, 3, 8]),
+        ({"op": "zero", "start": 3, "count": 2}, [0, 2, 3, 0]),
+        ({"op": "negate", "start": 0}, [-1, 2, 3, 4]),
+        ({"op": "swap", "start": 0, "count": 2, "other": 2}, [3, 4, 1, 2]),
+        ({"op": "copy", "start": 0, "other": 3}, [4, 2, 3, 4]),
+        ({"op": "roll", "count": 4}, [4, 1, 2, 3]),
+        ({"op": "round", "dtype": "float8_e4m3"}, [1, 2, 3, 4]),
+    ],
+)
+def test_damage_changes_its_part_along_its_axis(fields: dict[str, Any], expected: list[float]) -> None:
+    given = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    done = damage.Damage(**fields)
+    assert done(given).tolist() == [expected]
+    assert damage.Damage(**fields, axis=-2)(given.T).flatten().tolist() == expected
+    assert given.tolist() == [[1.0, 2.0, 3.0, 4.0]], "what it is given stays as it is"
+    assert done.said.startswith(fields["op"])
+
+
+def test_a_cause_is_right_only_with_the_right_number() -> None:
+    bug = bugs.Bug(kind="output", module="m", expect=("m",), damage=damage.Damage(op="scale", amount=1.02))
+    bug = bugs.Bug(kind="output", module="m", expect=("m",), damage=bug.damage, cause=causes.cause_of(bug))
+    assert causes.is_right(bug, "in column 3: target = 1.02 × baseline (removes 100 % of the error)")
+    assert not causes.is_right(bug, "target = 1.5 × baseline (removes 97 % of the error)")
+    assert not causes.is_right(bug, "target = −baseline (removes 97 % of the error)")
+
+
+def capture(out: Path, weight: torch.Tensor, dtype: torch.dtype, padding: float = 0.0) -> Path:
+    """One linear over two rows, of which the second is padding."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)).to(dtype)
+    model[0].weight.data = weight.to(dtype)
+    given = torch.stack([torch.linspace(-1, 1, 8), torch.full((8,), padding)])[None].to(dtype)
+    with (
+        Dumper(model, out, keep="full") as dumper,
+        dumper.step(grid=(1, 2), rows=[RowRun("r0", 0, 1, 0, 0)], token_ids=[1]),
+    ):
+        model(given)
+    return out
+
+
+def test_the_oracle_measures_a_bug_against_rounding_and_leaves_padding_out(tmp_path: Path) -> None:
+    weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    wide = capture(tmp_path / "wide", weight, torch.float64)
+    clean = capture(tmp_path / "clean", weight, torch.bfloat16)
+
+    def seen(name: str, factor: float, padding: float = 0.0) -> Any:
+        target = capture(tmp_path / name, weight * factor, torch.bfloat16, padding)
+        return oracle.observe(clean, target, oracle.Noise(clean, wide), ("0",))
+
+    large, small, padded = seen("large", 2.0), seen("small", 1.004), seen("padded", 1.0, padding=3.0)
+    assert (large.is_observable, large.is_expected, large.first, large.steps) == (True, True, "0:out", (0,))
+    assert math.isclose(large.here * large.rounding, 1.0, rel_tol=0.05), "twice as large: off by once itself"
+    assert (small.is_observable, small.is_invisible) == (False, True)
+    assert (padded.here, padded.anywhere, padded.first) == (0.0, 0.0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cases", "0"), "must be at least 1"),
+        (("--cases", "8", "--only", "gen-5-8"), "they are gen-5-0 to gen-5-7"),
+        (("--device", "cuda"), "leave out --bugs, --benign and --device"),
+    ],
+)
+def test_bad_words_are_one_error(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    assert main.main(["--generate", "5", *words]) == 2
+    assert said in capsys.readouterr().err
