@@ -174,6 +174,21 @@ def test_rows_of_experts_meet_by_token_and_expert_however_they_lie(tmp_path: Pat
     assert inner.worst.position in np.flatnonzero((chosen == 1).any(1))
 
 
+def test_rows_of_experts_meet_where_every_token_goes_to_one_of_them(tmp_path: Path) -> None:
+    # One row for each token, in the order of experts: as many as there are tokens, and not theirs in that order.
+    choice = np.argmax(HIDDEN @ ROUTER.T, axis=1)[:, None]
+    for name, order in (("b", np.arange(ROWS)), ("t", np.argsort(choice[:, 0], kind="stable"))):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.put("layers.0.mlp.experts:in[hidden_states]", HIDDEN)
+            run.put("layers.0.mlp.experts:in[top_k_index]", choice)
+            run.put(INNER, HIDDEN[order])
+            run.put("layers.0.mlp.experts:out", HIDDEN)
+    report, found = diff(tmp_path)
+    inner = found["mlp.experts.act_fn:in[input]"]
+    assert (inner.verdict, inner.rows.compared, report.exit_code) == (Verdict.SAME, ROWS, 0)
+
+
 def test_rows_of_experts_that_lie_on_other_ranks_are_left_out_and_said(tmp_path: Path) -> None:
     # Each of two ranks has its own experts' pairs first and zeros behind them, in as many rows as there are pairs.
     inner, choice = np.ones((ROWS * TOP, WIDTH), np.float32), np.tile(np.arange(TOP), (ROWS, 1))

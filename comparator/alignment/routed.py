@@ -52,7 +52,7 @@ class Entries(Struct, frozen=True):
 
 
 class Choices:
-    """The integers that modules of one run were given, several for each token."""
+    """The integers that modules of one run were given, one or more for each token."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:
         self._run, self._rows = run, rows
@@ -123,9 +123,11 @@ def _layouts(experts: Array) -> tuple[Array, ...]:
 
 
 def _is_table(record: Record, rows: SideRows) -> bool:
-    """Whether it holds two integers or more for each token row of its step."""
-    port, shape = record.key.site.rpartition(":")[2], record.shape
-    if record.key.pass_ != FORWARD or not port.startswith("in[") or len(shape) < 2 or shape[-1] < 2:
+    """Whether it holds two integers or more for each token row of its step; a single one only where experts are given
+    it, since ids and positions of a step of one token a request look the same."""
+    path, _, port = record.key.site.rpartition(":")
+    shape, least = record.shape, 1 if "expert" in path.rpartition(".")[2] else 2
+    if record.key.pass_ != FORWARD or not port.startswith("in[") or len(shape) < 2 or shape[-1] < least:
         return False
     grid = rows.of(record)
     return grid is not None and math.prod(shape[:-1]) == grid.num_slots

@@ -51,8 +51,8 @@ class Observed:
 
     @property
     def is_invisible(self) -> bool:
-        """Whether it is less than rounding does, everywhere."""
-        return self.anywhere < INVISIBLE
+        """Whether it is about what rounding does to what the module at fault gives."""
+        return self.here < INVISIBLE
 
 
 @dataclass(frozen=True, slots=True)

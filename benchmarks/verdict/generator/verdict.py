@@ -68,7 +68,16 @@ class Judged:
         fields = asdict(self) | {"type": "case", "fate": str(self.fate)}
         if self.pairing is not None:
             fields |= {"pair": self.pairing.name, "dtypes": self.pairing.dtypes, "family": self.pairing.model.family}
-        return fields
+        return {name: _plain(value) for name, value in fields.items()}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity and no NaN: ``"inf"`` and null."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)
 
 
 def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> Judged:
@@ -89,7 +98,7 @@ def judge_bug(case: Case, bug: Bug, report: Report | Exception, seen: Observed, 
     if found.fate is not Fate.NAMED or isinstance(report, Exception) or report.first_divergence is None:
         return found
     first = report.first_divergence
-    text = first.explanation.text if first.explanation else ""
+    text = outcome.cause
     right_step = first.step in seen.steps
     return replace(found, is_right_step=right_step, cause=text, is_right_cause=bool(text) and is_right(bug, text))
 
