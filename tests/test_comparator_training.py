@@ -16,6 +16,7 @@ from tapscope.comparator.examination.examined import About, Examined
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.measures.spread import NOTHING, Spread
 from tapscope.comparator.measures.updates import of_updates
+from tapscope.comparator.report.answer import answer
 from tapscope.comparator.rounding.gradients import difference
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.localise import Divergence
@@ -93,7 +94,33 @@ def test_swapped_betas_are_named_in_the_step_that_they_begin_to_matter(golden: P
     assert first is not None
     assert first.site == "embed:param[weight]"
     assert first.step == 1  # with the correction for the start, the first step is alike
-    assert {(d.site.rpartition(":")[2].partition("[")[0], d.step) for d in found.divergences} == {("param", 1)}
+    assert len(found.divergences) == 1  # one optimizer, one report
+    assert first.shared == ("norm", "up", "down")
+    assert "3 more modules of 4 with parameters: it is what they share" in "\n".join(answer(found))
+
+
+def test_two_independent_bugs_of_one_step_are_two_reports(golden: Path, tmp_path: Path) -> None:
+    def harm(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        net.up.weight.register_hook(lambda gradient: 0.5 * gradient)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not net.embed.weight]
+
+    found = report(golden, train(tmp_path / "other", patch=harm))
+    assert {(d.site, d.shared) for d in found.divergences} == {
+        ("up:param[weight].grad", ()),
+        ("embed:param[weight]", ()),
+    }
+
+
+def test_gradients_that_are_all_scaled_are_one_report(golden: Path, tmp_path: Path) -> None:
+    def scale(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: 3.0 * gradient)
+
+    found = report(golden, train(tmp_path / "other", patch=scale))
+    assert len(found.divergences) == 1
+    assert found.divergences[0].site.endswith(".grad")
+    assert "more modules of 4 with gradients of parameters" in "\n".join(answer(found))
 
 
 def test_one_parameter_that_is_not_trained_is_the_only_one_named(golden: Path, tmp_path: Path) -> None:

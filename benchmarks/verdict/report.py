@@ -48,9 +48,10 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
         if counts:
             said = ", ".join(f"{counts[s]} {_WORDS[s]}" for s in _BUGS if counts[s])
             lines.append(f"{kind} bugs: {counts.total()}: {said}")
-    beside = [o for o in outcomes if o.score in (Score.NAMED, Score.ANCESTOR) and o.others]
-    if beside:
-        lines.append(f"of the bugs named, {len(beside)} name {sum(o.others for o in beside)} more modules beside")
+    named = [o for o in outcomes if o.score in (Score.NAMED, Score.ANCESTOR)]
+    if named:
+        extra, many = sum(o.others for o in named), sum(o.others > 0 for o in named)
+        lines.append(f"extra modules: {extra / len(named):.2f} for each of {len(named)} named bugs, of {many} of them")
     lines += [_cause_line(kind, outcomes) for kind in ("strong", "subtle") if _asked(kind, outcomes)]
     counts = Counter(o.score for o in outcomes if not o.case.is_bug)
     if counts:

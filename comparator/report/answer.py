@@ -137,20 +137,21 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
 
 
 def _shared(report: "Report", divergence: Divergence) -> str:
-    """Where most parameters are off by themselves: no module did that to all of them."""
-    if not _is_parameter(divergence.site):
+    """What else the same event put off, where it is no module's doing."""
+    if not divergence.shared:
         return ""
-    parameters = [f for f in report.findings if _is_parameter(f.site) and f.baseline and f.target]
-    own = sum(_is_parameter(d.site) for d in report.divergences)
-    if own < 2 or 2 * own <= len(parameters):
-        return ""
-    why = "it is what they share (the optimizer, the checkpoint) rather than one module's doing"
-    return f"so are {own - 1:,} more of {len(parameters):,} parameters: {why}"
+    is_gradient = divergence.site.endswith(".grad")
+    alike = [f for f in report.findings if _is_parameter(f.site, is_gradient) and f.baseline and f.target]
+    holders = {f.site.rpartition(":")[0] for f in alike}
+    what = "gradients of parameters" if is_gradient else "parameters"
+    by = "the optimizer, the clip, the accumulation" if is_gradient else "the optimizer, the checkpoint"
+    more = f"{text.plural(len(divergence.shared), 'more module')} of {len(holders):,} with {what}"
+    return f"so are those of {more}: it is what they share ({by}) rather than one module's doing"
 
 
-def _is_parameter(site: str) -> bool:
+def _is_parameter(site: str, is_gradient: bool) -> bool:
     port = site.rpartition(":")[2]
-    return port.startswith("param[") and not port.endswith(".grad")
+    return port.startswith("param[") and port.endswith(".grad") == is_gradient
 
 
 def _size(finding: Finding) -> str:
@@ -196,7 +197,7 @@ def _where(report: "Report") -> str:
 def _also(report: "Report", divergence: Divergence) -> str:
     """Other modules that are off on their own account."""
     others = report.divergences[1:]
-    if not others or _shared(report, divergence):
+    if not others:
         return ""
     return f"; also in {others[0].module or '(root)'}{_more(len(others) - 1, 'module')}"
 

@@ -11,6 +11,7 @@ from tapscope.comparator.rounding.conditions import CONDITION
 from tapscope.comparator.rounding.graph import Graph
 from tapscope.comparator.rounding.node import Inputs, Node
 from tapscope.comparator.runs.modules import is_within
+from tapscope.comparator.verdicts.events import events
 from tapscope.comparator.verdicts.explanation import Explanation
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.tokens import TokenError
@@ -51,6 +52,8 @@ class Divergence(Struct, frozen=True):
     """What the hypotheses say; None where the values were not looked at."""
     others: tuple[str, ...] = ()
     """Modules that it may be instead: the evidence between them is a hair's breadth."""
+    shared: tuple[str, ...] = ()
+    """Modules whose parameters, or their gradients, are off by the same event, see :mod:`.events`."""
     tokens: tuple[TokenError, ...] = ()
     """The rows beyond the floor in that step, in order of rows, the first :data:`.tokens.MAX_TOKENS`."""
     num_tokens: int = 0
@@ -76,7 +79,12 @@ def localise(
     roles |= {matched[n]: "producer" for n in nodes}
     marked = [structs.replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
     owners = {graph.nodes[n].path for n in nodes if graph.nodes[n].is_summed}
-    found = [_divergence(marked, matched, graph, inputs, n, bad[n], owners) for n in nodes]
+    found = []
+    for n, rest in events(nodes, bad, graph).items():
+        shared = dict.fromkeys(graph.nodes[i].path for i in rest)
+        shared.pop(graph.nodes[n].path, None)
+        one = _divergence(marked, matched, graph, inputs, n, bad[n], owners)
+        found.append(structs.replace(one, shared=tuple(shared)))
     outdone = any(min(d.finding.growth, d.finding.ratio) > OUTDONE for d in found)
     found.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))
     return marked, list({d.module: d for d in reversed(found)}.values())[::-1]
