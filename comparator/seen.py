@@ -16,6 +16,7 @@ from tapscope.comparator.matching.match import Pair, match
 from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, seen_through
 from tapscope.comparator.matching.repeats import call_by_call
 from tapscope.comparator.matching.selection import num_objects, num_selected, select, select_pairs, without_objects
+from tapscope.comparator.measures.images import convolving
 from tapscope.comparator.measures.small_rows import norms_of
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import SIDES, of_side, override_dims
@@ -86,7 +87,7 @@ def see(
     preparer = Preparer(baseline, target, rows, options.shift_steps, options.ranks)
     examiner = Examiner(preparer, options.tolerance, options.detail)
     examiner.backward = any(pair.baseline is not None and pair.baseline.site.endswith(".grad") for pair in pairs)
-    examiner.norms = norms_of(sites)
+    examiner.norms, examiner.convolving = norms_of(sites), convolving(sites)
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))

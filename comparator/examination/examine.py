@@ -42,6 +42,8 @@ class Examiner:
         """Whether there are gradients, whose floors depend on how large values are."""
         self.norms: frozenset[str] = frozenset()
         """Paths of the modules that divide each row by its size."""
+        self.convolving: frozenset[str] = frozenset()
+        """Paths of the modules that make rows of an image of each other."""
         self._suggester = Suggester(preparer)
         self._kinds: dict[Hashable, Kind] = {}
         """By the form of their pairs."""
@@ -115,7 +117,7 @@ class Examiner:
         """Pairs once their values were read."""
         found = measure_all([one.opened for one in begun], self.tolerance or (0.0, 0.0))
         detail = self.measure_detail if self.detail else None
-        reader = Reader(found, Wanted(self.preparer.row_map, self.backward, self.norms, detail))
+        reader = Reader(found, Wanted(self.preparer.row_map, self.backward, self.norms, self.convolving, detail))
         for one, section in zip(begun, found.section, strict=True):
             ready = None if one.opened.alike else one.opened.ready
             problem = found.problem(section)

@@ -16,6 +16,7 @@ from tapscope.comparator.examination.results import place_in, recorded_size, ste
 from tapscope.comparator.facts import Place
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.measures.channels import worst_channel
+from tapscope.comparator.measures.images import image_channel
 from tapscope.comparator.measures.joined_rows import part_at
 from tapscope.comparator.measures.measure import Measured, Opened, Pairs
 from tapscope.comparator.measures.sharpness import sharpness
@@ -23,7 +24,7 @@ from tapscope.comparator.measures.small_rows import even_errors, is_lifted, own_
 from tapscope.comparator.measures.spread import NOTHING, Spread, sizes_of, with_channel
 from tapscope.comparator.measures.updates import drifts, sways
 from tapscope.comparator.measures.values import values_of
-from tapscope.kernels.native.channels import MIN_ROWS
+from tapscope.kernels.native.channels import MIN_ROWS, Channel
 
 if TYPE_CHECKING:
     from tapscope.comparator.measures.detail import Detail
@@ -46,6 +47,8 @@ class Wanted(NamedTuple):
     """Whether there are gradients, whose floors depend on how large values are."""
     norms: frozenset[str]
     """Paths of the modules that divide each row by its size."""
+    convolving: frozenset[str]
+    """Paths of the modules that make rows of an image of each other."""
     detail: "Callable[[str, Prepared], Detail] | None"
     """(site, pair) -> more measures; None where nobody asks for them."""
 
@@ -145,7 +148,7 @@ class Reader:
             more |= {"permuted": True} if _is_permuted(found[section], one.opened.ready) else {}
         if is_unequal and is_off and not exact:
             if found.num_rows(section) >= MIN_ROWS and not one.like.layouts[0].keyed:  # else its columns are tokens
-                channel = worst_channel(one.opened, found[section])
+                channel = self._channel(one, found[section])
                 spread = with_channel(self._values.spread(section), channel)
             more |= self._of_rows(one, section)
         if is_parameter(one.site):
@@ -159,6 +162,16 @@ class Reader:
         if self._wanted.detail is not None and is_unequal:
             more["detail"] = self._wanted.detail(one.site, one.opened.ready)
         return spread, more
+
+    def _channel(self, one: Begun, measured: Measured) -> Channel:
+        """The channel that stands out most. What a convolution or its like makes has them along the second axis, and
+        rows of the picture beside each other are alike; of another image it is seen which axis has one."""
+        is_signal = one.site.rpartition(":")[0] in self._wanted.convolving
+        image = image_channel(one.opened, measured, is_signal=is_signal)
+        if is_signal:
+            return image
+        column = worst_channel(one.opened, measured)
+        return max((column, image), key=lambda channel: abs(channel.gain) / channel.noise if channel.noise else 0.0)
 
     def _of_rows(self, one: Begun, section: int) -> dict[str, Any]:
         """What the floors of a few kinds of sites depend on beside their errors."""

@@ -61,7 +61,7 @@ class Attention:
     def mixes(self, node: int) -> bool:
         """Whether a row may be made of several rows of what went in: by attention, or by functions nobody saw."""
         how = self._graph.inputs(node).how
-        return how in _MIXES or self.of(node) is not None or self._convolves(node)
+        return how in _MIXES or self.of(node) is not None or self.convolves(node)
 
     def lift(self, node: int) -> Quantiles:
         """By how much more than usual a value may be off that is what a softmax gave, or was made of that."""
@@ -91,7 +91,7 @@ class Attention:
         """Errors of what went into some nodes, [kinds, nodes], as they appear there: the typical row of an attention is
         given the root mean square of all rows' errors, for those that are far off are in every row that attends to
         them; and keys and values have gone through the cache."""
-        at = [row for row, node in enumerate(nodes) if self._is_mean(node) or self._convolves(node)]
+        at = [row for row, node in enumerate(nodes) if self._is_mean(node) or self.convolves(node)]
         if not at:
             return given
         given = given.copy()
@@ -114,7 +114,8 @@ class Attention:
             path = self._graph.enclosing(node) if how == "around" else None
         return path if path in self._paths else None
 
-    def _convolves(self, node: int) -> bool:
+    def convolves(self, node: int) -> bool:
+        """Whether rows of an image were made of each other by a convolution or its like."""
         return self._graph.nodes[node].convolves and self._graph.inputs(node).how == "captured"
 
     def _is_mean(self, node: int) -> bool:

@@ -120,12 +120,14 @@ def local_floors(
     condition: Array | float,
     *,
     mixes: Array | bool = False,
+    keeps_channels: Array | bool = False,
     sums_rows: Array | bool = False,
     stretch: Array | float = 1.0,
 ) -> Floors:
     """The floors of modules given the errors of what went into them.
 
     ``mixes``: rows may be mixed on the way, as in attention; then their errors are alike and do not average out.
+    ``keeps_channels``: such as mix rows, but have their channels along another axis (:mod:`..measures.images`).
     ``sums_rows``: it is a sum over the rows of the inputs, such as a parameter's gradient.
     ``stretch``: how much larger the condition may be of single rows.
     """
@@ -147,7 +149,7 @@ def local_floors(
             (
                 *terms.rising(errors),
                 terms.gain(given.gain, given.errors[0]) + np.where(sums_rows, summed_gain(given), 0.0),
-                np.where(mixes, np.inf, channel),
+                np.where(mixes & ~np.asarray(keeps_channels), np.inf, channel),
                 np.where(sums_rows & (spreads.num_rows == 1), peak, element),  # as of_sum
                 peak,
             )

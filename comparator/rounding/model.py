@@ -74,6 +74,7 @@ class Rounding:
         self._is_state = np.array([node.is_state for node in nodes], bool)
         inputs = [graph.inputs(node) for node in self._cases.nodes]
         self._mixes = np.array([self._cases.attention.mixes(node) for node in self._cases.nodes], bool)
+        self._keeps_channels = np.array([self._cases.attention.convolves(node) for node in self._cases.nodes], bool)
         self._has_inputs = np.array([bool(each.nodes) for each in inputs], bool)
         self._is_made = self._has_inputs | self._is_state
         """Whether there is something that it was made of."""
@@ -135,7 +136,14 @@ class Rounding:
         open_tail = np.where(self._is_back | is_lifted, np.inf, 0.0)
         path = path_floors(cases.modelled, cases.terms._replace(tail_limit=open_tail)).lifted(lifts)
         terms = cases.terms._replace(tail_limit=np.where(is_lifted, np.inf, 0.0))
-        local = local_floors(given, terms, self._condition, mixes=self._mixes, sums_rows=self._is_sum)
+        local = local_floors(
+            given,
+            terms,
+            self._condition,
+            mixes=self._mixes,
+            keeps_channels=self._keeps_channels & ~self._is_back,
+            sums_rows=self._is_sum,
+        )
         local = local.lifted(self._unseen).where(self._is_made, path)
         summed = path.of_sum(summed_gain(given), cases.terms.spreads.num_rows)
         return local, summed.where(self._is_sum & self._is_made, path)

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 from msgspec import Struct
 
+from tapscope.comparator.measures.images import convolves
+
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
-_CONVOLVES = re.compile(r"(Lazy)?Conv(Transpose)?[123]d|(Lazy)?(Batch|Instance)Norm[123]d|GroupNorm|\w*Pool[123]d")
-"""Not GPT-2's Conv1D, which is a linear map."""
 
 
 class Node(Struct, frozen=True, gc=False):
@@ -55,7 +55,7 @@ class Node(Struct, frozen=True, gc=False):
     @property
     def convolves(self) -> bool:
         """Whether rows of an image or a signal, which lie along its last axis, are made of each other in the module."""
-        return _CONVOLVES.fullmatch(self.cls) is not None and not self.is_state and not self.is_summed
+        return convolves(self.cls) and not self.is_state and not self.is_summed
 
     @property
     def is_pointwise(self) -> bool:

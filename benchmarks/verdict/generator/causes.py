@@ -42,6 +42,10 @@ def _damaged(bug: Bug) -> tuple[str, ...]:
     assert damage is not None
     about_inputs = bug.kind in ("weight", "rank_weight") and damage.axis == -1
     found: tuple[str, ...] = (r"\bweights?\b", r"\bbias") if "weight" in bug.kind else ()
+    if "weight" in bug.kind and "norm" in bug.module and "bias" not in bug.module:
+        found += ("a factor of its own for each channel",)
+    if bug.module.endswith("bias"):
+        found += ("a summand of its own for each channel",)
     if about_inputs:
         found += (r"input columns?", r"column \d+ of its input", r"summand of rank")
     if damage.op == "round":
