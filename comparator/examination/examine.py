@@ -122,7 +122,8 @@ class Examiner:
             ready = None if one.opened.alike else one.opened.ready
             problem = found.problem(section)
             if problem is not None:
-                said = Examined(one.pair, one.site, one.kind.about).but(problem=str(problem))
+                is_misfit = _is_width(problem) and _are_whole(one.opened.ready)
+                said = Examined(one.pair, one.site, one.kind.about).but(problem=str(problem), is_misfit=is_misfit)
                 yield Look(said, ready if _is_width(problem) else None)
                 continue
             try:
@@ -150,6 +151,15 @@ class Examiner:
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
         known = [int(k) for config in configs if (k := config.get("num_experts_per_tok"))]
         return detail_of(ready, site, known[0] if known else None)
+
+
+def _are_whole(ready: Prepared) -> bool:
+    """Whether both sides are as one rank holds them, or as their dims say, and have not merely their axes in another
+    order: no other dims are to be asked for."""
+    sides = (ready.left[0], ready.right[0])
+    if sorted(sides[0].shape) == sorted(sides[1].shape):
+        return False
+    return all(whole.dims is not None or len({r.key.rank for r in whole.records}) == 1 for whole in sides)
 
 
 def _is_width(problem: Exception) -> bool:

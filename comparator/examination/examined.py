@@ -26,6 +26,8 @@ class About(Struct, frozen=True, kw_only=True):
     target: Side | None = None
     problem: str = ""
     """Why it could not be compared; what values gave is then empty."""
+    is_misfit: bool = False
+    """Whether the problem is how the runs differ, whole tensors of two shapes, and no lack of dims."""
     apart: str = ""
     """Why nothing of it meets though nothing is wrong: it is left out of the findings."""
     layout: str = "whole"

@@ -18,7 +18,7 @@ _WORDS = {
     Verdict.ONLY_BASELINE: "only in baseline",
     Verdict.ONLY_TARGET: "only in target",
 }
-_SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function", "plain")
+_SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function", "plain", "shape")
 """Tests of which the first note says what came of them."""
 _CAUSES = ("absent", "grid", "function")
 """Tests whose first note states a cause, not only an observation."""
@@ -119,6 +119,8 @@ def _diverges(divergence: Divergence) -> str:
     seen = port if path == divergence.module else f"seen at {divergence.site}"
     if finding.test == "absent":
         return f"{name} ({seen}) has no gradient"
+    if finding.test == "shape":
+        return f"{name} ({seen}) has another shape"
     verb = "is not finite" if finding.verdict is Verdict.NONFINITE else "differs"
     return f"{name} ({seen}) {verb}{f': {size}' if (size := _size(finding)) else ''}"
 

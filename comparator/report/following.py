@@ -22,7 +22,7 @@ def following(report: "Report") -> str:
     if again := _with_prefix_removed(report):
         return again
     divergence = report.first_divergence
-    if divergence is not None:
+    if divergence is not None and not (divergence.finding.test == "shape" and _hints(divergence.finding)):
         side, run = divergence.finding.target, report.target
         if side is None:  # of a gradient that the target lacks
             side, run = divergence.finding.baseline, report.baseline

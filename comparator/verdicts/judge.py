@@ -64,7 +64,9 @@ class Judge:
         self._standards = standards or Standards()
         absent = self._standards.absent
         self.matched = [
-            i for i, one in enumerate(examined) if (one.is_matched and not one.problem) or one.site in absent
+            i
+            for i, one in enumerate(examined)
+            if (one.is_matched and (not one.problem or one.about.is_misfit)) or one.site in absent
         ]
         """Indices of what was compared, and of the gradients that should be there to be."""
         ours = [examined[i] for i in self.matched]
@@ -113,6 +115,8 @@ class Judge:
         how, order = self.inputs[node].how, self.matched[node]
         if not one.is_matched:
             return _absent(one, order, self._standards.absent[one.site], how)
+        if one.about.is_misfit:
+            return _misfit(one, order, how)
         if one.more.replicas:
             notes = (one.more.replicas,)
             how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
@@ -238,6 +242,16 @@ def _unmatched(one: Examined, order: int) -> Finding:
     if not one.is_matched:
         return _finding(one, order, Verdict.ONLY_TARGET if one.about.baseline is None else Verdict.ONLY_BASELINE)
     return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
+
+
+def _misfit(one: Examined, order: int, how: str) -> Finding:
+    """Whole tensors of two shapes differ from the first step on."""
+    assert one.pair.target is not None
+    first = one.pair.target.firings[0].step
+    read = structs.replace(one.read, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
+    seen = structs.replace(one, read=read)
+    by: dict[str, Any] = {"test": "shape", "growth": math.inf, "judged_by": "equality", "inputs": how}
+    return _finding(seen, order, Verdict.SHAPE, error=1.0, **by, notes=(one.problem,))
 
 
 def _absent(one: Examined, order: int, note: str, how: str) -> Finding:

@@ -24,6 +24,8 @@ NEARLY = 0.5
 """A site in front of it with this share of its own floor may be where it begins."""
 HOPS = 3
 """How far in front that may be."""
+_AT_ONCE = ("exact", "rule", "tolerance", "permuted", "absent", "plain", "shape")
+"""Tests by which a step is off whose error is not zero."""
 _FEWEST = 3
 """Gradients without which nothing is common to them."""
 _ALIKE = 0.01
@@ -43,7 +45,8 @@ class Divergence(Struct, frozen=True):
     place: Place | None
     """The row that is furthest off."""
     inputs: str
-    """``close``, or ``not captured`` where the sites before it stand in, or ``unknown`` where nothing does."""
+    """``equal``, ``close``, ``not compared`` where some could not be, ``not captured`` where the sites before it stand
+    in, or ``unknown`` where nothing does."""
     evidence: str
     """One sentence: what agrees before it and what does not behind it."""
     is_certain: bool = True
@@ -67,8 +70,7 @@ def localise(
 
     ``matched`` are the indices of the findings that are nodes of the ``graph``; ``inputs`` belong to the nodes.
     """
-    off = (Verdict.DIFFERS, Verdict.NONFINITE)
-    bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict in off}
+    bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict.is_bad}
     nodes = [n for n in bad if _adds(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
     nodes = _own(nodes, bad, graph, [findings[i] for i in matched])
     nodes = _clear(_finest(nodes, graph), bad, findings, matched)
@@ -97,7 +99,9 @@ def onset(finding: Finding) -> int:
     largest = max((s.error for s in finding.steps), default=0.0)
     tests: tuple[Callable[[StepResult], bool], ...] = (
         lambda s: s.nonfinite > 0,
-        lambda s: finding.test in ("exact", "rule", "tolerance", "permuted", "absent") and s.error > 0.0,
+        lambda s: (
+            finding.test in ("exact", "rule", "tolerance", "permuted", "absent", "plain", "shape") and s.error > 0.0
+        ),
         lambda s: s.error > finding.row_floor > 0.0,
         lambda s: finding.test in ("typical", "gain") and s.rel_l2 > finding.floor > 0.0,
         lambda s: s.error >= 0.5 * largest,
@@ -174,7 +178,10 @@ def _divergence(
     if finding.test == "absent" and (path := graph.nodes[node].path) != module:  # whose gradient it is
         module, others = path, [module, *others]
     before = findings[matched[inputs[node].nodes[-1]]].site if inputs[node].nodes else ""
-    evidence = _evidence(finding, how, before, graph.nodes[node].is_input)
+    own = graph.nodes[node]
+    apart = [] if own.is_input else _not_compared(findings, own.path)
+    equal = all(findings[matched[i]].verdict is Verdict.SAME for i in inputs[node].nodes)
+    evidence = _evidence(finding, how, before, own.is_input, "equal" if equal else "close", apart)
     if module in owners and graph.nodes[node].path != module:
         evidence += f"; of those that consume it only {module} has a parameter whose gradient is wrong by itself"
     evidence += _one_sided(findings, module)
@@ -185,8 +192,11 @@ def _divergence(
         at = findings[matched[near]]
         evidence += f"; {at.site} before it is at {at.ratio:.2g} of its own floor, so it may begin there"
     said = _SAID.get(how, "unknown")
+    said = "not compared" if apart else "equal" if said == "close" and equal else said
     rest = tuple(name for name in dict.fromkeys(others) if name != module)
-    return Divergence(module, finding.site, finding, step, finding.worst, said, evidence, bool(how), others=rest)
+    return Divergence(
+        module, finding.site, finding, step, finding.worst, said, evidence, bool(how) and not apart, others=rest
+    )
 
 
 def _one_sided(findings: Sequence[Finding], module: str) -> str:
@@ -224,16 +234,23 @@ def _nearly(
     return found
 
 
-def _evidence(finding: Finding, how: str, before: str, is_input: bool) -> str:
+def _evidence(finding: Finding, how: str, before: str, is_input: bool, state: str, apart: Sequence[str]) -> str:
     if is_input and before:
         return f"what the sites up to {before} hold agrees; what reaches {finding.site} does not"
-    return {
-        "captured": "inputs close",
-        "inside": "inputs and everything inside it close",
-        "same": "its inputs close",
-        "around": f"its inputs were not captured on both sides; the sites up to {before} are close",
-        "before": f"its inputs were not captured on both sides; the sites up to {before} are close",
+    said = {
+        "captured": f"inputs {state}",
+        "inside": f"inputs and everything inside it {state}",
+        "same": f"its inputs {state}",
+        "around": f"its inputs were not captured on both sides; the sites up to {before} are {state}",
+        "before": f"its inputs were not captured on both sides; the sites up to {before} are {state}",
     }.get(how, "nothing before it was compared")
+    return f"{said}, but {' and '.join(apart)} could not be compared" if apart else said
+
+
+def _not_compared(findings: Sequence[Finding], path: str) -> list[str]:
+    """Ports of what a module was given that both runs have and that do not fit."""
+    inputs = (f for f in findings if f.site.startswith(f"{path}:in[") and f.verdict is Verdict.SHAPE)
+    return [f.site.rpartition(":")[2] for f in inputs]
 
 
 _SAID = {
