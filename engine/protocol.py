@@ -1,9 +1,11 @@
 """What POST /generate asks for, in the form of SGLang's native API."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tapscope.engine.api.model import ServedModel
+from tapscope.engine.api.sampling import NEUTRAL
 from tapscope.engine.checks import is_count, require
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.bodies import GenerateBody
@@ -39,23 +41,40 @@ class Wanted:
     """Tokens between two events of a stream, but for the first and the last."""
 
 
-def wanted(body: GenerateBody) -> list[Wanted]:
-    """Every generation of ``body``, prompt by prompt; raises UsageError."""
+def wanted(body: GenerateBody, model: ServedModel) -> list[Wanted]:
+    """Every generation of ``body``, prompt by prompt; raises UsageError where they are more than ``model`` serves."""
     prompts = _prompts(body)
+    model.limits.check_generations(len(prompts), 1, "text or input_ids")
+    for prompt in prompts:
+        if isinstance(prompt, str) and model.tokenizer is not None:
+            model.check_text(prompt, "text")
     many = body.sampling_params
     if isinstance(many, list) and len(many) != len(prompts):
         raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
-    found = []
+    found: list[Wanted] = []
     each = zip(prompts, _for_each(many, len(prompts)), _logprobs(body, len(prompts)), strict=True)
     for (prompt, values, told), name in zip(each, _request_ids(body, len(prompts)), strict=True):
         params, interval = _sampling(values, told, body), _stream_interval(values)
+        model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
         for index in range(params.n):
             own = name if name is None or params.n == 1 else f"{name}-{index}"
             one = Wanted(
                 prompt=prompt, params=params.child(index), request_id=own, logprobs=told, stream_interval=interval
             )
             found.append(one)
+    _check_answer(found, model, streams=body.stream)
     return found
+
+
+def _check_answer(found: Sequence[Wanted], model: ServedModel, *, streams: bool) -> None:
+    """A text counts as if every character were a token; each event of a stream repeats what came before it."""
+    values = 0
+    for one in found:
+        new = min(one.params.max_new_tokens, model.max_positions)
+        num_prompt = min(len(one.prompt), model.max_positions)
+        num_events = max(1, new // one.stream_interval // 2) if streams else 1
+        values += num_events * model.num_values(one.params, num_prompt, new)
+    model.limits.check_answer(values, "sampling_params")
 
 
 def is_batch(body: GenerateBody, count: int) -> bool:
@@ -68,6 +87,7 @@ def _sampling(values: Mapping[str, Any], told: LogprobsWanted, body: GenerateBod
     given = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
     for name in _BESIDE:
         given.pop(name, None)
+    given = {name: value for name, value in given.items() if value not in NEUTRAL.get(name, ())}
     if given.get("json_schema") == "$$ANY$$":
         given["json_schema"] = '{"type": "object"}'
     if body.return_routed_experts:

@@ -9,6 +9,7 @@ import tokenizers
 
 from tapscope.errors import CheckpointError
 
+_LONG = 4096  # characters
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -29,7 +30,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the file's post-processor adds unless told otherwise."""
-        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < _LONG:
+            return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        # encode holds the GIL until it is done, encode_batch does not
+        return list(self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; special tokens are left out unless told otherwise."""
@@ -50,6 +54,11 @@ class Tokenizer:
             return bytes(_BYTES[char] for char in token if char in _BYTES)
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most."""
+        return max(map(len, self._inner.get_vocab()), default=1)
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from moe_checkpoints import FAMILIES, make_moe
 from tapscope.cli import main
 from tapscope.comparator import Verdict, compare
 from tapscope.engine import LLM
+from tapscope.engine.api.model import ServedModel
 from tapscope.engine.native_answer import Style, answer
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import wanted
@@ -216,7 +217,7 @@ def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_comput
 def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "qwen3_moe")
     body = GenerateBody.model_validate({"input_ids": PROMPTS[0], "return_routed_experts": True})
-    (item,) = wanted(body)
+    (item,) = wanted(body, ServedModel(name="tiny", max_positions=512))
     assert item.params.routed_experts
     with LLM(path) as llm:
         whole = functools.reduce(Output.followed_by, llm.stream(PROMPTS[0], params=item.params))

@@ -21,7 +21,8 @@ _FIELDS = (
 )
 _TOP_LOGPROBS = 20
 # Of these OpenAI takes several values; here only the one that asks for nothing special.
-_ONLY = {"modalities": ["text"], "store": False, "service_tier": ("auto", "default")}
+_ONLY = {"modalities": ["text"], "service_tier": ("auto", "default")}
+_NEUTRAL = dict(sampling.NEUTRAL) | {"add_special_tokens": (False,)}  # the chat template writes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class ChatRequest:
             if fields.has(name):
                 raise RequestError(f"{name} is not supported; use tools and tool_choice", param=name)
         check_only(fields)
-        fields.refuse_unknown(_FIELDS, (*sampling.WITHOUT_EFFECT, *_ONLY))
+        fields.refuse_unknown(_FIELDS, (*sampling.WITHOUT_EFFECT, *_ONLY), _NEUTRAL)
         model.check_name(fields.text("model"))
         template = model.require_template()
         stream, include_usage = read_stream(fields)

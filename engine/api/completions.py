@@ -47,7 +47,7 @@ class CompletionRequest:
         """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
         fields = Fields(body)
         check_only(fields)
-        fields.refuse_unknown(_FIELDS, (*sampling.WITHOUT_EFFECT, "store", "service_tier"))
+        fields.refuse_unknown(_FIELDS, (*sampling.WITHOUT_EFFECT, "service_tier"), sampling.NEUTRAL)
         model.check_name(fields.text("model"))
         if fields.text("suffix"):
             raise RequestError("suffix is not supported; put what shall follow into the prompt", param="suffix")
@@ -83,9 +83,11 @@ def read_prompts(
     items = [value] if is_one else value
     if not isinstance(items, list) or not items or not all(isinstance(item, str | list) and item for item in items):
         raise fields.wrong(name, "it must be a text, a list of token ids, or a list of these, none of them empty")
+    model.limits.check_generations(len(items), fields.whole("n", 1, 128) or 1, name)
     ids, texts = [], []
     for item in items:
         if isinstance(item, str):
+            model.check_text(item, name)
             ids.append(tuple(model.require_tokenizer().encode(item, add_special_tokens=add_special_tokens)))
             texts.append(item)
             continue
@@ -116,6 +118,7 @@ def _params(
     values |= {"logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
     shared = sampling.make_params(values)
     counts = [model.num_new_tokens(len(ids), max_tokens) for ids in prompts]
+    model.check_answer(shared, sum(map(len, prompts)), sum(counts), "logprobs")
     return tuple(replace(shared, max_new_tokens=count) for count in counts)
 
 

@@ -1,7 +1,7 @@
 """Fields: the typed reading of one JSON object of a request's body, with errors that name the field."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tapscope.errors import RequestError
@@ -28,10 +28,17 @@ class Fields:
         """The error to raise for a value that breaks ``rule``."""
         return RequestError(f"{self.path(name)} is {short(self.values.get(name))}; {rule}", param=self.path(name))
 
-    def refuse_unknown(self, supported: Collection[str], without_effect: Collection[str] = ()) -> None:
-        """Refuse what would change the answer if it were understood; a null asks for nothing."""
+    def refuse_unknown(
+        self,
+        supported: Collection[str],
+        without_effect: Collection[str] = (),
+        neutral: Mapping[str, tuple[Any, ...]] | None = None,
+    ) -> None:
+        """Refuse what would change the answer if it were understood; null and ``neutral`` values ask for nothing."""
         for name, value in self.values.items():
-            if value is not None and name not in supported and name not in without_effect:
+            if value is None or value in (neutral or {}).get(name, ()):
+                continue
+            if name not in supported and name not in without_effect:
                 known = ", ".join(supported)
                 raise RequestError(
                     f"{self.path(name)} is not supported; supported: {known}",

@@ -13,6 +13,7 @@ from tapscope.errors import RequestError
 _COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config")
 _FIELDS = (*_COUNTED, "max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p")
 _WITHOUT_EFFECT = ("metadata", "cache_control")
+_NEUTRAL = {"context_management": ({}, {"edits": []}), "mcp_servers": ([],), "container": ("",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class MessagesRequest:
         fields = Fields(body)
         if fields.values.get("service_tier") not in (None, "auto", "standard_only"):
             raise fields.wrong("service_tier", "it must be auto or standard_only")
-        fields.refuse_unknown(_FIELDS, (*_WITHOUT_EFFECT, "service_tier"))
+        fields.refuse_unknown(_FIELDS, (*_WITHOUT_EFFECT, "service_tier"), _NEUTRAL)
         max_tokens = fields.whole("max_tokens", 1)
         if max_tokens is None:
             raise RequestError("max_tokens is missing; it must be a whole number from 1", param="max_tokens")

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.engine.api import reasoning, tool_parsers
+from tapscope.engine.api.limits import Limits
 from tapscope.engine.chat_template import ChatTemplate
+from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.errors import CheckpointError, ConfigError, RequestError
 
@@ -24,6 +26,11 @@ class ServedModel:
     name: str
     max_positions: int
     """Prompt and generated tokens that one request may have at most."""
+    hidden_size: int = 0
+    """Elements of one hidden state; 0 where config.json does not say."""
+    vocab_size: int = 0
+    """Likewise of one row of logits."""
+    limits: Limits = field(default_factory=Limits)
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -37,7 +44,14 @@ class ServedModel:
 
     @classmethod
     def read(
-        cls, folder: Path, *, name: str, max_positions: int, tool_format: str = "auto", reasoning_format: str = "auto"
+        cls,
+        folder: Path,
+        *,
+        name: str,
+        max_positions: int,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+        limits: Limits | None = None,
     ) -> "ServedModel":
         """From a checkpoint; ``auto`` looks at the chat template. Raises ConfigError, CheckpointError."""
         for field_name, value, known in (
@@ -51,6 +65,8 @@ class ServedModel:
         return cls(
             name=name,
             max_positions=max_positions,
+            **_sizes(folder / "config.json"),
+            limits=limits or Limits(),
             tokenizer=Tokenizer.find(folder),
             template=template,
             sampling=_generation_defaults(folder / "generation_config.json"),
@@ -84,6 +100,36 @@ class ServedModel:
             )
         return self.template
 
+    def check_text(self, text: str, param: str) -> None:
+        """Raise RequestError for a text so long that the model's positions cannot hold it, however it is tokenized."""
+        longest = self.max_positions * self.require_tokenizer().longest_token
+        if len(text) > longest:
+            raise RequestError(
+                f"{param} has {len(text)} characters; {self.name} takes {self.max_positions} tokens, which are at "
+                f"most {longest} characters; shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def check_answer(self, params: SamplingParams, num_prompt: int, num_new: int, param: str) -> None:
+        """Raise RequestError where ``params`` ask for more numbers than one answer may hold.
+
+        ``num_prompt``: tokens of all prompts; ``num_new``: tokens that are generated for them at most.
+        """
+        self.limits.check_answer(self.num_values(params, num_prompt, num_new), param)
+
+    def num_values(self, params: SamplingParams, num_prompt: int, num_new: int) -> int:
+        """Log-probabilities and elements of hidden states that an answer would hold at most."""
+        each = 1 + len(params.token_ids_logprob)
+        values = 0
+        if params.wants_logprobs:
+            values += num_new * (each + (params.logprobs or 0) + params.full_logprobs * self.vocab_size)
+        if params.prompt_logprobs is not None:
+            values += num_prompt * (each + params.prompt_logprobs)
+        if params.hidden_states:
+            values += (num_prompt + num_new) * self.hidden_size
+        return values * params.n
+
     def num_new_tokens(self, num_prompt: int, asked: int | None, param: str = "max_tokens") -> int:
         """Tokens to generate at most: as asked, else all that is left. Raises RequestError with the numbers."""
         left = self.max_positions - num_prompt
@@ -103,6 +149,17 @@ def _tool_format(source: str) -> str | None:
     if tool_parsers.CALL_OPEN in source:
         return "hermes"
     return "llama3" if tool_parsers.PYTHON_TAG in source or "<|start_header_id|>" in source else None
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """``hidden_size`` and ``vocab_size`` of config.json, or of its ``text_config``."""
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values = values.get("text_config", {}) | values
+        found = {name: values.get(name) for name in ("hidden_size", "vocab_size")}
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        return {}  # the engine reads it, too, and reports what is wrong
+    return {name: value for name, value in found.items() if type(value) is int}
 
 
 def _generation_defaults(path: Path) -> dict[str, float]:

@@ -64,6 +64,7 @@ def encode_conversation(model: ServedModel, talk: Conversation) -> tuple[str, tu
         continue_final_message=talk.continue_final_message,
         **(_no_thoughts(template, talk) | dict(talk.variables)),
     )
+    model.check_text(text, "messages")
     return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -92,7 +93,10 @@ def make_prompt(model: ServedModel, talk: Conversation) -> Prompt:
     if form.hidden:
         sampling["skip_special_tokens"] = False
     asked = model.num_new_tokens(len(token_ids), talk.max_tokens, talk.max_tokens_name)
-    return Prompt(token_ids=token_ids, params=make_params(sampling | {"max_new_tokens": asked}), form=form)
+    params = make_params(sampling | {"max_new_tokens": asked})
+    model.limits.check_generations(1, params.n, "n")
+    model.check_answer(params, len(token_ids), asked, "logprobs")
+    return Prompt(token_ids=token_ids, params=params, form=form)
 
 
 def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> None:

@@ -30,6 +30,31 @@ ROUTING = ("priority", "rid")
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 """Fields about the sender; they never change an answer."""
 
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "length_penalty": (1, 0),
+    "mm_processor_kwargs": ({},),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False, True),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (-1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
+"""Fields of other servers that are not supported here -> values that ask for what is done anyway."""
+
 
 def read_sampling(fields: Fields, defaults: Mapping[str, float]) -> dict[str, Any]:
     """Arguments for :func:`make_params`; ``defaults`` are the model's own."""

@@ -89,7 +89,7 @@ def build_app(
         app.add_middleware(KeyDoor, key=state.settings.api_key, answer=error_response)
     _add_metrics(app, state, more_metrics)
     asked = Asked(state)
-    own = (native.make_router(state), openai.make_router(state, asked), anthropic.make_router(state, asked))
+    own = (native.make_router(state, asked), openai.make_router(state, asked), anthropic.make_router(state, asked))
     for router in (*own, *routers):
         app.include_router(router)
     return app
@@ -125,7 +125,9 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
     """Nothing of ours should come here; the traceback goes to stderr."""
-    return error_response(request.url.path, 500, f"the server failed: {type(error).__name__}; its stderr says where")
+    response = error_response(request.url.path, 500, f"the server failed: {type(error).__name__}; see its stderr")
+    response.headers["Connection"] = "close"  # uvicorn closes it after an exception; a client must not use it again
+    return response
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 CAPTURE_HEADER = "x-tapscope-capture"
 REPLICA_HEADER = "x-data-parallel-rank"  # as vLLM's
-_LONG_BODY = 20_000  # bytes; a longer one is read and tokenised beside the event loop
+_LONG_BODY = 20_000  # bytes; a longer one is read and tokenized in a thread
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +46,7 @@ class Asked:
                     max_positions=limit,
                     tool_format=settings.tool_format,
                     reasoning_format=settings.reasoning_format,
+                    limits=settings.limits,
                 )
             return self._model
 
@@ -53,7 +54,7 @@ class Asked:
         """``parse`` of the body; raises UsageError."""
         body, model = await read_json(request), await self.model()
         if len(await request.body()) > _LONG_BODY:
-            return await asyncio.to_thread(parse, body, model)
+            return await self.state.client.in_background(parse, body, model)
         return parse(body, model)
 
 

@@ -12,7 +12,7 @@ _SAMPLING_SCHEMA["description"] = "As SamplingParams; `no_stop_trim` is `include
 Sampling = Annotated[dict[str, Any], WithJsonSchema(_SAMPLING_SCHEMA)]
 
 Name = Annotated[str, Field(min_length=1, max_length=500)]
-Ids = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Count = Annotated[int, Field(ge=0)]
 From = Annotated[int, Field(ge=-1)]
 _EACH = ", or a list of such, one for each prompt"
@@ -28,7 +28,7 @@ class GenerateBody(BaseModel):
     """POST /generate: one prompt, or a batch of them."""
 
     text: Annotated[str | Annotated[list[str], Field(min_length=1)] | None, rule(_TEXT)] = None
-    input_ids: Annotated[Ids | Annotated[list[Ids], Field(min_length=1)] | None, rule(_IDS)] = None
+    input_ids: Annotated[Ids | Annotated[list[Ids], Field(min_length=1, fail_fast=True)] | None, rule(_IDS)] = None
     sampling_params: Annotated[Sampling | list[Sampling], rule(_PARAMS)] = Field(default_factory=dict)
     rid: Annotated[Name | list[Name] | None, rule(_RID)] = None
     stream: Annotated[bool, rule("must be true or false")] = False

@@ -1,11 +1,14 @@
 """Body: what a request carries, as JSON and as a checked model."""
 
 import asyncio
+import reprlib
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pydantic_core
 from fastapi import Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
@@ -13,6 +16,10 @@ from starlette.requests import ClientDisconnect
 from tapscope.errors import LiveError, UsageError
 
 M = TypeVar("M", bound=BaseModel)
+
+_REPR = reprlib.Repr()
+"""As :func:`repr`, without writing out a list of a million numbers of which 60 characters are shown."""
+_REPR.maxlist = _REPR.maxdict = _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
 
 async def read_json(request: Request) -> Any:
@@ -49,6 +56,11 @@ async def spooled(request: Request, path: Path) -> None:
             raise UsageError("the body holds no tensors: nothing but a header")
 
 
+def json_response(content: Any) -> Response:
+    """An answer that may be large: msgspec writes a million numbers in a tenth of the time that :mod:`json` takes."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
 def checked(model: type[M], body: Any) -> M:
     """``body`` as ``model``; raises UsageError with one sentence that says what to write instead.
 
@@ -77,7 +89,7 @@ def rule(text: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            shown = repr(value)
+            shown = _REPR.repr(value)
             shown = shown if len(shown) <= 60 else shown[:57] + "..."
             raise PydanticCustomError("rule", "{shown} given; it {text}", {"shown": shown, "text": text}) from None
 

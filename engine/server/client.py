@@ -1,10 +1,11 @@
 """EngineClient: the engine, or its DP replicas, as an asyncio program sees them, in any process. Torch-free."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -21,7 +22,10 @@ from tapscope.wire import Message
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
-_LONG_TEXT = 10_000  # characters; a longer text is tokenised beside the event loop
+T = TypeVar("T")
+
+_LONG_TEXT = 10_000  # characters; a longer text is tokenized in a thread
+_BACKGROUND_THREADS = 2
 
 
 class EngineClient:
@@ -47,6 +51,7 @@ class EngineClient:
         """Why the replicas cannot be used, all of them alive: their weights differ."""
         self.replicas = [Replica(context, address, number, len(addresses)) for number, address in enumerate(addresses)]
         self._names = count()
+        self._background = ThreadPoolExecutor(_BACKGROUND_THREADS, thread_name_prefix="tapscope-requests")
         self._live: dict[str, Replica] = {}
 
     @property
@@ -169,6 +174,11 @@ class EngineClient:
         """Disconnect; requests under way fail. Safe to call twice."""
         for replica in self.replicas:
             replica.disconnect()
+        self._background.shutdown(wait=False, cancel_futures=True)
+
+    async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
+        """``work`` of ``arguments`` in one of a few threads: long work neither holds the loop nor takes all cores."""
+        return await asyncio.get_running_loop().run_in_executor(self._background, work, *arguments)
 
     def forget_prefixes(self) -> None:
         """The replicas' prefix caches were emptied."""
@@ -187,7 +197,7 @@ class EngineClient:
         if self.tokenizer is None:
             raise UsageError("the checkpoint has no tokenizer.json; give prompts as token ids")
         if len(text) > _LONG_TEXT:
-            return tuple(await asyncio.to_thread(self.tokenizer.encode, text))
+            return tuple(await self.in_background(self.tokenizer.encode, text))
         return tuple(self.tokenizer.encode(text))
 
     def _name(self, given: str | None) -> str:

@@ -2,23 +2,39 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+_AT_ONCE = 16  # streams that are begun before the event loop may do something else
 
 
 async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Items of all ``streams`` as they arise, each with the index of its stream; closes all of them in the end."""
-    pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    """Items of all ``streams`` as they arise, each with the index of its stream; closes all of them in the end.
+
+    A stream is asked for its next item once the last one was taken, so that a slow reader holds all of them.
+    """
+    arrived: asyncio.Queue[tuple[int, asyncio.Task[T]]] = asyncio.Queue()
+    pending: set[asyncio.Task[T]] = set()
+
+    def ask(index: int) -> None:
+        task = asyncio.ensure_future(anext(streams[index]))
+        pending.add(task)
+        task.add_done_callback(lambda done: arrived.put_nowait((index, done)))
+
     try:
+        for index in range(len(streams)):
+            ask(index)
+            if index % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)  # others' turn
         while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=pending.__getitem__):
-                index = pending.pop(task)
-                with suppress(StopAsyncIteration):
-                    yield index, task.result()
-                    pending[asyncio.ensure_future(anext(streams[index]))] = index
+            index, task = await arrived.get()
+            pending.discard(task)
+            try:
+                item = task.result()
+            except StopAsyncIteration:
+                continue
+            yield index, item
+            ask(index)
     finally:
         for task in pending:
             task.cancel()

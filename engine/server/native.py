@@ -14,13 +14,14 @@ from fastapi.responses import JSONResponse, Response
 
 from tapscope._version import __version__
 from tapscope.engine.api.errors import error_responses
+from tapscope.engine.api.model import ServedModel
 from tapscope.engine.native_answer import Style, answer
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import Wanted, is_batch, wanted
 from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.server.asking import capture_of, options_of, replica_of
+from tapscope.engine.server.asking import Asked, capture_of, options_of, replica_of
 from tapscope.engine.server.bodies import AbortBody, GenerateBody, WeightsBody
-from tapscope.engine.server.body import checked, described, read_json, spooled
+from tapscope.engine.server.body import checked, described, json_response, read_json, spooled
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.merging import merged
@@ -38,31 +39,36 @@ _SAFETENSORS: dict[str, Any] = {
 _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
 
-def make_router(state: FrontState) -> APIRouter:
+def make_router(state: FrontState, asked: Asked) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(tags=["native"], responses=error_responses("/generate"))
-    _add_generate(router, state)
+    _add_generate(router, state, asked)
     _add_looks(router, state)
     _add_changes(router, state)
     _add_weights(router, state)
     return router
 
 
-def _add_generate(router: APIRouter, state: FrontState) -> None:
+def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
     @router.post("/generate", openapi_extra=described(GenerateBody, _EXAMPLE), response_model=None)
     async def generate(request: Request) -> Any:
         """Complete one prompt or a batch of them; with `stream`, as server-sent events of all that came so far."""
-        body = checked(GenerateBody, await read_json(request))
-        items, client = wanted(body), state.client
+        body, items = await asked.read(request, _read_generate)
+        client = state.client
         style = _style(body, state)
         options = options_of(priority=body.priority, capture=body.capture or capture_of(request))
-        asked = replica_of(request) if body.replica is None else body.replica
-        wholes = _wholes(client, items, style, options, asked, only_ends=not body.stream)
+        dp_rank = replica_of(request) if body.replica is None else body.replica
+        wholes = _wholes(client, items, style, options, dp_rank, only_ends=not body.stream)
         if body.stream:
             indexed = is_batch(body, len(items))
             return await sse(_events(wholes, indexed=indexed))
         answers = await unless_gone(request, _answers(wholes, len(items)))
-        return JSONResponse(answers if is_batch(body, len(items)) else answers[0])
+        return json_response(answers if is_batch(body, len(items)) else answers[0])
+
+
+def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[Wanted]]:
+    body = checked(GenerateBody, given)
+    return body, wanted(body, model)
 
 
 def _add_looks(router: APIRouter, state: FrontState) -> None:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from tapscope.engine.api import schemas
 from tapscope.engine.api.chat import ChatRequest
@@ -18,6 +18,7 @@ from tapscope.engine.api.prompting import Prompt, make_prompt
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.output import Output
 from tapscope.engine.server.asking import Asked, Job, guarded, jobs, outputs_of
+from tapscope.engine.server.body import json_response
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.streams import sse, unless_gone
 
@@ -64,14 +65,14 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
 
 def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
     @router.post("/embeddings", openapi_extra=schemas.openapi_body(schemas.EMBEDDING, _INPUT))
-    async def embeddings(request: Request) -> JSONResponse:
+    async def embeddings(request: Request) -> Response:
         """The prompts as vectors of length 1: the final hidden state of the last token, or the mean of all."""
         model = await asked.model()
         wanted = await asked.read(request, EmbeddingRequest.parse)
         work = [Job(token_ids=ids, params=PARAMS, pooling=wanted.pooling) for ids in wanted.prompts]
         answer = EmbeddingAnswer(model, wanted)
         await unless_gone(request, _take_all(outputs_of(state, work, request), answer))
-        return JSONResponse(answer.answer())
+        return json_response(answer.answer())
 
 
 def _add_models(router: APIRouter, asked: Asked) -> None:
@@ -103,7 +104,7 @@ async def _reply(
         events = _events(outputs, answer, include_usage=wanted.include_usage)
         return await sse(guarded(request.url.path, events))
     await unless_gone(request, _take_all(outputs, answer))
-    return JSONResponse(answer.answer())
+    return json_response(answer.answer())
 
 
 async def _take_all(outputs: Outputs, answer: ChatAnswer | CompletionAnswer | EmbeddingAnswer) -> None:

@@ -3,10 +3,12 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.model import REASONING_FORMATS, TOOL_FORMATS
 from tapscope.errors import ConfigError
 
 _MIB = 1 << 20
+_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +19,16 @@ class ServerSettings:
     """What clients call the model; None takes its path as it was given."""
     api_key: str | None = field(default=None, repr=False)
     """What `Authorization: Bearer` or `x-api-key` must carry on every path but /health; None asks for nothing."""
-    max_body_bytes: int = 32 * _MIB
+    max_body_bytes: int = 8 * _MIB
     """Longest body; a longer one is a 413. Weights that are sent have a limit of their own."""
     max_weights_bytes: int = 64 << 30
     """Longest body of POST /update_weights_from_tensor."""
     max_waiting: int | None = 2048
     """Requests that may wait for the engine; further ones are a 503. None: any number."""
+    max_generations: int = _LIMITS.max_generations
+    """Generations that one request may ask for (prompts times ``n``); more are a 400."""
+    max_answer_values: int = _LIMITS.max_answer_values
+    """Log-probabilities and elements of hidden states in one answer; more are a 400 before anything is computed."""
     tool_format: str = "auto"
     """How the model writes tool calls: ``hermes`` (Qwen too), ``llama3``, ``none``, or what its chat template says."""
     reasoning_format: str = "auto"
@@ -33,12 +39,12 @@ class ServerSettings:
     """Time that requests under way have to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_weights_bytes", "max_waiting"):
+        for name in ("max_body_bytes", "max_weights_bytes", "max_waiting", "max_generations", "max_answer_values"):
             value = getattr(self, name)
             if value is None and name == "max_waiting":
                 continue
             if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be a whole number above 0")
+                raise ConfigError(f"{name}={value!r}: must be an integer above 0")
         if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.isprintable()):
             raise ConfigError("api_key: must be printable ASCII characters, or it cannot be sent in a header")
         if self.api_key is not None and (not self.api_key or " " in self.api_key):
@@ -49,6 +55,11 @@ class ServerSettings:
         timeout = self.drain_timeout_s
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise ConfigError(f"drain_timeout_s={timeout!r}: must be a number of seconds from 0")
+
+    @property
+    def limits(self) -> Limits:
+        """What one request may ask for."""
+        return Limits(max_generations=self.max_generations, max_answer_values=self.max_answer_values)
 
     def plain(self) -> dict[str, Any]:
         """Values for JSON; ``ServerSettings(**plain)`` is the inverse."""

@@ -95,10 +95,14 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "append a line of JSON for every request that ended"
     parser.add_argument("--request-log", metavar="FILE", help=text)
-    text = "longest body in bytes (default: 33554432)"
+    text = "longest body in bytes (default: 8388608)"
     parser.add_argument("--max-body-bytes", type=int, metavar="N", default=None, help=text)
     text = "requests that may wait; further ones are a 503 (default: 2048)"
     parser.add_argument("--max-waiting", type=int, metavar="N", default=None, help=text)
+    text = "generations that one request may ask for, prompts times n; more are a 400 (default: 512)"
+    parser.add_argument("--max-generations", type=int, metavar="N", default=None, help=text)
+    text = "log-probabilities and hidden-state elements in one answer; more are a 400 (default: 1000000)"
+    parser.add_argument("--max-answer-values", type=int, metavar="N", default=None, help=text)
     text = "time that requests have to finish after SIGTERM (default: 30)"
     parser.add_argument("--drain-timeout", type=float, metavar="SECONDS", default=None, help=text)
 
@@ -131,6 +135,8 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
         "request_log": args.request_log,
         "max_body_bytes": args.max_body_bytes,
         "max_waiting": args.max_waiting,
+        "max_generations": args.max_generations,
+        "max_answer_values": args.max_answer_values,
         "drain_timeout_s": args.drain_timeout,
     }
     return ServerSettings(**{name: value for name, value in given.items() if value is not None})

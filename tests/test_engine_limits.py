@@ -1,0 +1,178 @@
+"""One request cannot ask for more than the server's limits, and what is long is worked on in other threads."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from chat_templates import write_chat
+from checkpoints import make_llama
+from engine_http import served
+
+from tapscope.engine.api.limits import Limits
+from tapscope.engine.api.model import ServedModel
+from tapscope.engine.sampling_params import SamplingParams
+from tapscope.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    path = make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1, vocab_size=600)
+    write_chat(path, "qwen")
+    settings = {"model_name": "tiny", "max_generations": 8, "max_answer_values": 1000}
+    with served(path, settings=settings) as address, httpx.Client(base_url=address, timeout=90) as client:
+        yield client
+
+
+def message(answer: httpx.Response) -> str:
+    assert answer.status_code == 400, answer.text[:300]
+    error = answer.json()["error"]
+    return str(error["message"])
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": ["ab"] * 9, "sampling_params": {"max_new_tokens": 1}}),
+        ("/generate", {"input_ids": [[5]] * 3, "sampling_params": {"max_new_tokens": 1, "n": 3}}),
+        ("/generate", {"input_ids": [[5], [6]], "sampling_params": [{"n": 8}, {"n": 1}]}),
+        ("/v1/completions", {"prompt": ["ab"] * 3, "n": 3, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": ["ab"] * 2000, "n": 128, "max_tokens": 1}),
+        ("/v1/embeddings", {"input": ["ab"] * 9}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 9, "max_tokens": 1}),
+    ],
+)
+def test_more_generations_than_the_limit_are_refused_before_any_is_made(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    text = message(client.post(path, json=body))
+    assert "at most 8 in one request (max_generations)" in text
+    assert client.get("/get_server_info").json()["num_waiting"] == 0
+
+
+def test_as_many_generations_as_the_limit_are_served(client: httpx.Client) -> None:
+    body = {"input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 1, "n": 4, "temperature": 1.0}}
+    assert len(client.post("/generate", json=body).raise_for_status().json()) == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 300, "sampling_params": {}}),
+        ("/generate", {"input_ids": [5] * 20, "return_hidden_states": True, "sampling_params": {"max_new_tokens": 9}}),
+        (
+            "/generate",
+            {"input_ids": [5] * 60, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20},
+        ),
+        (
+            "/generate",  # each event repeats what came before it
+            {
+                "input_ids": [5],
+                "return_logprob": True,
+                "top_logprobs_num": 9,
+                "stream": True,
+                "sampling_params": {"max_new_tokens": 40},
+            },
+        ),
+        ("/v1/completions", {"prompt": "ab", "logprobs": 20, "max_tokens": 60}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "max_tokens": 60}),
+    ],
+)
+def test_an_answer_of_more_numbers_than_the_limit_is_refused_before_it_is_computed(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    assert "at most 1000 in one answer (max_answer_values)" in message(client.post(path, json=body))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a" * 200_000}),
+        ("/v1/completions", {"prompt": "a" * 200_000}),
+        ("/v1/embeddings", {"input": ["a" * 200_000]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 200_000}]}),
+        ("/v1/messages", {"model": "tiny", "messages": [{"role": "user", "content": "a" * 200_000}], "max_tokens": 4}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenized(
+    client: httpx.Client, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object, **__: object) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr("tapscope.engine.tokenizer.Tokenizer.encode", encode)
+    assert "characters; shorten the prompt" in message(client.post(path, json=body))
+
+
+def test_the_length_that_is_refused_can_hold_no_prompt_that_fits(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    model = ServedModel.read(path, name="tiny", max_positions=16)
+    tokenizer = model.require_tokenizer()
+    longest = max((tokenizer.decode([token]) for token in tokenizer.plain_ids), key=len)
+    model.check_text(longest * 16, "text")  # sixteen tokens
+    assert len(tokenizer.encode(longest * 16, add_special_tokens=False)) <= 16
+    with pytest.raises(RequestError, match="shorten the prompt"):
+        model.check_text("a" * (16 * tokenizer.longest_token + 1), "text")
+
+
+def test_a_long_text_is_tokenized_without_the_gil(tmp_path: Path) -> None:
+    """Another thread goes on meanwhile; ``Tokenizer.encode`` of the library would hold it for the whole text."""
+    tokenizer = ServedModel.read(make_llama(tmp_path / "model", seed=1), name="t", max_positions=9).require_tokenizer()
+    text = "def main(): return 1\n" * 60_000
+    with ThreadPoolExecutor(1) as pool:
+        encoded = pool.submit(tokenizer.encode, text)
+        turns = 0
+        while not encoded.done():
+            turns += 1
+            time.sleep(0)
+    assert turns > 50
+    assert tokenizer.encode(text[:21]) == tokenizer.encode(text[: 21 * 300])[: len(tokenizer.encode(text[:21]))]
+
+
+def test_values_of_an_answer_are_counted() -> None:
+    model = ServedModel(name="m", max_positions=99, hidden_size=64, vocab_size=500, limits=Limits())
+    assert model.num_values(SamplingParams(), 10, 5) == 0
+    assert model.num_values(SamplingParams(logprobs=2), 10, 5) == 5 * 3
+    assert model.num_values(SamplingParams(logprobs=2, prompt_logprobs=1, n=2), 10, 5) == 2 * (5 * 3 + 10 * 2)
+    assert model.num_values(SamplingParams(logprobs=0, token_ids_logprob=(1, 2)), 10, 5) == 5 * 3
+    assert model.num_values(SamplingParams(full_logprobs=True), 10, 5) == 5 * 501
+    assert model.num_values(SamplingParams(hidden_states=True), 10, 5) == 15 * 64
+
+
+NEUTRAL = {
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "early_stopping": False,
+    "store": True,
+    "return_token_ids": False,
+    "bad_words": [],
+    "truncate_prompt_tokens": -1,
+    "spaces_between_special_tokens": True,
+}
+
+
+def test_values_that_ask_for_what_is_done_anyway_are_accepted(client: httpx.Client) -> None:
+    chat = {"messages": MESSAGES, "max_tokens": 2, "echo": False, "best_of": 1, **NEUTRAL}
+    completion = {"prompt": "ab", "max_tokens": 2, "echo": False, "best_of": 1, "suffix": "", **NEUTRAL}
+    sampling = {"max_new_tokens": 2, "length_penalty": 1.0, "use_beam_search": False, "best_of": 1}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", completion),
+        ("/generate", {"text": "ab", "sampling_params": sampling}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("field", [{"length_penalty": 1.5}, {"use_beam_search": True}, {"bad_words": ["x"]}])
+def test_the_same_fields_are_refused_where_they_would_change_the_answer(
+    client: httpx.Client, field: dict[str, Any]
+) -> None:
+    body = {"prompt": "ab", "max_tokens": 2, **field}
+    assert f"{next(iter(field))} is not supported" in message(client.post("/v1/completions", json=body))
