@@ -10,9 +10,12 @@ JOBS ?= 2
 help:  ## What can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kernels/native/*.cpp kernels/native/*.h)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard kernels/native/*.cpp kernels/native/*.h)
+	@echo "1/3 making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/3 installing packages: 1.7 GB with the CPU build of torch, 7 GB with the CUDA build"
+	@echo "3/3 follows as 'Building editable for tapscope': $(words $(wildcard kernels/native/*.cpp)) C++ files, on all cores"
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 install: $(VENV)/.installed  ## Make .venv with everything

@@ -1,10 +1,10 @@
 """Two runs in, the culprit out.
 
-from tapscope import open_run
 from tapscope.comparator import CompareOptions, compare
 
-report = compare(open_run("base"), open_run("target"), CompareOptions(skip=("*:in[*]",)))
-print(report.exit_code, report.divergences[:1])
+report = compare("base", "target", CompareOptions(skip=("*:in[*]",)))
+print(report)  # the answer in four lines
+print(report.exit_code, report.first_divergence)
 """
 
 from tapscope.comparator.compare import Comparison, compare, compare_closely

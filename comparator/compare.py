@@ -1,5 +1,6 @@
 """Compare: two runs in, a report out: load -> match -> assemble -> align -> measure -> judge -> localise."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,13 +70,18 @@ class Comparison(Struct, frozen=True):
 
 
 def compare(
-    baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
+    baseline: Run | str | Path,
+    target: Run | str | Path,
+    options: CompareOptions | None = None,
+    progress: Progress | None = None,
 ) -> Report:
-    """Compare two open runs; ``progress`` is called with (sites done, sites in all).
+    """Compare two runs, open or by their paths; ``progress`` is called with (sites done, sites in all).
 
-    Raises as :func:`compare_closely`.
+    Raises as :func:`compare_closely`, and for a path as :func:`tapscope.run.open_run`.
     """
-    return compare_closely(baseline, target, options, progress).report
+    with ExitStack() as opened, uncollected():
+        runs = [run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (baseline, target)]
+        return compare_closely(runs[0], runs[1], options, progress).report
 
 
 def compare_closely(

@@ -4,10 +4,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tapscope import dtypes
 from tapscope.dashboard.account_lines import EventLine, MetricSummary, OddSite
-from tapscope.dashboard.oddity import Oddity, oddity_of
+from tapscope.dashboard.oddity import Oddity, oddity_of, suspicious
 from tapscope.record import Record
+from tapscope.records import Records
 from tapscope.run import Run
 from tapscope.site import compact_ranges, layer_of
 from tapscope.text import count, plural, size
@@ -112,10 +115,10 @@ def account_of(run: Run) -> Account:
     phases: dict[str, list[int]] = defaultdict(list)
     for step, by_rank in run.steps.items():
         phases[by_rank[min(by_rank)].info.phase].append(step)
-    records = list(run.records)
-    sites = set(run.records.sites)
+    records = run.records
+    sites = set(records.sites)
     layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
-    entries = {(r.key.rank, r.entry) for r in records if r.entry is not None}
+    num_with_values, nbytes, with_shared = _payloads(records)
     return Account(
         run=str(run.path),
         manifest=run.manifest,
@@ -125,16 +128,29 @@ def account_of(run: Run) -> Account:
         num_sites=len(sites),
         layers=tuple(layers),
         num_records=len(records),
-        num_with_values=sum(1 for r in records if r.entry is not None),
-        num_non_tensors=sum(1 for r in records if r.dtype is None),
-        nbytes=(nbytes := sum(entry.nbytes for _, entry in entries)),
-        shared_bytes=sum(r.entry.nbytes for r in records if r.entry is not None) - nbytes,
+        num_with_values=num_with_values,
+        num_non_tensors=len(records.which(lambda kind: kind.dtype is None)),
+        nbytes=nbytes,
+        shared_bytes=with_shared - nbytes,
         metrics=_metrics(run),
         events=_events(run),
         odd=_odd(records),
         complete=ledger.complete,
         missing=ledger.sentences(),
     )
+
+
+def _payloads(records: Records) -> tuple[int, int, int]:
+    """How many records have values, their bytes on disk, and their bytes were none of them shared."""
+    files: dict[tuple[int, str], int] = {}
+    file = records.of_kinds(lambda k: -1 if k.file is None else files.setdefault((k.rank, k.file), len(files)))
+    kept = file >= 0
+    entries = np.stack([file[kept], records.offset[kept], records.nbytes[kept]])
+    order = np.lexsort(entries)
+    entries = entries[:, order]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (entries[:, 1:] != entries[:, :-1]).any(0)
+    return len(order), sum(entries[2][is_first].tolist()), sum(entries[2].tolist())
 
 
 def _events(run: Run) -> list[EventLine]:
@@ -165,11 +181,11 @@ def _metrics(run: Run) -> list[MetricSummary]:
     return found
 
 
-def _odd(records: list[Record]) -> list[OddSite]:
+def _odd(records: Records) -> list[OddSite]:
     """Odd sites in order of their first odd record."""
     first: dict[tuple[str, str], tuple[Record, Oddity]] = {}
     amount: Counter[tuple[str, str]] = Counter()
-    for record in sorted(records, key=lambda r: (r.key.step, r.key.rank, r.seq)):
+    for record in sorted(suspicious(records), key=lambda r: (r.key.step, r.key.rank, r.seq)):
         oddity = oddity_of(record)
         if oddity is not None:
             first.setdefault((record.key.site, oddity.kind), (record, oddity))

@@ -1,5 +1,6 @@
 """The Textual app: themes, keys, and the screen to begin with."""
 
+from asyncio import get_running_loop
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -8,16 +9,17 @@ from textual.app import App, SystemCommand
 from textual.screen import Screen
 
 from tapscope.comparator import CompareOptions
+from tapscope.dashboard.background import LeavingThreads
 from tapscope.dashboard.diffing import DiffSource
 from tapscope.dashboard.keys import DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.screens.browse import BrowseScreen
 from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.measuring import Open
 from tapscope.dashboard.sources import RunSource
-from tapscope.dashboard.theme import DARK, LIGHT, NAMES
+from tapscope.dashboard.theme import ANSI, DARK, LIGHT, NAMES
 from tapscope.dashboard.way import Way
 from tapscope.errors import TapscopeError
-from tapscope.run import open_run
+from tapscope.run import require_run
 
 
 class TapscopeApp(App[TapscopeError]):
@@ -42,7 +44,8 @@ class TapscopeApp(App[TapscopeError]):
 
     def on_mount(self) -> None:
         """Dress, and open the screen."""
-        for theme in (DARK, LIGHT):
+        get_running_loop().set_default_executor(LeavingThreads())
+        for theme in (ANSI, DARK, LIGHT):
             self.register_theme(theme)
         self.theme = self._theme_name
         self.set_keymap(self._overrides)
@@ -64,7 +67,7 @@ def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = ()) -
 
     Raises the errors of :func:`tapscope.run.open_run`, and ConfigError for a wrong key.
     """
-    open_run(path).close()
+    require_run(path)
     return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys))
 
 
@@ -77,7 +80,7 @@ def diff(
     wrong key.
     """
     for path in (baseline, target):
-        open_run(path).close()
+        require_run(path)
 
     def open_source(way: Way, progress: Callable[[int, int], None]) -> DiffSource:
         paths = (target, baseline) if way.swapped else (baseline, target)

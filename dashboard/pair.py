@@ -50,7 +50,7 @@ def measure_lines(finding: Finding, width: int) -> list[Text]:
         lines += flow(items, width)
     if finding.worst is not None and finding.verdict is not Verdict.SAME:
         rank = f", rank {finding.worst.rank}" if finding.worst.rank is not None else ""
-        lines += flow([("worst", f"step {finding.worst.step}, {finding.worst.text()}{rank}")], width)
+        lines += flow([("worst of all steps", f"step {finding.worst.step}, {finding.worst.text()}{rank}")], width)
     return lines
 
 

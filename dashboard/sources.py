@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from msgspec.structs import replace
 from rich.text import Text
 
 from tapscope import dtypes
@@ -17,7 +18,9 @@ from tapscope.dashboard.notes import flags
 from tapscope.dashboard.oddity import oddity_of
 from tapscope.dashboard.rows import RowMap, row_map
 from tapscope.dashboard.tree import SiteNode, ancestors, build_tree, contains
+from tapscope.directory import may_grow
 from tapscope.kernels.native import filled
+from tapscope.ledger import Ledger
 from tapscope.manifest import INDEX
 from tapscope.record import Key, Record
 from tapscope.run import Run, open_run
@@ -190,6 +193,11 @@ class RunSource:
         """Whether it may grow."""
         return "OPEN" in self.header.state
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether somebody still records it, as far as is known: a copy that was cut off stays as it is."""
+        return self.is_open and may_grow(self.run.path)
+
     def has_grown(self) -> bool:
         """Whether there are more lines on disk than when it was opened."""
         return _sizes(self.run.path) != self._sizes
@@ -212,6 +220,8 @@ class RunSource:
             f"{self.num_odd:,} odd" if self.num_odd else "",
         ]
         ledger = run.ledger()
+        if may_grow(run.path):
+            ledger = _as_far_as_it_goes(ledger)
         words = [
             *(["OPEN"] if ledger.open_ranks or not run.ranks else []),
             *([] if ledger.complete else ["INCOMPLETE"]),
@@ -219,6 +229,13 @@ class RunSource:
         state = " · ".join(words) or "ON DISK"
         missing = () if ledger.complete else tuple(ledger.sentences())
         return Header(run.name, tuple(fact for fact in facts if fact), state, missing)
+
+
+def _as_far_as_it_goes(ledger: Ledger) -> Ledger:
+    """Without the last step of ranks that still record: it is being taken, nothing of it is missing yet."""
+    last = {rank: max(s for r, s in ledger.unfinished_steps if r == rank) for rank, _ in ledger.unfinished_steps}
+    going_on = {(rank, step) for rank, step in last.items() if rank in ledger.open_ranks}
+    return replace(ledger, unfinished_steps=[each for each in ledger.unfinished_steps if each not in going_on])
 
 
 def _sizes(path: Path) -> dict[str, int]:

@@ -1,6 +1,8 @@
 """Themes: dark, light, and the terminal's own colours. Orange means odd; nothing is said by colour alone."""
 
-from textual.theme import Theme
+from dataclasses import replace
+
+from textual.theme import BUILTIN_THEMES, Theme
 
 DARK = Theme(
     name="tapscope-dark",
@@ -28,5 +30,8 @@ LIGHT = Theme(
     panel="#dfe3e8",
     dark=False,
 )
-NAMES = {"dark": DARK.name, "light": LIGHT.name, "ansi": "ansi-dark"}
-"""Value of ``--theme`` -> theme; ``ansi`` is Textual's own, in the terminal's 16 colours."""
+_ODD = "ansi_yellow"
+ANSI = replace(BUILTIN_THEMES["ansi-dark"], name="tapscope-ansi", accent=_ODD, warning=_ODD, error=_ODD)
+"""The terminal's 16 colours as Textual takes them, but for its accent, which is green: what differs is not."""
+NAMES = {"dark": DARK.name, "light": LIGHT.name, "ansi": ANSI.name}
+"""Value of ``--theme`` -> theme."""

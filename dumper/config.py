@@ -12,6 +12,7 @@ from tapscope.dumper.rules.rule import Keep, Rule, condition, parse_rule
 from tapscope.dumper.rules.size import parse_size
 from tapscope.dumper.rules.trigger import Trigger, parse_trigger
 from tapscope.errors import ConfigError, ExpressionError
+from tapscope.text import meant
 
 __all__ = ["RUNTIME_FIELDS", "DumperConfig", "Keep", "Rule", "Trigger"]
 
@@ -159,7 +160,8 @@ class DumperConfig:
         known = [each.name for each in fields(self)]
         for name in changes:
             if name not in known:
-                raise ConfigError(f"{name!r} is no setting; settings are {', '.join(allowed or known)}")
+                hint = meant(name, allowed or known)
+                raise ConfigError(f"unknown setting {name!r}{hint}; settings are {', '.join(allowed or known)}")
             if allowed is not None and name not in allowed:
                 raise ConfigError(f"{name!r} is fixed when the dumper starts; at run time set {', '.join(allowed)}")
         config = replace(self, **changes)

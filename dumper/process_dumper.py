@@ -22,6 +22,7 @@ from tapscope.dumper.sending.captures import Captures
 from tapscope.dumper.steps.told import number_of
 from tapscope.errors import ConfigError, TapscopeError
 from tapscope.observe import RankInfo, StepInfo
+from tapscope.text import meant
 
 _log = logging.getLogger("tapscope")
 
@@ -230,7 +231,7 @@ def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     settings = (*experiment.FIELDS, *(each.name for each in fields(DumperConfig)))
     for name in changes:
         if name not in settings:
-            raise ConfigError(f"{name!r} is no setting; settings are {', '.join(settings)}")
+            raise ConfigError(f"unknown setting {name!r}{meant(name, settings)}; settings are {', '.join(settings)}")
     places = {name: value for name, value in changes.items() if name in experiment.FIELDS}
     return places, {name: value for name, value in changes.items() if name not in experiment.FIELDS}
 

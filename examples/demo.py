@@ -44,7 +44,7 @@ def _find(name: str) -> str:
 def make_models() -> None:
     """The checkpoint (cached), and a copy with one damaged tensor."""
     if not (CACHE / "tiny" / "tokenizer.json").exists():
-        say("Training a small Llama on the standard library's source (20 seconds, once)")
+        say("Training a small Llama on the standard library's source (300 steps, once: half a minute or more)")
         run("python", ROOT / "examples/tiny_llama.py", "tiny")
     shutil.rmtree(CACHE / "damaged", ignore_errors=True)
     run("python", ROOT / "examples/damage.py", "tiny", "damaged", f"{DAMAGED}.weight")

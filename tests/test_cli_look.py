@@ -354,9 +354,9 @@ def test_view_without_a_terminal_names_the_other_commands(run_cli):
 
 
 def test_view_without_textual_says_how_to_install_it(run_cli, monkeypatch):
-    from tapscope.cli import view
+    from tapscope import extras
 
-    monkeypatch.setattr(view, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     code, _, err = run_cli("view", "base")

@@ -13,8 +13,10 @@ from factories import RunFactory
 from rich.cells import cell_len
 
 from tapscope.cli import main
-from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.comparator import CompareOptions, Report, compare, compare_closely
+from tapscope.comparator.report.answer import answer
 from tapscope.comparator.report.table import render
+from tapscope.errors import RunNotFoundError
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -282,3 +284,21 @@ def test_hyperparameters_that_differ_are_said(tmp_path: Path, capsys: pytest.Cap
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     said = "note      the models are configured differently: rms_norm_eps 1e-06 against 1e-05\n"
     assert said in capsys.readouterr().out
+
+
+def test_values_are_shown_in_a_line_and_a_report_is_its_answer(runs: Path) -> None:
+    report = compare(str(runs / "base"), runs / "bad")
+    assert str(report).splitlines() == answer(report)
+    assert [line.split()[0] for line in str(report).splitlines()] == ["what", "where", "why", "next"]
+    with open_run(runs / "base") as run:
+        shown = [report, report.first_divergence, report.findings[0], run, run.steps, run.records]
+        shown += [run.steps[0][0], compare_closely(run, run).report]
+        assert [text for text in map(repr, shown) if len(text) > 300 or "\n" in text or text[0] != "<"] == []
+        assert repr(run) == f"<Run {run.path}: {len(run.records):,} records, 1 step, 1 rank>"
+    assert report.first_divergence.module in repr(report)
+    assert "exit code 1>" in repr(report)
+
+
+def test_a_path_that_holds_no_run_is_one_sentence(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError, match="nowhere"):
+        compare(runs / "base", tmp_path / "nowhere")

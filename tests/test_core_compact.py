@@ -45,7 +45,7 @@ def everything(path: Path) -> dict[str, object]:
     """All that a reader says of a run, but for the events of compaction."""
     with open_run(path) as run:
         return {
-            "records": run.records,
+            "records": list(run.records),
             "lines": [record.encode(rec) for rec in run.records],
             "values": [bytes(run.array(rec)) for rec in run.records if rec.entry],
             "ledger": run.ledger(),

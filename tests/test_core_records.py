@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapscope.cli.ls import _order
 from tapscope.comparator.runs.series import Series, identity, series_of
+from tapscope.dashboard.account import _payloads
+from tapscope.dashboard.oddity import oddity_of, suspicious
 from tapscope.record import BACKWARD, FORWARD, Entry, Key, Record, Slice
 from tapscope.records import Records, joined
 from tapscope.run import Run
+from tapscope.site import layer_of
 from tapscope.stats import Stats
+from tapscope.table import table
 
 _counts = st.integers(0, 3)
 _sums = st.sampled_from([0.0, -0.0, 1.5, 3, float("inf"), 1 << 70])
@@ -109,3 +114,39 @@ def test_series_hold_each_record_once_and_tell_of_it_what_it_tells(some: list[Re
         for told in ("dtype", "shape", "hashes", "num_records", "first"):
             assert repr(getattr(one, told)) == repr(getattr(made, told))
         assert identity(one) == identity(made)
+
+
+def _sound(records: list[Record]) -> list[Record]:
+    """Without statistics that no tensor has."""
+    return [r for r in records if r.stats is None or r.stats.finite >= 0]
+
+
+def _row(record: Record) -> tuple[object, ...]:
+    key, stats = record.key, record.stats
+    numbers = (None,) * 5 if stats is None else (stats.mean, stats.rms, stats.min, stats.max, stats.nonfinite)
+    if stats is not None and not stats.finite:
+        numbers = (None, None, None, None, stats.nonfinite)
+    layer = layer_of(key.site.rpartition(":")[0])
+    where = (key.rank, record.seq, key.step, key.site, layer, key.occurrence, key.micro, key.model, key.pass_)
+    return (*where, record.dtype, list(record.shape), record.dims, *numbers, record.hash, record.bag, record.nbytes)
+
+
+@given(_lists)
+def test_the_table_has_what_each_record_says(items: list[Record]) -> None:
+    sound = _sound(items)
+    assert table(Records(sound)).rows() == [_row(record) for record in sound]
+
+
+@given(_lists)
+def test_what_lists_and_accounts_find_in_columns_is_what_the_records_say(items: list[Record]) -> None:
+    found, sound = Records(_sound(items)), _sound(items)
+    assert [r for r in suspicious(found) if oddity_of(r)] == [r for r in sound if oddity_of(r)]
+    by_seq = sorted(sound, key=lambda r: (r.key.step, r.key.rank, r.seq))
+    assert list(found.take(_order(found, "seq"))) == by_seq
+    assert list(found.take(_order(found, "size"))) == sorted(sound, key=lambda r: -r.nbytes)
+    by_max = sorted(sound, key=lambda r: (not (r.stats and r.stats.nonfinite), -((r.stats and r.stats.absmax) or 0.0)))
+    assert list(found.take(_order(found, "max"))) == by_max
+    entries = {(r.key.rank, r.entry) for r in sound if r.entry is not None and r.entry.offset < 1 << 63}
+    if all(r.entry is None or r.entry.offset < 1 << 63 for r in sound):
+        sizes = [r.nbytes for r in sound if r.entry is not None]
+        assert _payloads(found) == (len(sizes), sum(entry.nbytes for _, entry in entries), sum(sizes))

@@ -8,6 +8,7 @@ import pytest
 from dashboard_driver import Driver
 from dashboard_runs import toy_run
 from factories import RunFactory
+from rich.color import ColorType
 from textual.widgets import Input
 
 from tapscope.dashboard import sources
@@ -16,6 +17,7 @@ from tapscope.dashboard.screens import following, panes
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.sources import RunSource
 from tapscope.dashboard.theme import NAMES
+from tapscope.directory import RECORDER_FILE
 from tapscope.errors import RunNotFoundError
 from tapscope.run import open_run
 
@@ -467,9 +469,32 @@ def test_an_empty_run_teaches_the_next_command_and_r_reads_it_again(tmp_path):
         drive(tmp_path / "new", steps)
 
 
+def test_a_run_that_nobody_records_is_not_followed(tmp_path):
+    run = RunFactory(tmp_path / "torn")
+    run.step(phase="decode")
+    run.put("model.norm:out", np.ones((1, 4), np.float32))
+
+    async def steps(d):
+        assert "INCOMPLETE: unfinished steps" in d.picture.splitlines()[0]
+        await d.press("t")
+        assert "FOLLOWING" not in d.picture.splitlines()[0]
+        assert d.screen.bar.said == "Nobody records this run any more: it does not grow."
+
+    drive(tmp_path / "torn", steps)
+    (tmp_path / "torn" / RECORDER_FILE).write_text('{"host": "elsewhere"}')
+
+    async def live(d):
+        assert "INCOMPLETE" not in d.picture.splitlines()[0]
+        await d.press("t")
+        assert "FOLLOWING" in d.picture.splitlines()[0]
+
+    drive(tmp_path / "torn", live)
+
+
 def test_t_follows_an_open_run_until_a_step_is_chosen_or_it_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(following, "FOLLOW_S", 0.01)
     run = RunFactory(tmp_path / "live")
+    (tmp_path / "live" / RECORDER_FILE).write_text('{"host": "elsewhere"}')
 
     def step(run):
         run.step(phase="decode")
@@ -576,3 +601,11 @@ def test_no_line_overflows_and_no_number_is_shortened_at_any_width(base, size):
             assert "q quit" in lines[-1]
 
     drive(base, steps, size=size)
+
+
+def test_the_theme_of_the_terminal_does_not_paint_what_differs_green(base):
+    async def steps(d):
+        color = d.screen.table.bad_style.color
+        assert (color.type, color.number) == (ColorType.STANDARD, 3), color  # yellow
+
+    drive(base, steps, theme="ansi")

@@ -23,10 +23,14 @@ def terminal():
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
     started = []
 
-    def start(*words):
+    def start(*words, module=True):
         environment = {**os.environ, "TERM": "xterm-256color"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tapscope", *words], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+            [sys.executable, *(("-m", "tapscope") if module else ()), *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
         )
         started.append(process)
         return process
@@ -111,3 +115,21 @@ def test_what_show_shares_with_the_screen_needs_no_textual(module):
     program = f"import sys, tapscope.dashboard.{module}; print('textual' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+SLOW = """
+import sys, time
+from tapscope.dashboard import app
+from tapscope.dashboard.sources import RunSource
+RunSource.open = classmethod(lambda cls, path: time.sleep(600))
+sys.exit(app.browse(sys.argv[1]))
+"""
+
+
+def test_the_screen_is_drawn_before_the_run_is_read_and_q_does_not_wait(terminal, tmp_path):
+    fd, start = terminal
+    process = start("-c", SLOW, toy_run(tmp_path / "run"), module=False)
+    read_until(fd, b"READING", process)
+    os.write(fd, b"q")
+    drain_until_exit(fd, process)
+    assert process.returncode == 0

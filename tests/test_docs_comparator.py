@@ -94,17 +94,6 @@ def test_the_story_names_what_was_done(story: list[tuple[str, list[str], int, li
     assert f"target = the baseline of {spoiled}.up_proj:out" in first[-2]
 
 
-def test_the_readme_tells_the_same_story() -> None:
-    readme = (ROOT / "README.md").read_text()
-    block = next(
-        part for part in re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE) if "$ tapscope" in part
-    )
-    told = [re.sub(r" +(#|\| tail).*", "", line) for line in block.splitlines()]
-    have = PAGE.splitlines()
-    patterns = {line: re.compile(re.escape(line).replace("…", ".*")) for line in told}
-    assert [line for line, pattern in patterns.items() if not any(pattern.match(one) for one in have)] == []
-
-
 def test_the_schema_is_that_of_the_classes(request: pytest.FixtureRequest) -> None:
     made = json.dumps(make_schema(), indent=1, ensure_ascii=False) + "\n"
     if request.config.getoption("update_snapshots"):

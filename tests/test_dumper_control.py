@@ -87,7 +87,7 @@ def test_sites_can_be_listed_and_narrowed(job: Job) -> None:
 @pytest.mark.parametrize(
     ("verb", "body", "says"),
     [
-        ("configure", {"kep": "full"}, "'kep' is no setting; settings are enabled, keep, rules"),
+        ("configure", {"kep": "full"}, "unknown setting 'kep' (did you mean keep?); settings are enabled, keep, rules"),
         ("configure", {"keep": "some"}, "keep='some': must be one of off, stats, full"),
         ("configure", {"enabled": "yes"}, "enabled='yes': must be true or false"),
         ("configure", {"policy": "drop"}, "'policy' is fixed when the dumper starts"),

@@ -162,7 +162,7 @@ def test_a_rule_that_matches_no_site_is_refused_before_anything_starts(tmp_path:
     [
         ({"keep": "some"}, "keep='some': must be one of off, stats, full"),
         ({"queue_bytes": 0}, "queue_bytes=0: must be more than 0"),
-        ({"queue": 5}, "'queue' is no setting"),
+        ({"queue": 5}, "unknown setting 'queue'"),
         ({"policy": None}, "policy=None"),
     ],
 )

@@ -56,3 +56,10 @@ def test_the_ci_gate_passes_an_unchanged_model_and_stops_a_changed_one(tmp_path:
     _python(EXAMPLES / "damage.py", model, changed, "model.layers.1.mlp.up_proj.weight")
     said = _run("bash", gate, changed, baseline, tmp_path, expect=1)
     assert "model.layers.1.mlp.up_proj" in said
+
+
+def test_the_small_llama_trains_as_many_steps_as_it_was_told(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert "trained 2 steps, 1,024 tokens" in _python(EXAMPLES / "tiny_llama.py", tmp_path / name, "--steps", 2)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two

@@ -48,6 +48,18 @@ class Report(Struct, frozen=True):
     coverage: Coverage
     options: CompareOptions
 
+    def __repr__(self) -> str:
+        from tapscope.comparator.report.answer import counts
+
+        found = f"{self.first_divergence!r}, " if self.divergences else ""
+        return f"<Report {self.baseline.name} → {self.target.name}: {found}{counts(self)}; exit code {self.exit_code}>"
+
+    def __str__(self) -> str:
+        """The answer: what differs and by how much, where, why, and the command to run next, a line each."""
+        from tapscope.comparator.report.answer import answer
+
+        return "\n".join(answer(self))
+
     @property
     def first_divergence(self) -> Divergence | None:
         """The culprit, or None when nothing differs as numbers."""

@@ -7,6 +7,7 @@ from msgspec import Struct
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.facts import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.measures.detail import Detail
+from tapscope.text import number
 
 
 class Verdict(StrEnum):
@@ -85,6 +86,10 @@ class Finding(Struct, frozen=True, gc=False):
     ``equality``."""
     notes: tuple[str, ...] = ()
     """What is to be said of it."""
+
+    def __repr__(self) -> str:
+        over = f", error {number(self.error)} / floor {number(self.floor)}" if self.floor > 0.0 else ""
+        return f"<Finding {self.site} {self.verdict}{over}>"
 
     @property
     def site(self) -> str:

@@ -62,6 +62,10 @@ class Divergence(Struct, frozen=True):
     num_tokens: int = 0
     """How many rows are beyond it in all steps."""
 
+    def __repr__(self) -> str:
+        doubt = "" if self.is_certain else ", not certain"
+        return f"<Divergence {self.module or '(root)'}, step {self.step}{doubt}: {self.finding!r}>"
+
 
 def localise(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs]

@@ -43,6 +43,8 @@ class FollowingScreen(LoadingScreen):
             self.say("Not following any more.")
         elif not source.is_open:
             self.say("This run is closed: it does not grow.")
+        elif not source.may_grow:
+            self.say("Nobody records this run any more: it does not grow.")
         else:
             self.following = True
             self.action_reload()

@@ -13,7 +13,7 @@ from textual.widgets import Input
 from tapscope.dashboard import messages, paint
 from tapscope.dashboard.keys import RECORDS, KeySpec
 from tapscope.dashboard.screens.following import FollowingScreen
-from tapscope.dashboard.sources import BIG_TENSOR_BYTES, Query, RunSource
+from tapscope.dashboard.sources import BIG_TENSOR_BYTES, Header, Query, RunSource
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.site_tree import SiteTree
@@ -61,6 +61,7 @@ class PanesScreen(FollowingScreen):
         self.table = self.query_one(RecordTable)
         self.tensor = self.query_one(TensorPane)
         self.bar = self.query_one(KeyBar)
+        self.query_one(StatusBar).set_header(Header("", (), "READING", ()))
         self.table.empty_text = "Reading the run ..."
         self.table.focus()
         self.load_source(self._open)

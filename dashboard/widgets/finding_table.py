@@ -9,7 +9,7 @@ from tapscope.comparator.report.answer import share
 from tapscope.dashboard.keys import FINDINGS
 from tapscope.dashboard.strip import step_verdict
 from tapscope.dashboard.widgets.row_list import RowList
-from tapscope.text import number
+from tapscope.text import middle, number
 from tapscope.text import site as shorten
 
 MEASURES: dict[str, Callable[[Numbers], str]] = {
@@ -93,9 +93,9 @@ class FindingTable(RowList):
         names = self.columns(width)
         room = max(width - 2 - sum(n + 2 for n in names.values()), 1)
         line = f"{glyph:<1} {shorten(site, room):<{room}}"
-        return Text(
-            line + "".join(f"  {cells[name][:cells_width]:>{cells_width}}" for name, cells_width in names.items())
-        )
+        for name, cells_width in names.items():
+            line += f"  {middle(cells[name], cells_width):>{cells_width}}"
+        return Text(line)
 
 
 def _in_step(finding: Finding, step: int) -> tuple[Verdict, dict[str, str]]:
@@ -111,7 +111,9 @@ def _in_step(finding: Finding, step: int) -> tuple[Verdict, dict[str, str]]:
 def _ratio(finding: Finding) -> str:
     if finding.basis == "none" or finding.verdict.is_orphan or finding.verdict is Verdict.NONFINITE:
         return "-"
-    return share(finding.ratio) if finding.floor > 0.0 else "-" if not finding.error else "exact"
+    if finding.floor > 0.0:
+        return share(finding.ratio)
+    return "exact" if finding.test == "exact" and finding.error else "-"
 
 
 def _place(finding: Finding) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from tapscope.directory import locked
 from tapscope.disk import Disk
 from tapscope.errors import RunCorruptError
+from tapscope.extras import require
 from tapscope.garbage import uncollected
 from tapscope.index import read_index, table_names
 from tapscope.ledger import encode_line, event_line
@@ -37,9 +38,11 @@ class Compaction:
 def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None) -> list[Compaction]:
     """Compact every rank that has record lines; they go when the table was read back and found equal to them.
 
-    ``advance`` is called after each rank. Raises as :func:`tapscope.open_run`, RunExistsError when the run is being
-    recorded, and RunCorruptError when a table does not give the records back (the rank is then as it was).
+    ``advance`` is called after each rank. Raises MissingExtraError without polars, as :func:`tapscope.open_run`,
+    RunExistsError when the run is being recorded, and RunCorruptError when a table does not give the records back (the
+    rank is then as it was).
     """
+    require("table", "compacting a run")
     manifest = read_manifest(path)
     done = []
     with locked(path), uncollected():

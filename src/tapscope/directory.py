@@ -115,6 +115,11 @@ def is_abandoned(run: Path) -> bool:
     return True
 
 
+def may_grow(run: Path) -> bool:
+    """Whether a recorder said that it writes here, and is not known to have ended."""
+    return (run / RECORDER_FILE).is_file() and not is_abandoned(run)
+
+
 def _lock(path: Path, run: Path, stack: ExitStack) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(os.close, fd)

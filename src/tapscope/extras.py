@@ -16,6 +16,7 @@ _CAPTURE = {
 _ENGINE = _CAPTURE | {"tokenizers": "tokenizers", "jinja2": "jinja2", "llguidance": "llguidance"}
 EXTRAS: dict[str, dict[str, str]] = {
     "tui": {"textual": "textual"},
+    "table": {"polars": "polars"},
     "capture": _CAPTURE,
     "hf": _CAPTURE | {"transformers": "transformers"},
     "engine": _ENGINE,

@@ -1,6 +1,7 @@
 """Index: the typed lines of one rank's ``records.jsonl``, parsed."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tapscope import member, record
 from tapscope.ledger import StepLine, step_from_lines
 from tapscope.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.records import Records
+from tapscope.site import compact_ranges
 
 MAX_TOLD = 8
 """Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
@@ -94,7 +96,17 @@ def read_index(folder: Path, rank: int) -> RankIndex:
     return index
 
 
-def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict[int, StepLine]]:
+class Steps(dict[int, dict[int, StepLine]]):
+    """step -> rank -> line; shown in one line, though it may hold a million token ids."""
+
+    def __repr__(self) -> str:
+        ranks = {rank for by_rank in self.values() for rank in by_rank}
+        phases = Counter(by_rank[min(by_rank)].info.phase for by_rank in self.values())
+        kinds = ", ".join(f"{count:,} {phase}" for phase, count in phases.items())
+        return f"<Steps {compact_ranges(self) or 'none'}{f': {kinds}; ranks {compact_ranges(ranks)}' if self else ''}>"
+
+
+def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> Steps:
     """step -> rank -> line, of all ranks; the lines of steps are used up, what is wrong with them is put to
     ``problems``."""
     steps: dict[int, dict[int, StepLine]] = {}
@@ -106,7 +118,7 @@ def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> dict[int, dict
                 steps.setdefault(step, {})[rank] = line
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
-    return dict(sorted(steps.items()))
+    return Steps(sorted(steps.items()))
 
 
 def table_names(events: Iterable[Event]) -> dict[str, int]:
@@ -121,7 +133,7 @@ def _add_table(index: RankIndex, path: Path, rank: int, num_records: int) -> Non
 
     try:
         found = read_table(path, rank)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
         return
     index.records.extend(found)

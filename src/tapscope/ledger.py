@@ -48,6 +48,10 @@ class StepLine(Struct, frozen=True):
     skipped: bool = False
     """Whether the step was left out on purpose: the host had marked it as a warm-up or a dummy."""
 
+    def __repr__(self) -> str:
+        how = "skipped" if self.skipped else "ended" if self.ended else "not ended"
+        return f"<StepLine {self.info!r}, {how}>"
+
     @property
     def ended(self) -> bool:
         """Whether the rank reported the end of the step."""

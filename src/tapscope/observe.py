@@ -55,6 +55,11 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     asked: Mapping[str, str] = field(default_factory=dict)
     """Request id -> ``stats`` or ``full``: requests whose own rows are wanted, whatever else is captured."""
 
+    def __repr__(self) -> str:
+        requests = len({run.request for run in self.rows})
+        about = f", {self.num_rows:,} rows of {requests:,} requests" if self.rows else ""
+        return f"<StepInfo {self.step} {self.phase}{about}>"
+
     @property
     def num_rows(self) -> int:
         """Number of valid rows."""

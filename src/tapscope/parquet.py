@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import fields
 
+from tapscope.extras import needing
 from tapscope.record import Entry, Key, Record, Slice, Stats, from_json
 
 if TYPE_CHECKING:
@@ -52,9 +53,11 @@ def write_table(records: Iterable[tuple[Record, dict[str, Any]]], path: Path) ->
 def read_table(path: Path, rank: int) -> list[Record]:
     """The records of a table.
 
-    Raises OSError where the file cannot be read, ValueError where it is no such table, and ImportError without polars.
+    Raises OSError where the file cannot be read, ValueError where it is no such table, and MissingExtraError without
+    polars.
     """
-    import polars as pl
+    with needing(f"the compacted run at {path}", "table"):
+        import polars as pl
 
     try:
         frame = pl.read_parquet(path, columns=list(schema()))

@@ -114,7 +114,7 @@ class Records(Sequence[Record]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Records({list(self)!r})"
+        return f"<Records: {len(self):,} of {len(set(self.sites)):,} sites>"
 
     def _record(self, at: int) -> Record:
         if self._odd and at in self._odd:
@@ -175,6 +175,38 @@ class Records(Sequence[Record]):
     def nbytes(self) -> Array:
         """[records] int64: bytes of the payload; 0 without one."""
         return np.asarray(self._nbytes)
+
+    @property
+    def seq(self) -> Array:
+        """[records] int64: order within the rank."""
+        return np.asarray(self._seq)
+
+    @property
+    def counts(self) -> Array:
+        """[records, 6] int64: the counts of the statistics in the order of :class:`~tapscope.stats.Stats`; zeros for a
+        record without statistics and for one of :attr:`odd_places`."""
+        return np.asarray(self._counts).reshape(-1, _COUNTS)
+
+    @property
+    def sums(self) -> Array:
+        """[records, 5] float64: least, largest, largest by size, sum and sum of squares; as :attr:`counts`."""
+        return np.asarray(self._sums).reshape(-1, _SUMS)
+
+    @property
+    def odd_places(self) -> list[int]:
+        """Places of the records that the columns do not give back: their statistics and digests are not in these."""
+        return list(self._odd)
+
+    def hashes(self) -> tuple[list[str | None], list[str | None]]:
+        """Hash and bag of each, without making the records."""
+        text, width = self._digests.hex(), 2 * DIGESTS
+        has_hash, has_bag = self.of_kinds(lambda k: k.has_hash).tolist(), self.of_kinds(lambda k: k.has_bag).tolist()
+        firsts = range(0, width * len(self), width)
+        hashes = [text[at : at + 2 * HASH] if has else None for at, has in zip(firsts, has_hash, strict=True)]
+        bags = [text[at + 2 * HASH : at + width] if has else None for at, has in zip(firsts, has_bag, strict=True)]
+        for place, record in self._odd.items():
+            hashes[place], bags[place] = record.hash, record.bag
+        return hashes, bags
 
     def which(self, holds: Callable[[Kind], Any]) -> Array:
         """Places of the records whose kind ``holds``, in order."""

@@ -18,6 +18,7 @@ from tapscope.record import Record
 from tapscope.records import Records, joined
 from tapscope.site import Glob, describe_layers, layer_of
 from tapscope.table import table
+from tapscope.text import plural
 
 if TYPE_CHECKING:
     import polars as pl
@@ -60,7 +61,9 @@ class Run:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Run {self.path} {len(self.records)} records, {len(self.ranks)} ranks>"
+        parts = [(len(self.records), "record"), (len(self.steps), "step"), (len(self.ranks), "rank")]
+        counts = ", ".join(plural(number, noun) for number, noun in parts)
+        return f"<Run {self.path}: {counts}{'' if self.closed else ', still open'}>"
 
     @property
     def name(self) -> str:
@@ -134,7 +137,19 @@ class Run:
         steps: Iterable[int] | None = None,
         ranks: Iterable[int] | None = None,
     ) -> list[Record]:
-        """Records that match any of ``globs`` (all when empty) and none of ``skip``.
+        """Records that match any of ``globs`` (all when empty) and none of ``skip``; raises as :meth:`matching`."""
+        return list(self.matching(globs, skip=skip, layers=layers, steps=steps, ranks=ranks))
+
+    def matching(
+        self,
+        globs: Iterable[str] = (),
+        *,
+        skip: Iterable[str] = (),
+        layers: Iterable[int] | None = None,
+        steps: Iterable[int] | None = None,
+        ranks: Iterable[int] | None = None,
+    ) -> Records:
+        """As :meth:`select`, as columns: a record is made when it is asked for.
 
         Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
         """
@@ -152,7 +167,7 @@ class Run:
         if layers is not None:
             keep = set(layers)
             chosen = {site for site in chosen if layer_of(site.rpartition(":")[0]) in keep}
-        return list(self.records.of(steps, ranks, chosen))
+        return self.records if chosen == sites and steps is ranks is None else self.records.of(steps, ranks, chosen)
 
     def table(self) -> "pl.DataFrame":
         """Every record as a row of a polars frame, see :func:`tapscope.table.table`."""
@@ -219,6 +234,18 @@ class Run:
     def close(self) -> None:
         """Let go of the mapped files (arrays that are still in use keep theirs)."""
         self._payloads.close()
+
+
+def require_run(path: str | Path) -> None:
+    """Raise what :func:`open_run` raises where there is no run, a newer one, or a manifest that cannot be read; reads
+    nothing else of it."""
+    path = Path(path)
+    if not (path / MANIFEST).exists():
+        from tapscope.dumpdir import find_dump
+
+        if find_dump(path) is not None:
+            return
+    read_manifest(path)
 
 
 def open_run(path: str | Path) -> Run:

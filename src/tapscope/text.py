@@ -97,3 +97,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean diff?)`` where a known word is near, else nothing."""
+    import difflib  # takes a while, and few lines are wrong
+
+    near = difflib.get_close_matches(word, list(known), 1, 0.6)
+    return f" (did you mean {near[0]}?)" if near else ""

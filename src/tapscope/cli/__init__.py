@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol
 from tapscope._version import __version__
 from tapscope.cli import diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
-from tapscope.cli.parser import Parser, meant
+from tapscope.cli.parser import Parser
 from tapscope.errors import TapscopeError
 from tapscope.extras import extra_of
 from tapscope.garbage import uncollected
+from tapscope.text import meant
 
 
 class Command(Protocol):

@@ -9,6 +9,7 @@ from tapscope.errors import UsageError
 
 if TYPE_CHECKING:
     from tapscope.record import Record
+    from tapscope.records import Records
 
 SCHEMA = "tapscope.ls/1"
 
@@ -36,18 +37,20 @@ class LsCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the list; 0 also when the run is empty, which is said."""
-        from tapscope.dashboard.oddity import oddity_of
-        from tapscope.kernels.native import fill
+        from tapscope.dashboard.oddity import oddity_of, suspicious
+        from tapscope.kernels.native import fill, filled
+        from tapscope.records import Records
         from tapscope.run import open_run
 
         if args.limit is not None and args.limit < 1:
             raise UsageError(f"--limit {args.limit} shows nothing; give a number from 1 up")
         with open_run(args.path) as run:
-            found = [fill(run, record) for record in select(run, args)]
+            found = select(run, args)
+            if args.odd or args.sort == "max":  # which only the values tell, where statistics are missing
+                found = filled(run, found)
             if args.odd:
-                found = [record for record in found if oddity_of(record)]
-            found.sort(key=_order(args.sort))
-            shown = found[: args.limit]
+                found = Records(record for record in suspicious(found) if oddity_of(record))
+            shown = [fill(run, record) for record in found.take(_order(found, args.sort)[: args.limit])]
             for line in map(_json, shown) if args.json else ():
                 output.write_json(line)
             if not args.json:
@@ -58,17 +61,19 @@ class LsCommand:
         return diagnostics.ExitCode.OK
 
 
-def _order(sort: str) -> Any:
-    """Largest first for max (non-finite before all) and size; by step, rank and seq otherwise."""
+def _order(records: "Records", sort: str) -> Any:
+    """Places, largest first for max (non-finite before all) and size; by step, rank and seq otherwise."""
+    import numpy as np
 
-    def by_max(record: "Record") -> tuple[bool, float]:
-        stats = record.stats
-        return (not (stats and stats.nonfinite), -((stats.absmax or 0.0) if stats else 0.0))
-
-    def by_seq(record: "Record") -> tuple[int, int, int]:
-        return (record.key.step, record.key.rank, record.seq)
-
-    return {"seq": by_seq, "max": by_max, "size": lambda record: -record.nbytes}[sort]
+    if sort == "size":
+        return np.argsort(-records.nbytes, kind="stable")
+    if sort == "seq":
+        return np.lexsort((records.seq, records.of_kinds(lambda kind: kind.rank), records.step))
+    is_finite, largest = ~(records.counts[:, 1:4] != 0).any(1), records.sums[:, 2].copy()
+    for place in records.odd_places:
+        stats = records[place].stats
+        is_finite[place], largest[place] = not (stats and stats.nonfinite), ((stats.absmax or 0.0) if stats else 0.0)
+    return np.lexsort((-largest, is_finite))
 
 
 def _say(args: argparse.Namespace, path: Any, found: int, shown: int, any_record: bool) -> None:

@@ -2,11 +2,17 @@
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from tapscope.cli import output
 from tapscope.errors import UsageError
+from tapscope.text import meant
+
+_EPILOG = "all commands: tapscope --help; examples and reference: README.md and docs/ in the source repository"
+_SYNONYMS = {"tolerance": "--rtol or --atol", "tol": "--rtol or --atol", "threshold": "--rtol, --atol or --rule"}
+_SYNONYMS |= {"output": "--out", "rank": "--ranks", "step": "--steps", "layer": "--layers", "filter": "--site"}
+"""What other tools call a flag, without dashes -> ours; offered only where the command has it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"tapscope {name}",
             description=re.sub(r"^\$ ", "  $ ", told, flags=re.MULTILINE),
-            epilog="docs: README.md; docs/dumper.md, engine.md, comparator.md, format.md, architecture.md",
+            epilog=_EPILOG,
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
@@ -32,6 +38,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError for what argparse has to say."""
+        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            message += meant(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         message = message.replace("the following arguments are required:", f"{self.prog} lacks")
         raise UsageError(f"{message}; see: {self.prog} --help")
 
@@ -39,15 +47,10 @@ class Parser(argparse.ArgumentParser):
         flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
         if flag is None:
             return f"{self.prog} takes no more words, but there is {words[0]!r}"
-        return f"{flag} is no flag of {self.prog}{meant(flag, self._option_string_actions)}"
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean diff?)`` where a known word is near, else nothing."""
-    import difflib  # takes a while, and few lines are wrong
-
-    near = difflib.get_close_matches(word, list(known), 1, 0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+        other = _SYNONYMS.get(flag.lstrip("-"), "")
+        if other.partition(" ")[0].rstrip(",") in self._option_string_actions:
+            return f"{self.prog} has no option {flag} (did you mean {other}?)"
+        return f"{self.prog} has no option {flag}{meant(flag, self._option_string_actions)}"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

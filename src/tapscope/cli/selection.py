@@ -9,7 +9,7 @@ from tapscope.errors import RuleError, SiteError
 from tapscope.site import compact_ranges, describe_layers, parse_ranges
 
 if TYPE_CHECKING:
-    from tapscope.record import Record
+    from tapscope.records import Records
     from tapscope.run import Run
 
 
@@ -40,8 +40,8 @@ def numbers(args: argparse.Namespace, name: str) -> frozenset[int] | None:
         return parse_ranges(text)
 
 
-def select(run: "Run", args: argparse.Namespace) -> "list[Record]":
-    """The records the flags ask for, by rank and then in order.
+def select(run: "Run", args: argparse.Namespace) -> "Records":
+    """The records the flags ask for, by rank and then in order; each is made when it is asked for.
 
     Raises RuleError when a glob, a layer, a step or a rank matches nothing, or when nothing matches all of them.
     """
@@ -49,7 +49,7 @@ def select(run: "Run", args: argparse.Namespace) -> "list[Record]":
     _check_known(run, "step", steps, {step for _, step in run.records.per_step()} | set(run.steps))
     _check_known(run, "rank", ranks, set(run.ranks))
     with _named("--site or --skip"):
-        found = run.select(args.site, skip=args.skip, layers=layers, steps=steps, ranks=ranks)
+        found = run.matching(args.site, skip=args.skip, layers=layers, steps=steps, ranks=ranks)
     if not found and run.records and (args.site or args.skip or layers or steps or ranks):
         hint = describe_layers(set(run.records.sites))
         raise RuleError(

@@ -1,0 +1,31 @@
+"""Builds the C++ kernels on all cores; everything else is in pyproject.toml."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class ParallelBuild(build_ext):
+    """Compiles the files of an extension at once, and again where any header has changed.
+
+    Where there is no compiler nothing is built, and the installation goes on (`optional` in pyproject.toml).
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link."""
+        ext.depends = sorted(map(str, Path(ext.sources[0]).parent.glob("*.h")))
+        compile_in_order = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **how: object) -> list[str]:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                return list(chain.from_iterable(pool.map(lambda source: compile_in_order([source], **how), sources)))
+
+        self.compiler.compile = compile_at_once
+        super().build_extension(ext)
+
+
+setup(cmdclass={"build_ext": ParallelBuild})
