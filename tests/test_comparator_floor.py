@@ -7,13 +7,15 @@ import pytest
 from comparator_toy import Toy, damaged, prompts, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.comparator.measures.spread import NOTHING, Spread
 from tapscope.comparator.measures.spreads import Largest, Spreads
 from tapscope.comparator.rounding.conditions import CONDITION, CONDITION_RANGE, LIKES, learned_conditions
-from tapscope.comparator.rounding.floor import Terms, local_floors, path_floors, unit
+from tapscope.comparator.rounding.floor import OFFSET, Terms, local_floors, path_floors, unit
+from tapscope.comparator.rounding.floors import NAMES
 from tapscope.comparator.verdicts.rules import MEASURES, compile_rules, parse_rule
 from tapscope.errors import ConfigError, RuleError
 from tapscope.kernels.native import channel_sums
@@ -142,6 +144,33 @@ def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: f
         assert (np.diff(each.errors, axis=0) >= 0).all()
         assert (each.limits > 0).all()
     assert not floors.worst(Spreads.of([NOTHING] * 2).tests).errors.any()
+
+
+def floors_of(num_rows: int, went_in: float, *, offset: float = 1.0) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Errors at quantiles that a module and a path may have, and the gains of one channel; base 0.001."""
+    spreads = Spreads.of([structs.replace(spread(0.0), num_rows=num_rows)])
+    terms = Terms(spreads, np.full(1, 1e-3), np.full(1, 1e-2), offset=offset)
+    each = local_floors(Largest.of([[spread(went_in)]]), terms, 2.5), path_floors(np.full(1, 1e-3), terms)
+    channels = [float(floors.limits[NAMES.index("channel"), 0]) for floors in each]
+    return each[0].errors[:, 0], each[1].errors[:, 0], channels[0], channels[1]
+
+
+def test_the_98_percent_of_a_few_rows_are_the_worst_of_them() -> None:
+    few, many = floors_of(40, 0.0), floors_of(4000, 0.0)
+    for side in (0, 1):
+        assert few[side][2] == few[side][3] == many[side][3] > many[side][2]
+        assert few[side][1] == many[side][1], "of forty rows four lie beyond the 90 %"
+
+
+def test_a_single_row_may_be_off_by_as_much_again_as_what_went_in() -> None:
+    assert floors_of(64, 0.01)[0][3] <= 0.5
+    assert floors_of(64, 0.15)[0][3] == pytest.approx(2 * 3 * 0.15)
+    assert floors_of(64, 0.15)[0][0] <= 0.5, "of single rows alone"
+
+
+def test_a_weight_that_is_added_to_one_may_scale_its_channel_by_several_epsilons() -> None:
+    plain, offset = floors_of(64, 0.0), floors_of(64, 0.0, offset=OFFSET)
+    assert offset[2:] == tuple(OFFSET * gain for gain in plain[2:])
 
 
 @given(st.lists(st.floats(0.01, 10), max_size=9))

@@ -16,7 +16,7 @@ from tapscope.comparator.rounding.attention import NONE, Attention, Beside
 from tapscope.comparator.rounding.backward import Backward
 from tapscope.comparator.rounding.computed import computed_in
 from tapscope.comparator.rounding.conditions import CONDITION
-from tapscope.comparator.rounding.floor import ROW_LIMIT, Terms, unit
+from tapscope.comparator.rounding.floor import OFFSET, ROW_LIMIT, Terms, unit
 from tapscope.comparator.rounding.gradients import drowned, underflow
 from tapscope.comparator.rounding.graph import Graph
 from tapscope.comparator.rounding.handed import HandedOn, spreads_of
@@ -65,7 +65,8 @@ class Cases:
         be off."""
         names = [self.names[node] for node in self.nodes]
         eps = np.array([max(map(dtypes.epsilon, each)) for each in names])
-        self.terms = Terms(self._even(spreads), base, eps, self.limit)
+        self.offset = np.array([OFFSET if self.graph.nodes[node].is_offset else 1.0 for node in self.nodes])
+        self.terms = Terms(self._even(spreads), base, eps, self.limit, offset=self.offset)
         self.is_twin = np.array([one == two for one, two in names], bool)
         """Whether both sides have one dtype: then the weights are the same numbers."""
         self.is_behind_flips = self._behind_flips()

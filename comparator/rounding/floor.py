@@ -55,6 +55,10 @@ NARROW = 5
 CHANNEL = 4.0
 """How much more of a channel's systematic error may come out of a module than went in."""
 
+OFFSET = 4.0
+"""Gemma's norms multiply by 1 + w, and w is rounded by up to half an epsilon of its own size: where 1 + w is an eighth,
+w is nearly -1, and its channel is off by 3.5 epsilons in every row."""
+
 _TAIL, _SLACK = np.array([TAIL]).T, np.array([SLACK]).T
 
 
@@ -79,11 +83,26 @@ class Terms(NamedTuple):
     """The most that a row may be off, and half of what its largest element may be."""
     tail_limit: Array | float = 0.0
     """Where that is more, the most that any row but the typical may."""
+    offset: Array | float = 1.0
+    """By how much more than by itself a weight is rounded, see :data:`OFFSET`."""
 
     @property
     def few(self) -> Array:
         """The median of few rows is as wild as their worst."""
         return 1.0 + 3.0 / np.maximum(self.spreads.num_rows, 1)
+
+    @property
+    def tail(self) -> Array:
+        """[quantiles, sites]: :data:`TAIL`; of n rows those beyond a quantile q are n (1 - q), and where these are not
+        two, what lies there is the worst of them or next to it."""
+        is_worst = np.maximum(self.spreads.num_rows, 1) * (1.0 - np.array([QUANTILES]).T) < 2.0
+        is_worst[0] = False
+        return np.where(is_worst, TAIL[-1], _TAIL)
+
+    @property
+    def slack(self) -> Array:
+        """[quantiles, sites]: :data:`SLACK`, alike."""
+        return np.where(self.tail == TAIL[-1], SLACK[-1], _SLACK)
 
     @property
     def narrow(self) -> Array:
@@ -132,18 +151,19 @@ def local_floors(
     ``stretch``: how much larger the condition may be of single rows.
     """
     spreads, base, eps, few, worst = terms.spreads, terms.base, terms.eps, terms.few, given.errors[-1]
-    errors = _SLACK * condition * hypot(given.errors, _TAIL * base)
+    errors = terms.slack * condition * hypot(given.errors, terms.tail * base)
     errors[0] *= few
     summed = np.where(sums_rows, condition * worst, 0.0)  # one token may make a whole channel of the sum
     stretch = stretch * terms.narrow
     errors[1:] *= np.where(stretch == 1.0, 1.0, stretch)
+    terms = terms._replace(tail_limit=larger(terms.tail_limit, worst_limit(given)))
     element = smaller(2.0 * few * condition * hypot(given.element, 2.0 * base), 2.0 * terms.limit)
     lifts = np.where(mixes, PEAK_UNKNOWN, PEAK) * stretch * condition
     peak = lifts * hypot(given.peak, EXTREME * base, worst)
     if (eps >= STORED).any():
         rounded = np.full_like(base, EXTREME * unit(*("bfloat16",) * 2, 1))
         peak = np.where(eps >= STORED, smaller(peak, lifts * hypot(given.peak, rounded, worst) + eps), peak)
-    channel = larger(spreads.channel_noise, eps, summed, CHANNEL * hypot(base, given.channel))
+    channel = larger(spreads.channel_noise, eps * terms.offset, summed, CHANNEL * hypot(base, given.channel))
     return Floors(
         np.array(
             (
@@ -157,17 +177,23 @@ def local_floors(
     )
 
 
+def worst_limit(given: Largest) -> Array:
+    """The most that a single row may be off where what went in is off already: as much again."""
+    found: Array = 2.0 * given.errors[-1]
+    return found
+
+
 def path_floors(modelled: Array, terms: Terms) -> Floors:
     """The floors of sites at which the rounding of everything in front of them adds up to ``modelled``."""
     grown, few, narrow = PATH * modelled, terms.few, terms.narrow
-    errors = np.array([slack * tail * grown * narrow for slack, tail in zip(SLACK, TAIL, strict=True)])
+    errors = terms.slack * terms.tail * grown * narrow
     errors[0] = few * grown
     return Floors(
         np.array(
             (
                 *terms.rising(errors),
                 terms.gain(grown),
-                larger(terms.spreads.channel_noise, terms.eps, grown),
+                larger(terms.spreads.channel_noise, terms.eps * terms.offset, grown),
                 smaller(4.0 * few * grown, 2.0 * terms.limit),
                 EXTREME * SLACK[-1] * TAIL[-1] * grown * narrow,
             )

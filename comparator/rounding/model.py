@@ -19,7 +19,7 @@ from tapscope.comparator.rounding.conditions import (
     learned_conditions,
     observed_conditions,
 )
-from tapscope.comparator.rounding.floor import local_floors, path_floors, summed_gain
+from tapscope.comparator.rounding.floor import local_floors, path_floors, summed_gain, worst_limit
 from tapscope.comparator.rounding.floors import NAMES, Floors
 from tapscope.comparator.rounding.gradients import shared_gain
 from tapscope.comparator.rounding.graph import Graph
@@ -133,7 +133,7 @@ class Rounding:
         cases, given = self._cases, self._cases.given
         lifts = np.where((self._unseen > 1.0).any(0), self._unseen, cases.lifts.of(cases.nodes))
         is_lifted = (lifts > 1.0).any(0)
-        open_tail = np.where(self._is_back | is_lifted, np.inf, 0.0)
+        open_tail = np.where(self._is_back | is_lifted, np.inf, worst_limit(given))
         path = path_floors(cases.modelled, cases.terms._replace(tail_limit=open_tail)).lifted(lifts)
         terms = cases.terms._replace(tail_limit=np.where(is_lifted, np.inf, 0.0))
         local = local_floors(

@@ -8,6 +8,7 @@ from msgspec import Struct
 from tapscope.comparator.measures.images import convolves
 
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
+_OFFSET = re.compile(r"Gemma\w*RMSNorm")
 
 
 class Node(Struct, frozen=True, gc=False):
@@ -56,6 +57,11 @@ class Node(Struct, frozen=True, gc=False):
     def convolves(self) -> bool:
         """Whether rows of an image or a signal, which lie along its last axis, are made of each other in the module."""
         return convolves(self.cls) and not self.is_state and not self.is_summed
+
+    @property
+    def is_offset(self) -> bool:
+        """Whether the module multiplies by one more than its weight."""
+        return _OFFSET.fullmatch(self.cls) is not None
 
     @property
     def is_pointwise(self) -> bool:

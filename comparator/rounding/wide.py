@@ -56,7 +56,7 @@ def wide_floors(cases: Cases, rows: Array, condition: Array, mixes: Array) -> tu
     is_made = np.array([cases.graph.inputs(node).how != "same" for node in nodes], bool)
     is_open = (is_back & is_made) | (cases.lifts.of(nodes) > 1.0).any(0)
     tail_limit = np.where(is_open, np.inf, 0.0)
-    terms = Terms(spreads, cases.terms.base[rows], cases.terms.eps[rows], limit, tail_limit)
+    terms = Terms(spreads, cases.terms.base[rows], cases.terms.eps[rows], limit, tail_limit, cases.offset[rows])
     stretch = np.array([site.stretch for site in sites])
     found = local_floors(given, terms, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretch)
     found = found.of_few().where(np.array([site.is_of_few for site in sites], bool), found)
