@@ -80,7 +80,7 @@ def test_what_is_dealt_out_by_any_dims_is_put_together_again(case: Case) -> None
     assert found.piece is not None
     np.testing.assert_array_equal(read(found.piece, run), whole)
     assert not found.replicas
-    assert check_replicas([found]) == ("", "", None)
+    assert check_replicas([found]) == ("", "", None, None)
 
 
 def whole_of(path: Path, parts: Mapping[int, Array], dims: str | None, mesh: dict[str, int], **more: object) -> Whole:

@@ -79,7 +79,7 @@ def assemble(run: Run, places: Places, firing: Firing) -> Whole:
         dims = _dims(records, firing.apart)
         if len(records) == 1 and (dims is None or is_plain(dims, places)):
             return Whole(run, records, Leaf(records[0]), dims)
-        work = merge(run, places, records, dims)
+        work = merge(run, places, records, dims, is_replicated=firing.is_replicated)
     except (UnassembledError, DimsError) as error:
         return Whole(run, records, None, dims, str(error), lacks_shards=isinstance(error, IncompleteError))
     ((_, piece),) = work.items

@@ -59,8 +59,13 @@ def is_plain(dims: Dims, places: Places) -> bool:
     )
 
 
-def merge(run: Run, places: Places, records: Sequence[Record], dims: Dims | None) -> Work:
-    """One piece out of the records of a firing; raises UnassembledError where that takes a guess."""
+def merge(
+    run: Run, places: Places, records: Sequence[Record], dims: Dims | None, *, is_replicated: bool = False
+) -> Work:
+    """One piece out of the records of a firing; raises UnassembledError where that takes a guess.
+
+    ``is_replicated``: what no dims tell apart should be equal.
+    """
     ranks = tuple(r.key.rank for r in records)
     said = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
     kept = places.known.get((ranks, said))
@@ -82,7 +87,7 @@ def merge(run: Run, places: Places, records: Sequence[Record], dims: Dims | None
         if dim.shards or dim.size or dim.sections:
             _spread(work, run, axis, dim)
     _join_requests(work)
-    _pick_equal(work)
+    _pick_equal(work, is_replicated=is_replicated)
     return work
 
 
@@ -205,7 +210,7 @@ def _join_requests(work: Work) -> None:
     work.notes.append(f"the ranks of {axis} hold other requests: joined along {work.dims.dims[at]}")
 
 
-def _pick_equal(work: Work) -> None:
+def _pick_equal(work: Work, *, is_replicated: bool) -> None:
     """Keep one of pieces that no dims tell apart; their bytes must be equal."""
     if len(work.items) < 2:
         return
@@ -213,7 +218,7 @@ def _pick_equal(work: Work) -> None:
     for _, other in others:
         if _same_bytes(first, other):
             continue
-        if first.shape == other.shape and _unhashed(first, other):
+        if is_replicated or (first.shape == other.shape and _unhashed(first, other)):
             work.replicas.append((first, other, "ranks"))
             continue
         raise UnassembledError(_unexplained(work))

@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 from tapscope.comparator.alignment.prepare import Prepared, Preparer
 from tapscope.comparator.examination.examined import About, Examined, Read
 from tapscope.comparator.examination.kinds import Kind, kind_of
-from tapscope.comparator.examination.replicas import check_replicas
+from tapscope.comparator.examination.replicas import check_replicas, contradicted, held_alike
 from tapscope.comparator.examination.suggest import Suggester
 from tapscope.comparator.examination.summaries import compare_stats, examine_values, unequal_hashes
 from tapscope.comparator.examination.valued import PERMUTED, Begun, Reader, Wanted
@@ -19,6 +19,7 @@ from tapscope.comparator.measures.measure import Opened, WidthError, measure_all
 from tapscope.comparator.measures.sharpness import sharpness_alone
 from tapscope.comparator.runs.series import side_of
 from tapscope.errors import DataError
+from tapscope.site import compact_ranges
 
 if TYPE_CHECKING:
     from tapscope.comparator.measures.detail import Detail
@@ -73,8 +74,11 @@ class Examiner:
         if kind is not None and kind.alike is not None and kind.alike.fits(pair):
             return Begun(kind, Opened(kind.ready, pair, kind.alike), pair, site, kind.about)
         ready = self.preparer.prepare(pair)
+        if ready.problem and (alike := held_alike(pair)) is not pair:
+            pair, kind, form = alike, None, None
+            ready = self.preparer.prepare(pair)
         if kind is None:
-            is_shared = self.preparer.like(form) is not None
+            is_shared = form is not None and self.preparer.like(form) is not None
             kind = kind_of(pair, ready, is_shared=is_shared)
             if is_shared:
                 self._kinds[form] = kind
@@ -106,6 +110,13 @@ class Examiner:
         replicas = check_replicas(used)
         notes = (*ready.notes, replicas.note) if replicas.note else ready.notes
         known: dict[str, Any] = {"replicas": replicas.problem, "replica_place": replicas.place, "notes": notes}
+        if replicas.whole is not None and replicas.place is not None:
+            wrong = contradicted(ready, replicas.whole)
+            other = self.preparer.target if replicas.whole.run is self.preparer.baseline else self.preparer.baseline
+            known["replica_place"] = structs.replace(replicas.place, rank=wrong[0] if len(wrong) == 1 else None)
+            if wrong:
+                ranks = f"rank{'s' if len(wrong) > 1 else ''} {compact_ranges(wrong)}"
+                known["replicas"] = f"{replicas.problem}; {ranks} not as {other.name} has it"
         if replicas.problem or notes != one.notes:
             one = one.but(**known)
         if all(whole.has_values for whole in used) or all(map(ready.equal_by_hash, ready.plan.joins)):

@@ -5,14 +5,20 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from tapscope import dtypes
 from tapscope.comparator.alignment.joins import Join
+from tapscope.comparator.alignment.prepare import Prepared
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import blocks
 from tapscope.comparator.assembly.pieces import Piece, leaves
 from tapscope.comparator.facts import Place
+from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.measures.joined_rows import compare_blocks
+from tapscope.comparator.measures.measure import Opened, WidthError, measure
+from tapscope.comparator.runs.firings import Firing
+from tapscope.comparator.runs.series import Series
 from tapscope.kernels.native import RowMeasures
 
 TOLERANCE_EPS = 2.0
@@ -20,6 +26,10 @@ TOLERANCE_EPS = 2.0
 in one order on every rank, and each order rounds by up to one."""
 TOLERANCE_GAIN = 0.25
 """All of it may be scaled by this many epsilons: rounding goes both ways and averages out over many elements."""
+
+
+RIGHT = 0.25
+"""A replica is right that is off by less than this share of what the one is that is furthest off."""
 
 
 class Replicas(NamedTuple):
@@ -32,6 +42,9 @@ class Replicas(NamedTuple):
     place: Place | None = None
     """Where the first that differ are furthest apart: row (along the first axis), column, and the rank that is not the
     first of its group."""
+
+    whole: Whole | None = None
+    """What the problem is of."""
 
 
 class _Distance(NamedTuple):
@@ -56,14 +69,76 @@ def check_replicas(wholes: Iterable[Whole]) -> Replicas:
             if first.shape != other.shape:
                 shapes = f"{tuple(first.shape)} and {tuple(other.shape)}"
                 problem = f"{where} have shapes {shapes}"
-                return Replicas(f"replicas over {axis} differ in {whole.run.name}: {problem}", note, _place(other, ()))
+                problem = f"replicas over {axis} differ in {whole.run.name}: {problem}"
+                return Replicas(problem, note, _place(other, ()), whole)
             apart = _distance(whole, first, other)
             if how := _problem(apart, eps):
                 problem = f"replicas over {axis} differ in {whole.run.name}: {where} {how}"
-                return Replicas(problem, note, _place(other, apart.at))
+                return Replicas(problem, note, _place(other, apart.at), whole)
             if apart.row and not note:
                 note = f"replicas over {axis} differ by rounding: {where} are apart by {apart.row:.1e} of their size"
     return Replicas("", note)
+
+
+def held_alike(pair: Pair) -> Pair:
+    """The pair, with the ranks of one run taken for replicas where those of the other run hold one value at every
+    firing, though no dims declare it; as it was where neither or both do."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    sides = (pair.baseline, pair.target)
+    if any(one.recipe is not None or one.first.dims is not None for one in sides):
+        return pair
+    ranks = [{record.key.rank for record in one.firings[0].records} for one in sides]
+    agree = [all(_agree(firing) for firing in one.firings) for one in sides]
+    if ranks[0] != ranks[1] or len(ranks[0]) < 2 or agree[0] == agree[1]:
+        return pair
+    if agree[0]:
+        return structs.replace(pair, target=_replicated(pair.target))
+    return structs.replace(pair, baseline=_replicated(pair.baseline))
+
+
+def _replicated(series: Series) -> Series:
+    return structs.replace(series, firings=[structs.replace(f, is_replicated=True) for f in series.firings])
+
+
+def _agree(firing: Firing) -> bool:
+    first = firing.records[0]
+    return first.hash is not None and all((r.hash, r.shape) == (first.hash, first.shape) for r in firing.records)
+
+
+def contradicted(ready: Prepared, whole: Whole) -> list[int]:
+    """The ranks of a whole whose replicas are not what the other run holds, where those of other ranks are; empty where
+    none is, all are, or the values are not there.
+
+    Raises DataError where bytes cannot be read.
+    """
+    side = 0 if any(whole is one for one in ready.left) else 1
+    at = next(i for i, one in enumerate((ready.left, ready.right)[side]) if one is whole)
+    joins = tuple(j for j in ready.plan.joins if (j.target if side else j.baseline) == at)
+    others = [other for _, other, _ in whole.replicas]
+    listed = {r.key.rank for piece in others for r in leaves(piece)}
+    firsts = [r.key.rank for r in whole.records if r.key.rank not in listed]
+    errors = [(firsts, _error(ready, whole, whole.piece, side, at, joins))]
+    errors += [([r.key.rank for r in leaves(other)], _error(ready, whole, other, side, at, joins)) for other in others]
+    least, largest = min(error for _, error in errors), max(error for _, error in errors)
+    if not least <= RIGHT * largest:
+        return []
+    return sorted(rank for ranks, error in errors if not error <= max(RIGHT * largest, least) for rank in ranks)
+
+
+def _error(ready: Prepared, whole: Whole, piece: Piece | None, side: int, at: int, joins: tuple[Join, ...]) -> float:
+    """How far a whole is from the other run's, were it this piece."""
+    instead = structs.replace(whole, piece=piece, replicas=())
+    sides = [list(ready.left), list(ready.right)]
+    sides[side][at] = instead
+    plan = structs.replace(ready.plan, joins=joins)
+    one = structs.replace(ready, left=tuple(sides[0]), right=tuple(sides[1]), plan=plan)
+    if not joins or not all(w.has_values for w in one.used):
+        return math.nan
+    try:
+        return measure(Opened(one)).total.rel_l2
+    except WidthError:
+        return math.inf
 
 
 def _problem(apart: _Distance, eps: float) -> str:

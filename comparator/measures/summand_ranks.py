@@ -1,4 +1,4 @@
-"""Summand ranks: which rank's summand is off, where both runs hold what their ranks added up."""
+"""Summand ranks: which rank alone is off: of shards the one whose columns are, of sums the one whose summand is."""
 
 from typing import Any
 
@@ -31,6 +31,33 @@ def odd_rank(measured: Measured, row: int, ready: Prepared) -> int | None:
     worst = max(errors, key=lambda rank: errors[rank])
     others = sum(error for rank, error in errors.items() if rank != worst)
     return worst if others <= OTHERS * errors[worst] < np.inf and errors[worst] > 0.0 else None
+
+
+def is_lone(measured: Measured, row: int, ready: Prepared, rank: int, floor: float) -> bool:
+    """Whether the columns of other ranks in a measured row are right: off by no more than ``floor``, relative to
+    themselves, or by a small share of what ``rank`` is off by. Also where a row lies on one rank."""
+    part = part_at(measured.parts, row)
+    join, at = part.join, row - part.first
+    sides = (ready.left[join.baseline], join.baseline_rows), (ready.right[join.target], join.target_rows)
+    left, right = (
+        [(b.rank, np.asarray(b.rows(_row(rows, at))[0], np.float64)) for b in blocks(whole.piece, whole.run, axes)]
+        if whole.piece is not None
+        else []
+        for (whole, rows), axes in zip(sides, (layout.axes for layout in ready.layouts), strict=True)
+    )
+    values = np.concatenate([part for _, part in left]) if left else np.zeros(0)
+    if len(values) != sum(len(part) for _, part in right) or any(holder is None for holder, _ in right):
+        return True
+    sums: dict[int, Array] = {}
+    first = 0
+    for holder, part_ in right:
+        mine = values[first : first + len(part_)]
+        first += len(part_)
+        assert holder is not None
+        sums[holder] = sums.get(holder, np.zeros(2)) + np.array([np.square(part_ - mine).sum(), np.square(mine).sum()])
+    errors = {holder: float(np.sqrt(off / max(size, 1e-300))) for holder, (off, size) in sums.items()}
+    limit = max(floor, OTHERS * errors.get(rank, 0.0))
+    return all(error <= limit for holder, error in errors.items() if holder != rank)
 
 
 def _row(rows: Rows, at: int) -> Array:

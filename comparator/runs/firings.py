@@ -27,6 +27,8 @@ class Firing(Struct, frozen=True, gc=False):
     """One a rank, in rank order."""
     apart: frozenset[str] = frozenset()
     """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
+    is_replicated: bool = False
+    """Whether its ranks should hold one value though no dims say so: those of the other run do."""
 
 
 class Spans(NamedTuple):

@@ -8,7 +8,7 @@ from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.examination.results import place_of
 from tapscope.comparator.facts import Place
 from tapscope.comparator.measures.measure import Opened, WidthError, measure
-from tapscope.comparator.measures.summand_ranks import odd_rank
+from tapscope.comparator.measures.summand_ranks import is_lone, odd_rank
 from tapscope.comparator.verdicts.finding import Finding
 from tapscope.errors import DataError
 from tapscope.kernels.native.overview import row_errors
@@ -59,8 +59,13 @@ def tokens_of(
         for row in here[:MAX_TOKENS]
     ]
     place = place_of(measured, worst, ready, examiner.preparer.row_map)
-    if place.rank is None:
-        place = structs.replace(place, rank=odd_rank(measured, worst, ready))
+    if finding.test == "replicas":
+        rank = finding.worst.rank if finding.worst is not None else None
+    elif place.rank is None:
+        rank = odd_rank(measured, worst, ready)
+    else:
+        rank = place.rank if is_lone(measured, worst, ready, place.rank, finding.row_floor) else None
+    place = structs.replace(place, rank=rank)
     return tuple(found), int(beyond.sum()), place
 
 
