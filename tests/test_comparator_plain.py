@@ -10,6 +10,7 @@ from factories import RunFactory
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.errors import RuleError
+from tapscope.observe import RowRun
 from tapscope.run import open_run
 
 SCALE = "layers.0.attn:in[sm_scale]"
@@ -84,3 +85,24 @@ def test_what_a_forward_returns_and_keeps_is_no_difference(tmp_path: Path) -> No
         report = compare(baseline, target)
     assert report.exit_code == 0
     assert any("1 plain value not equal" in warning for warning in report.coverage.warnings)
+
+
+def write_padded(path: Path, length: int, value: int) -> Path:
+    """Two requests of 3 and 2 tokens in a batch padded to ``length`` columns."""
+    hidden = np.zeros((2, length, 4), np.float32)
+    hidden[0, :3], hidden[1, :2] = 1.0, 2.0
+    with RunFactory(path) as run:
+        rows = [RowRun("0", 0, 3, 0, 0), RowRun("1", 0, 2, 0, length)]
+        run.step(grid=(2, length), rows=rows, token_ids=[1, 2, 3, 4, 5])
+        run.put_value("rotary_pos_emb:in[max_seq_len]", value)
+        run.put("norm:out", hidden, dims="b s h")
+    return path
+
+
+@pytest.mark.parametrize(("value", "code"), [(4, 0), (5, 1)])
+def test_the_size_of_a_batch_that_is_padded_otherwise_is_left_out(tmp_path: Path, value: int, code: int) -> None:
+    """Megatron pads sequences to a multiple of its ranks and hands the length on as a number."""
+    one, two = write_padded(tmp_path / "b", 3, 3), write_padded(tmp_path / "t", 4, value)
+    report = compare(one, two)
+    assert report.exit_code == code
+    assert any("the runs batch otherwise" in each for each in report.coverage.warnings) == (code == 0)

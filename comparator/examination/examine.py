@@ -68,7 +68,7 @@ class Examiner:
         if pair.baseline is None or pair.target is None:
             return Look(self._alone(pair))
         if not (pair.baseline.is_tensor and pair.target.is_tensor):
-            return Look(examine_values(pair, self.preparer.shift_steps))
+            return Look(examine_values(pair, self.preparer.shift_steps, self.preparer.row_map))
         form, site = self.preparer.form(pair), pair.site or pair.baseline.site
         kind = self._kinds.get(form)
         if kind is not None and kind.alike is not None and kind.alike.fits(pair):

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.rowmap import RowMap
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.pieces import is_joined, leaves
 from tapscope.comparator.examination.examined import About, Examined, Read
@@ -23,11 +24,12 @@ _LONGEST = 60
 """Characters of a plain value that a note shows."""
 
 
-def examine_values(pair: Pair, shift: int) -> Examined:
+def examine_values(pair: Pair, shift: int, rows: RowMap) -> Examined:
     """A pair of which at least one side is no tensor: typed JSON values, which must be equal.
 
     A value that never changes is compared once, whatever the steps; else firings meet by step and turn, the target's
-    steps being ``shift`` higher.
+    steps being ``shift`` higher. A number that is in both runs the size of the step's own batch (Megatron's
+    ``max_seq_len``) is left out where they differ: the runs batch otherwise.
     """
     assert pair.baseline is not None
     assert pair.target is not None
@@ -44,6 +46,9 @@ def examine_values(pair: Pair, shift: int) -> Examined:
     unequal = [place for place, (mine, theirs) in met.items() if mine != theirs]
     if not unequal:
         return structs.replace(one, read=Read(basis="value"))
+    if _are_extents(pair, rows):
+        mine, theirs = met[unequal[0]]
+        return one.but(apart=f"the size of the step's batch ({mine} against {theirs}): the runs batch otherwise")
     steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, _ in unequal))
     worst = Place(steps[0].step, steps[0].step - shift)
     mine, theirs = map(_in_short, met[unequal[0]])
@@ -61,6 +66,22 @@ def _met(left: _Values, right: _Values) -> dict[tuple[int, tuple[int, int]], tup
         place, value = next(iter(left.items()))
         return {place: (value, next(iter(right.values())))}
     return {place: (left[place], right[place]) for place in left if place in right}
+
+
+def _are_extents(pair: Pair, rows: RowMap) -> bool:
+    """Whether every firing of both runs holds the size of one axis of its step's token grid, the same axis in all."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    axes: set[tuple[int, int]] | None = None
+    for series, side in ((pair.baseline, rows.baseline), (pair.target, rows.target)):
+        for firing in series.firings:
+            grid, value = side.of(firing.records[0]), _written(firing.records[0].value)
+            sizes = () if grid is None else grid.grid
+            here = {(len(sizes), axis) for axis, size in enumerate(sizes) if str(size) == value}
+            axes = here if axes is None else axes & here
+            if not axes:
+                return False
+    return bool(axes)
 
 
 def _in_short(value: str) -> str:
