@@ -16,6 +16,7 @@ from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.rowmap import FORKED, UNALIGNED
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.runs.grids import SideRows
+from tapscope.comparator.runs.routers import is_of_experts
 from tapscope.record import FORWARD, Record
 from tapscope.run import Run
 
@@ -57,6 +58,11 @@ class Choices:
     def __init__(self, run: Run, rows: SideRows) -> None:
         self._run, self._rows = run, rows
         self._tables: dict[str, dict[_Place, list[Record]]] = {}
+        has_experts = any(
+            is_of_experts(name) for site in run.records.sites for name in site.partition(":")[0].split(".")
+        )
+        if not has_experts:
+            return
         for record in run.records.take(run.records.which(lambda kind: "int" in (kind.dtype or ""))):
             if _is_table(record, rows):
                 place = (record.key.model, record.key.step, record.key.micro, record.key.rank)

@@ -108,6 +108,9 @@ def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[
         said.append(f"{text.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
     if allowed := [f for f in findings if f.judged_by.startswith("--allow-differ")]:
         said.append(f"{text.plural(len(allowed), 'site')} allowed to differ, e.g. {allowed[0].site}")
+    if moved := [one for one in examined if one.more.handed_on is not None]:
+        where = f"{text.plural(len(moved), 'site')}, e.g. {moved[0].site}"
+        said.append(f"token rows left out at {where}: {moved[0].notes[0]}")
     if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
         said.append(f"{text.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}")
     return said

@@ -1,8 +1,9 @@
 """Flips: unequal integers that rounding explains, because they were chosen from scores that lie close together.
 
-Integers must be equal. Two things excuse a sampled token that is not: its request forks right behind it (then the
-rows behind are set aside, and the fork is reported), or the logits it was chosen from are so close together that the
-error of their row decides between the two tokens, and that error is itself no more than rounding.
+Integers must be equal; those that a module is given, such as positions, chose nothing. Two things excuse a sampled
+token that is not: its request forks right behind it (then the rows behind are set aside, and the fork is reported), or
+the logits it was chosen from are so close together that the error of their row decides between the two tokens, and that
+error is itself no more than rounding.
 
 So it is with the experts a router chooses: the c-th largest score is no further from what it was than the row's
 largest error e, nor is the score of whoever has it now; so the baseline's scores of both runs' c-th choices are within
@@ -18,6 +19,7 @@ from msgspec import Struct
 
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.runs.routers import ROUTERS, Choosers
 from tapscope.comparator.runs.series import identity
 from tapscope.comparator.verdicts.choices import are_copies, rule_of
 from tapscope.comparator.verdicts.chosen import Array, Rows, masked, numbers_of, rows_of, vectors_of
@@ -25,7 +27,6 @@ from tapscope.comparator.verdicts.chosen import Array, Rows, masked, numbers_of,
 _BY_MORE = "a bias or groups decide beside"
 _NOT_TOLD = "a near tie cannot be told"
 _CLOSE = "are closer together than their own error"
-ROUTERS = frozenset({"router", "gate"})
 _APART = 0.1
 """Relative error of a row beyond which another choice may be the cause: of k alike scores one is 1 / sqrt(k)."""
 _NEAR = 8
@@ -57,20 +58,29 @@ def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping
     vectors = [one for one in everything if one.about.baseline is not None and len(one.about.baseline.shape) == 1]
     found: dict[str, Flip] = {}
     seen: dict[object, str] = {}
+    choosers = Choosers(map(_path, everything))
     for i, one in enumerate(examined):
         # Rows without a place are tensors compared whole.
         has_place = one.more.unequal and min(one.more.unequal) >= 0 if one.is_exact else _may_be_masked(one)
-        if not one.num_unequal or not has_place:
+        of_experts = choosers.may_choose(one.site)
+        if not one.num_unequal or not has_place or not (of_experts or _may_be_sampled(one)):
             continue
         same = identity(one.pair.baseline), identity(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
-        flip = found.get(first) or _flip(examined, i, preparer, vectors)
+        flip = found.get(first) or _flip(examined, i, preparer, vectors, of_experts=of_experts)
         if flip is not None:
             found[one.site] = flip
     return found
 
 
-def _flip(examined: Sequence[Examined], index: int, preparer: Preparer, vectors: Sequence[Examined]) -> Flip | None:
+def _may_be_sampled(one: Examined) -> bool:
+    """Whether its integers may be tokens that were sampled: no module is given those of its own step."""
+    return one.is_exact and not one.site.rpartition(":")[2].startswith(("in[", "param[", "buffer["))
+
+
+def _flip(
+    examined: Sequence[Examined], index: int, preparer: Preparer, vectors: Sequence[Examined], *, of_experts: bool
+) -> Flip | None:
     one = examined[index]
     rows = rows_of(preparer, one) if one.is_exact else masked(preparer, one)
     if rows is None:
@@ -79,12 +89,12 @@ def _flip(examined: Sequence[Examined], index: int, preparer: Preparer, vectors:
     requests, positions = preparer.row_map.pair_request[rows.pairs], preparer.row_map.pair_position[rows.pairs]
     rest = np.array([place not in parted for place in zip(requests.tolist(), positions.tolist(), strict=True)])
     count = len(rest)
-    if not rest.any():
+    if not rest.any() and not of_experts:
         return Flip(f"{count} unequal, each where its request's tokens part")
     rows = Rows(rows.pairs[rest], *map(numbers_of, (rows.baseline[rest], rows.target[rest])))
     doubt: Flip | None = None
     before = examined[:index] if one.is_exact else [e for e in examined[: index + _NEAR] if e is not one]
-    for scores in _scores(before, one):
+    for scores in _scores(before, one, of_experts=of_experts):
         beside = rows_of(preparer, scores, rows.pairs)
         if beside is None:
             continue
@@ -150,14 +160,15 @@ def _choices(preparer: Preparer, one: Examined, beside: Examined) -> tuple[Array
     return numbers, given
 
 
-def _scores(before: Sequence[Examined], one: Examined) -> Iterator[Examined]:
-    """What it may have been chosen from: another output of its module, or of one beside it, else the logits."""
+def _scores(before: Sequence[Examined], one: Examined, *, of_experts: bool) -> Iterator[Examined]:
+    """What it may have been chosen from: of experts another output of its module, or of one beside it; of tokens the
+    logits."""
     path = _path(one)
     near = [e for e in reversed(before) if e.spread is not None and not e.is_exact and e.pair.target is not None]
     beside = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
     beside.sort(key=lambda e: _path(e) != path)
-    yield from beside[:_NEAR]
-    yield from [e for e in near if _is_logits(e)][:1]
+    yield from beside[:_NEAR] if of_experts else ()
+    yield from [e for e in near if _is_logits(e)][:1] if _may_be_sampled(one) else ()
 
 
 def _is_logits(one: Examined) -> bool:

@@ -11,8 +11,9 @@ import numpy as np
 
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.runs.routers import ROUTERS
 from tapscope.comparator.verdicts.chosen import rows_of
-from tapscope.comparator.verdicts.flips import ROUTERS, Flip
+from tapscope.comparator.verdicts.flips import Flip
 
 
 def implied_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
