@@ -8,6 +8,7 @@ from torch import nn
 
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
 from tapscope.dumper.job import identity, lifetime
+from tapscope.dumper.job.forks import Forked
 from tapscope.dumper.keeping.flight import Released
 from tapscope.dumper.recording.recording import Recording
 from tapscope.dumper.recording.watches import Handle, Watches
@@ -56,6 +57,7 @@ class Dumper(ValueCalls, StepCalls):
         self._who = identity.Who(info, lambda: self._watches.models)
         self._force = force
         self._recording: Recording | None = None
+        self._forked: Forked | None = None  # in a child of the process that opened it
         self._latest: Recording | None = None  # the last one, for questions after its end
 
     # ---- life -------------------------------------------------------------------------------------------
@@ -68,6 +70,8 @@ class Dumper(ValueCalls, StepCalls):
     def _open(self, *, later: bool = False, lenient: bool = False) -> None:
         if self._recording is not None:
             raise StepError("this Dumper is already open")
+        if self._forked is not None:
+            self._forked.end()
         recording = Recording(self._config, self._who, self._watches, Link(self._config))
         recording.open(lambda: self._place(recording.info), force=self._force, later=later, lenient=lenient)
         self._recording = self._latest = recording
@@ -78,6 +82,8 @@ class Dumper(ValueCalls, StepCalls):
         recording, self._recording, self._latest = self._recording, None, None
         if recording is not None:
             recording.stop()
+            self._forked = recording.forked
+            self._watches.say_if_called(recording.forked)
 
     def _place(self, info: RankInfo) -> Path:
         """Directory of the run; may wait for another rank to name it."""

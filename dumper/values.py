@@ -8,6 +8,7 @@ from torch import nn
 
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.job.compiled import is_compiling, say_skipped
+from tapscope.dumper.job.forks import Forked
 from tapscope.dumper.job.identity import Who
 from tapscope.dumper.recording.explicit import attributes
 from tapscope.dumper.recording.recording import Recording
@@ -25,6 +26,7 @@ class ValueCalls:
     _who: Who
     _watches: Watches
     _recording: Recording | None
+    _forked: Forked | None
 
     set_ctx = staticmethod(context.set_ctx)
     ctx = context.ctx
@@ -52,6 +54,8 @@ class ValueCalls:
         recording = self._recording
         if recording is not None and recording.regime.explicit is not None:
             recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
+        elif self._forked is not None:
+            self._forked.say()
 
     def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
         """Dump every value of a mapping, or of an object's public attributes that are no methods, as ``prefix.KEY``."""

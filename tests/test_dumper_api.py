@@ -444,6 +444,9 @@ def test_reset_goes_on_in_a_new_run_beside_the_old_one(tmp_path: Path) -> None:
         model(torch.ones(1, 8))
         with pytest.raises(RunExistsError, match="no tapscope run"):
             dumper.reset("taken")
+        for taken in ("run", "run-2"):  # the first one, and that which it is in now
+            with pytest.raises(RunExistsError, match="already holds a run"):
+                dumper.reset(taken)
         with pytest.raises(ConfigError, match="plain name"):
             dumper.reset("../elsewhere")
         with dumper.step(), pytest.raises(StepError, match="do not nest"):
@@ -703,7 +706,7 @@ if __name__ == "__main__":
     assert run.ledger().complete
 
 
-def test_a_forked_child_is_silent_until_it_opens_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_records_nothing_and_says_so_until_it_opens_a_run_of_its_own(tmp_path: Path) -> None:
     code = """
 import os, torch
 from tapscope import dumper
@@ -723,13 +726,41 @@ os.wait()
 model(torch.ones(1, 2))
 """
     done = _script(tmp_path, code, TAPSCOPE_DIR=str(tmp_path))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    (said,) = done.stderr.splitlines()
+    assert "nothing is recorded in this process, which was forked from one that records; open a Dumper here" in said
     parent, child = open_run(tmp_path / "parent"), open_run(tmp_path / "child")
     assert sorted(parent.steps) == [0, 1]
     assert parent.ledger().complete
     assert [r.key.site for r in child.records if r.key.site.startswith(":tap")] == [":tap[heard]"]
     assert child.ledger().complete
     assert len(child.records) == 3
+
+
+def test_a_run_whose_model_was_called_only_in_a_forked_child_says_so(tmp_path: Path) -> None:
+    code = """
+import os, torch
+from tapscope import Dumper
+model = torch.nn.Linear(2, 2)
+with Dumper(model, "run", keep="full"):
+    if not os.fork():
+        model(torch.ones(1, 2)), model.forward(torch.ones(1, 2))
+        raise SystemExit
+    os.wait()
+assert "forward" not in model.__dict__
+"""
+    done = _script(tmp_path, code)
+    assert done.returncode == 0
+    assert done.stderr.count("nothing is recorded in this process") == 1
+    reason = "the model was called only in a forked process, which records nothing; open a Dumper there"
+    assert reason in done.stderr
+    for command in ("info", "verify"):
+        shown = subprocess.run(
+            [sys.executable, "-m", "tapscope", command, "run"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert shown.returncode == 1
+        assert f"no records: {reason}" in shown.stdout
+        assert "NO" in shown.stdout
 
 
 def test_torch_is_not_loaded_by_the_package_alone() -> None:

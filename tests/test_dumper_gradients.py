@@ -179,7 +179,8 @@ def test_a_value_without_gradient_gives_none_and_is_not_counted(tmp_path: Path) 
             model(torch.randn(2, 4))  # nobody asks for its gradient
     run = open_run(tmp_path / "run")
     account = run.ledger()
-    assert (len(run.records), account.seen, account.complete) == (0, 0, True)
+    assert (len(run.records), account.seen, account.failed) == (0, 0, 0)
+    assert account.sentences()[0] == "no records: of what the rules keep nothing fired"
 
 
 def test_a_second_backward_of_one_value_is_numbered_after_the_forwards(tmp_path: Path) -> None:

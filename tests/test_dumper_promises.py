@@ -1,11 +1,18 @@
 """The dumper never breaks the model, and never loses anything silently."""
 
 import copy
+import copyreg
+import functools
+import importlib
+import inspect
 import json
 import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +88,111 @@ def test_copies_and_pickles_of_a_watched_model_are_plain_models_of_their_own(tmp
         torch.testing.assert_close(model(x), expected)
     assert twin(x).abs().sum() == 0
     assert not any(r.key.step not in (0, 1) for r in open_run(tmp_path / "run").records)
+
+
+PLAIN_LOADER = """
+import sys, torch
+from pathlib import Path
+import zoo
+class Refuse:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] == "tapscope":
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+for file in sorted(Path(".").glob("*.pt")):
+    model = torch.load(file, weights_only=False)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules()), file
+    assert not any(m._forward_pre_hooks_with_kwargs for m in model.modules()), file
+    assert "forward" not in model.__dict__, file
+    assert model(torch.ones(1, 4)).tolist() == torch.load("expected.out").tolist()
+    print(file)
+"""
+ZOO = """
+from torch import nn
+class Zoo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    def forward(self, x, *, scale=2.0):
+        return self.b(self.a(x)) * scale
+class Own(Zoo):
+    def __getstate__(self):
+        return super().__getstate__() | {"note": "mine"}
+def theirs(module, args, output):
+    pass
+"""
+
+
+@pytest.mark.parametrize("kind", ["Zoo", "Own"])
+def test_a_model_saved_under_taps_is_loaded_plain_where_there_is_no_tapscope(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zoo.py").write_text(ZOO)
+    (tmp_path / "load.py").write_text(PLAIN_LOADER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "zoo", raising=False)
+    model = getattr(importlib.import_module("zoo"), kind)()
+    table = dict(copyreg.dispatch_table)
+    with Dumper(model, tmp_path / "run", keep="full", grads=True), Dumper(model, tmp_path / "other", keep="stats"):
+        with torch.no_grad():
+            torch.save(model(torch.ones(1, 4)), tmp_path / "expected.out")
+        torch.save(model, tmp_path / "saved.pt")
+        torch.save(copy.deepcopy(model), tmp_path / "deepcopy.pt")
+        torch.save(copy.copy(model), tmp_path / "copy.pt")
+        for protocol in (2, pickle.HIGHEST_PROTOCOL):
+            torch.save(pickle.loads(pickle.dumps(model, protocol)), tmp_path / f"{protocol}.pt")  # noqa: S301
+    assert copyreg.dispatch_table == table
+    done = subprocess.run([sys.executable, "load.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.split()) == 5
+
+
+def test_a_copy_keeps_the_hooks_of_others_and_an_own_forward(tmp_path: Path) -> None:
+    model = build()
+    model.layers["0"].register_forward_hook(_of_others, with_kwargs=True)
+    model.forward = functools.partial(type(model).forward, model)
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
+        twin = copy.deepcopy(model)
+    (hook,) = twin.layers["0"]._forward_hooks.values()
+    assert hook is _of_others
+    assert list(twin.layers["0"]._forward_hooks_with_kwargs.values()) == [True]
+    assert isinstance(twin.forward, functools.partial)
+    assert twin.forward.args[0] is twin
+
+
+def _of_others(*args: Any) -> None:
+    """A hook that is not ours."""
+
+
+def _own_forward(model: nn.Module) -> Any:
+    return model.forward.__func__(model, torch.ones(1, 8))  # type: ignore[attr-defined]
+
+
+READERS: dict[str, Callable[[nn.Module], Any]] = {
+    "export": lambda model: torch.export.export(model, (torch.ones(1, 8),)).module()(torch.ones(1, 8)),
+    "strict export": lambda m: torch.export.export(m, (torch.ones(1, 8),), strict=True).module()(torch.ones(1, 8)),
+    "fx": lambda model: torch.fx.symbolic_trace(model)(torch.ones(1, 8)),
+    "jit.trace": lambda model: torch.jit.trace(model, (torch.ones(1, 8),))(torch.ones(1, 8)),
+    "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (torch.ones(1, 8),)),
+    "__func__": _own_forward,
+    "signature": lambda model: inspect.signature(model.forward).parameters and model(torch.ones(1, 8)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_reads_a_model_reads_a_watched_one_alike(tmp_path: Path, reader: str) -> None:
+    model = build()
+    read = READERS[reader]
+    with torch.no_grad():
+        expected = read(model)
+        with Dumper(model, tmp_path / "run", keep="full"):
+            assert torch.equal(read(model), expected)
+            assert model.forward.__self__ is model
+            model(torch.ones(1, 8))
+    assert "forward" not in model.__dict__
+    sites = {r.key.site for r in open_run(tmp_path / "run").records}
+    assert {":out", "layers.0:out"} <= sites
 
 
 class Root(nn.Module):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import threading
 import warnings
 import weakref
@@ -16,6 +17,7 @@ import torch
 from jobs import ask, wait_until
 from torch import nn
 
+from tapscope.cli import main
 from tapscope.dumper import Dumper
 from tapscope.observe import StepInfo
 from tapscope.run import Run, open_run
@@ -407,23 +409,107 @@ def test_a_compiled_module_goes_on_and_its_taps_are_named_as_silent(
     assert torch.equal(model(x), expected)
 
 
+REMEDY = 'set TORCH_COMPILE_DISABLE=1, or call torch.compiler.set_stance("force_eager"), to record there too'
+
+
+def in_place(module: nn.Module, **options: Any) -> nn.Module:
+    module.compile(backend="eager", **options)
+    return module
+
+
+def wrapped(module: nn.Module, **options: Any) -> nn.Module:
+    return torch.compile(module, backend="eager", **options)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_model_compiled_as_a_whole_is_never_broken_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, fullgraph: bool
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("form", [in_place, wrapped])
+def test_of_a_compiled_model_its_own_ports_are_recorded_and_the_rest_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Any, is_warm: bool, fullgraph: bool
+) -> None:
+    torch.compiler.reset()
+    model = form(Inner(), fullgraph=fullgraph)
+    x = torch.ones(1, 2)
+    expected = model(x)
+    if not is_warm:
+        torch.compiler.reset()
+    with Dumper(model, tmp_path / "run", keep="full"):
+        assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
+    sentence = f"no tap fires inside a compiled module: the model itself; {REMEDY}"
+    assert caplog.text.count(sentence) == 1
+    run = open_run(tmp_path / "run")
+    assert [r.key.site for r in run.records] == [":in[x]", ":out"]
+    account = run.ledger()
+    assert account.never_fired == ["act:out", "up:out"]
+    assert account.compiled == ["the model itself"]
+    assert sentence in account.sentences()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("form", [in_place, wrapped])
+def test_compiled_submodules_are_tapped_at_their_own_ports(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Any
+) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(2, 2), Inner(), Inner())
+    with Dumper(model, tmp_path / "plain", keep="full", params=True):
+        expected = model(torch.ones(1, 2))
+    for i in (1, 2):
+        model[i] = form(model[i])
+    with Dumper(model, tmp_path / "run", keep="full", params=True):
+        assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert f"no tap fires inside a compiled module: 1, 2; {REMEDY}" in caplog.text
+    plain, run = open_run(tmp_path / "plain"), open_run(tmp_path / "run")
+    sites = {r.key.site for r in run.records}
+    assert run.ledger().never_fired == ["1.act:out", "2.act:out"]  # of the others there are the parameters
+    assert run.ledger().compiled == ["1", "2"]
+    assert {r.key.site for r in plain.records} - sites == {
+        f"{i}.{port}" for i in (1, 2) for port in ("up:in[input]", "up:out", "act:in[input]", "act:out")
+    }
+    assert {"1:in[x]", "1:out", "2:in[x]", "2:out", "1.up:param[weight]"} <= sites
+    assert run.ledger().complete
+    with torch.compiler.set_stance("force_eager"), Dumper(model, tmp_path / "eager", keep="full", params=True):
+        caplog.clear()
+        assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert not caplog.text
+    eager = open_run(tmp_path / "eager")
+    assert [r.key for r in eager.records] == [r.key for r in plain.records]
+
+
+def test_a_model_that_ran_only_inside_a_graph_makes_the_run_incomplete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.compiler.reset()
     model = Inner()
-    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    compiled = torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)
     x = torch.ones(1, 2)
-    expected = model(x)
+    expected = compiled(x)
     with Dumper(model, tmp_path / "run", keep="full"):
         assert torch.equal(compiled(x), expected)
-    assert "no step was taken" in caplog.text
-    with Dumper(compiled, tmp_path / "outer", keep="full"):
-        assert torch.equal(compiled(x), expected)
-    run = open_run(tmp_path / "outer")
-    assert ":out" in {r.key.site for r in run.records}
-    assert {"_orig_mod.up:out", "_orig_mod.act:out"} <= set(run.ledger().never_fired)
+    reason = f"the model ran only inside a compiled graph, where no tap fires; {REMEDY}"
+    assert f"has no records: {reason}" in caplog.text
+    for verb in ("info", "verify"):
+        assert main([verb, str(tmp_path / "run")]) == 1
+        said = capsys.readouterr().out
+        assert f"no records: {reason}" in said
+        assert re.search(r"complete +NO", said)
+
+
+def test_a_model_compiled_while_it_is_watched_is_named_and_tapped_anew(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(Inner())
+    with Dumper(model, tmp_path / "run", keep="full") as dumper:
+        in_place(model[0])
+        in_place(model)
+        model(torch.ones(1, 2))
+        dumper.configure(keep="full")
+        model(torch.ones(1, 2))
+    run = open_run(tmp_path / "run")
+    assert [r.key.site for r in run.records] == [":in[input]", ":out"]
+    assert {"0:out", "0.up:out"} <= set(run.ledger().never_fired)
+    assert model._compiled_call_impl is not None
+    assert "_method" not in repr(model.__dict__["_compiled_call_impl"])
 
 
 def test_a_scripted_child_takes_no_hook_and_that_is_said(tmp_path: Path) -> None:

@@ -22,10 +22,13 @@ def _say_skipped(name: Any) -> bool:
     return True
 
 
-def _at_compile_time(function: Any) -> Any:
-    """As torch.compiler.assume_constant_result, which imports torch._dynamo for it: a second of every process."""
+def at_compile_time(function: Any) -> Any:
+    """Have it called while a graph is made, and its result taken for a constant.
+
+    As torch.compiler.assume_constant_result, which imports torch._dynamo for it: a second of every process.
+    """
     function._dynamo_marked_constant = True
     return function
 
 
-say_skipped: Any = _at_compile_time(_say_skipped)
+say_skipped: Any = at_compile_time(_say_skipped)

@@ -28,6 +28,8 @@ class Account:
         """Whether it was said that values are dropped."""
         self.num_failed = 0
         """Of all steps."""
+        self.num_sent = 0
+        """Records of all steps of this run that have ended."""
         self.lock = threading.Lock()
         """Several threads may call the model at once."""
         self._num_dropped = 0
@@ -127,6 +129,7 @@ class Account:
         if not self._keeper.is_holding:
             self._num_dropped += counts.dropped
         self.num_failed += counts.failed
+        self.num_sent += counts.sent
 
     def _put_line(self, line: dict[str, Any]) -> None:
         self.sink.append(encode_line(line))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tapscope.directory import clear_run, create_run
 from tapscope.dumper.recorder.peer import Peer
 from tapscope.errors import RunExistsError
+from tapscope.manifest import rank_dir
 from tapscope.wire import Message
 from tapscope.writer import RankWriter
 
@@ -51,20 +52,20 @@ class Intake:
         """A rank goes on in another run: one that all ranks agreed on, or with a ``manifest`` one of its own choice."""
         run, manifest = Path(message["run"]), message.fields.get("manifest")
         if manifest is not None:
-            problem = self._open_run(run, manifest)
+            problem = self._open_run(run, manifest, peer.rank)
             self._recorder.tell(peer, Message("reopened", {"problem": problem}))
             if problem is not None:
                 return
             peer.opening = message.fields.get("opening", peer.opening)
-        peer.writer.event("close", reason="reset", never_fired=message.fields.get("never_fired", []))
+        peer.writer.event("close", reason="reset", **message["absent"])
         peer.writer.close()
         peer.turn_to(self.writer(run, peer.rank))
         peer.writer.event("open", **peer.opening)
 
-    def _open_run(self, run: Path, manifest: dict[str, Any]) -> str | None:
+    def _open_run(self, run: Path, manifest: dict[str, Any], rank: int) -> str | None:
         """Make a run that a rank asks for, unless another rank has done so; why not, or None."""
         changes = self._recorder.steering.changes
-        if run == changes.run_path and run != self._recorder.path:
+        if run == changes.run_path and run != self._recorder.path and not rank_dir(run, rank).exists():
             return None
         try:
             clear_run(run, force=False)

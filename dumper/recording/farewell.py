@@ -4,20 +4,30 @@ import logging
 from pathlib import Path
 
 from tapscope.dumper.taps.collector import Collector
+from tapscope.ledger import compiled_sentence
 
 _log = logging.getLogger("tapscope")
 
 
 def say(
-    collector: Collector, run: Path | None, silent: list[str], lost: str | None, *, unused: list[str], is_idle: bool
+    collector: Collector,
+    run: Path | None,
+    lost: str | None,
+    *,
+    silent: list[str],
+    compiled: list[str],
+    unused: list[str],
+    empty: str | None,
 ) -> None:
     """Name what is missing from the run: taps that never fired, and values that were lost or could not be captured.
 
-    ``unused`` are rules that fitted nothing. ``is_idle``: taps were in place and no step was taken.
+    ``compiled`` are modules in which taps did not fire, ``unused`` rules that fitted nothing. ``empty``: why there is
+    no record.
     """
     account = collector.account
     facts = [
-        (is_idle, "no step was taken: the model was not called, or only inside a compiled graph, where no tap fires"),
+        (empty if run else None, f"{run} has no records: {empty}"),
+        (len(compiled), compiled_sentence(compiled)),
         (len(silent), f"taps that never fired ({len(silent)}): {', '.join(silent[:4])}"),
         (len(unused), f"rules that fit nothing that was dumped: {', '.join(unused[:4])}"),
         (collector.num_outside, f"{collector.num_outside} firings outside a step were not kept; use step()"),

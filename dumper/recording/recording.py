@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.job.forks import Forked
 from tapscope.dumper.job.identity import Who
 from tapscope.dumper.recording import manifest
 from tapscope.dumper.recording.farewell import say
@@ -19,6 +20,7 @@ from tapscope.dumper.sending.link import Link
 from tapscope.dumper.steps.steps import OpenStep
 from tapscope.dumper.taps.collector import Collector
 from tapscope.errors import RecorderError, RuleError, StepError
+from tapscope.ledger import REMEDY
 from tapscope.observe import RankInfo, StepInfo
 from tapscope.wire import Message
 
@@ -47,6 +49,7 @@ class Recording:
         self._calls: Counter[str] = Counter()
         self._runs = Succession()
         self._told_lost: OpenStep | None = None
+        self.forked = Forked()
         if link is not None:
             link.tick, link.quiet = self.collector.keeper.tick, self.collector.show
             account = self.collector.account
@@ -90,8 +93,8 @@ class Recording:
         """Take the taps away, send what is left and say what is missing; None, or why the run is incomplete."""
         self.schedule.settle()
         self._watches.last_look(self.collector)
-        silent, unused = self._never_fired(), self.regime.unused()
-        is_idle = not self.schedule.next_step and self._watches.armed
+        unused, why_empty = self.regime.unused(), self._why_empty()
+        silent, compiled = self._never_fired(), self._watches.compiled()
         self.stop()
         link, collector = self.link, self.collector
         if link is None:
@@ -100,13 +103,15 @@ class Recording:
             self._welcome(welcome)
         collector.close()
         collector.account.settle()
-        fields: dict[str, Any] = {"never_fired": silent, "outside_step": collector.num_outside}
+        empty = None if collector.account.num_sent else why_empty
+        fields = self._absent(silent, compiled, empty) | {"outside_step": collector.num_outside}
         if interrupted is not None:
             fields["interrupted"] = interrupted
         collector.keeper.close(interrupted)
         link.put_event("close", **fields)
         lost = link.close()
-        say(collector, self.run, silent, lost, unused=unused, is_idle=is_idle)
+        news = [] if self._watches.have_warned else compiled
+        say(collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty)
         return lost
 
     def stop(self) -> None:
@@ -235,7 +240,15 @@ class Recording:
 
     def _leave_for(self, run: Path, **more: Any) -> Message:
         """Ends the present run, and asks for another."""
-        return Message("reopen", {"run": str(run), "never_fired": self._never_fired(), **more})
+        why_empty = None if self.collector.account.num_sent else self._why_empty()
+        absent = self._absent(self._never_fired(), self._watches.compiled(), why_empty)
+        return Message("reopen", {"run": str(run), "absent": absent, **more})
+
+    @staticmethod
+    def _absent(silent: list[str], compiled: list[str], why_empty: str | None) -> dict[str, Any]:
+        """What the end of a run says of what is not in it."""
+        more = {"compiled": compiled, "empty": why_empty}
+        return {"never_fired": silent} | {name: value for name, value in more.items() if value}
 
     def _renew(self, run: Path) -> None:
         self.run = run
@@ -243,6 +256,21 @@ class Recording:
         self.regime.note()
         self._watches.renew()
         self.regime.select()
+
+    def _why_empty(self) -> str | None:
+        """Why this rank has no record, if it has none; None where that is nothing to wonder at."""
+        keeper = self.collector.keeper
+        if not self.regime.is_on and keeper.brake.stopped is None:
+            return "nothing was selected: no rule that is in force keeps anything"
+        if not self._watches or keeper.is_holding:
+            return None if keeper.is_holding else "nothing was dumped that the rules keep"
+        if self.schedule.next_step:
+            return "of what the rules keep nothing fired"
+        if self.forked.was_called:
+            return "the model was called only in a forked process, which records nothing; open a Dumper there"
+        if self._watches.is_traced:
+            return f"the model ran only inside a compiled graph, where no tap fires; {REMEDY}"
+        return f"no step was taken: the model was not called, or only inside a compiled graph; for that, {REMEDY}"
 
     def _never_fired(self) -> list[str]:
         return self._watches.silent() if self.schedule.next_step else []

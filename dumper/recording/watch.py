@@ -1,5 +1,6 @@
 """Watch: one model under taps."""
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -8,18 +9,24 @@ import torch
 from torch import nn
 
 from tapscope.dumper.device.laterows import LateRows
+from tapscope.dumper.job.forks import Forked
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.passes import graph_task
 from tapscope.dumper.steps.rows import call_of, described, host_values, is_on_device, outlined
 from tapscope.dumper.steps.steps import Described, OpenStep
+from tapscope.dumper.taps import traced
+from tapscope.dumper.taps.calls import CallWrapper, watch_calls
 from tapscope.dumper.taps.hooks import Hooks
-from tapscope.dumper.taps.root import RootWrapper, wrap_root
 from tapscope.dumper.taps.taps import Tap, find_taps
+from tapscope.dumper.taps.tree import is_compiled_in_place
+from tapscope.ledger import REMEDY, ROOT, some
 from tapscope.observe import StepInfo
 
 if TYPE_CHECKING:
     from tapscope.dumper.recording.recording import Recording
     from tapscope.dumper.taps.collector import Collector
+
+_log = logging.getLogger("tapscope")
 
 
 class Watch:
@@ -34,8 +41,10 @@ class Watch:
         self.taps = find_taps(model, name)
         self._model = weakref.ref(model)
         self._hooks = Hooks(model, self.taps, self._fire)
-        self._wrapper: weakref.ref[RootWrapper] | None = None
+        self._wrapper: weakref.ref[CallWrapper] | None = None
         self._recording: Recording | None = None
+        self._key = self.taps[0].key
+        self._warned: list[str] = []
 
     @property
     def model(self) -> nn.Module | None:
@@ -52,13 +61,24 @@ class Watch:
         self._recording = recording
         for tap in self.taps:
             tap.begin()
-        if (model := self._model()) is not None:
-            self._wrapper = weakref.ref(wrap_root(model, self._around))
+        self._wrap()
 
     def select(self, selection: Selection, collector: "Collector") -> None:
         """Put taps where ``selection`` may keep something, and nowhere else."""
-        if self._model() is not None:
-            self._hooks.install(selection, collector)
+        model = self._model()
+        if model is None:
+            return
+        if (wrapper := self._wrapped()) is not None and wrapper.name == "forward" and is_compiled_in_place(model):
+            self._unwrap()  # it was compiled after its calls were wrapped
+            self._wrap()
+        self._hooks.install(selection, collector)
+        if (graphs := self._hooks.to_be_compiled()) and graphs != self._warned:
+            self._warned = graphs
+            _log.warning(
+                "tapscope: no tap fires inside a compiled module: %s; %s",
+                some([path or ROOT for path in graphs]),
+                REMEDY,
+            )
 
     def end_step(self, collector: "Collector", step: OpenStep) -> None:
         """A step is about to end."""
@@ -73,21 +93,50 @@ class Watch:
         """Take the taps away."""
         self._recording = None
         self._hooks.remove()
-        wrapper = self._wrapper() if self._wrapper is not None else None
-        if wrapper is not None:
+        self._unwrap()
+
+    def say_if_called(self, forked: Forked) -> None:
+        """In a forked child: whoever calls the model is told that it is not recorded."""
+        if (model := self._model()) is not None:
+            watch_calls(model, forked.around)
+
+    def _wrap(self) -> None:
+        if (model := self._model()) is not None:
+            self._wrapper = weakref.ref(watch_calls(model, self._around))
+
+    def _unwrap(self) -> None:
+        if (wrapper := self._wrapped()) is not None:
             wrapper.remove(self._around)
         self._wrapper = None
+
+    def _wrapped(self) -> CallWrapper | None:
+        return None if self._wrapper is None else self._wrapper()
 
     def renew(self) -> None:
         """A new run: sites are announced again."""
         for tap in self.taps:
             tap.forget()
-            tap.fired = False
+            tap.fired = tap.has_held = False
 
     def silent(self) -> list[str]:
         """Armed taps through which nothing came, by a site of theirs."""
         prefix = f"{self.name}/" if self.name else ""
         return [f"{prefix}{site}" for site in self._hooks.never_fired()]
+
+    def compiled(self) -> list[str]:
+        """Compiled modules inside which taps did not fire; the model itself is called so."""
+        prefix = f"{self.name}/" if self.name else ""
+        return [f"{prefix}{path or ROOT}" for path in self._hooks.compiled()]
+
+    @property
+    def has_warned(self) -> bool:
+        """Whether it was said, when the taps were placed, that the model is compiled."""
+        return bool(self._warned)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the whole model became part of a graph."""
+        return traced.is_traced(self._key)
 
     def ports(self) -> tuple[dict[str, list[str]], list[str]]:
         """The ports of every module that are known, by firings too; and the modules that take what nobody named."""
@@ -105,7 +154,13 @@ class Watch:
 
     def _around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = self._recording
-        if recording is None or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            traced.note(self._key)
+            return forward(*args, **kwargs)
+        if recording is None:
+            return forward(*args, **kwargs)
+        if torch._C._get_tracing_state() is not None:
+            recording.collector.account.complain("step", "the model was read by torch.jit.trace: not recorded")
             return forward(*args, **kwargs)
         if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
             return self._watched(forward, args, kwargs)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tapscope.dumper.job.forks import Forked
 from tapscope.dumper.recording.watch import Watch
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.steps import OpenStep
@@ -109,6 +110,25 @@ class Watches:
     def silent(self) -> list[str]:
         """Armed taps through which nothing came, by a site of theirs."""
         return [site for watch in self._watches for site in watch.silent()]
+
+    def compiled(self) -> list[str]:
+        """Compiled modules inside which taps did not fire."""
+        return [path for watch in self._watches for path in watch.compiled()]
+
+    @property
+    def have_warned(self) -> bool:
+        """Whether it was said of a model, when its taps were placed, that it is compiled."""
+        return any(watch.has_warned for watch in self._watches)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a whole model became part of a graph."""
+        return any(watch.is_traced for watch in self._watches)
+
+    def say_if_called(self, forked: Forked) -> None:
+        """In a forked child: whoever calls a model is told that it is not recorded."""
+        for watch in self._watches:
+            watch.say_if_called(forked)
 
     def ports(self) -> tuple[dict[str, list[str]], list[str]]:
         """Module path -> the ports that are known, of explicit values under ``""``; and the modules that take more."""

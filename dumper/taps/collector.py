@@ -116,6 +116,7 @@ class Collector:
     def restart(self, run: Path = Path()) -> None:
         """A new run begins: records are numbered from 0 and sites announced again; the past is not part of it."""
         self.account.settle()
+        self.account.num_sent = 0
         self.keeper.restart(run)
         self.gradients.forget()
         self.last = None

@@ -1,7 +1,7 @@
 """Hooks: placed where the rules may keep something, looked after, and taken away."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,8 +10,12 @@ from torch.utils.hooks import RemovableHandle
 
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.steps import OpenStep
+from tapscope.dumper.taps import traced
+from tapscope.dumper.taps.calls import watch_calls
+from tapscope.dumper.taps.copies import PlainCopies
 from tapscope.dumper.taps.parameters import Parameters
 from tapscope.dumper.taps.taps import Tap, find_taps, heads, vectors
+from tapscope.dumper.taps.tree import Member, is_compiled_in_place, is_eager, is_inside, members, outermost
 
 if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 Fire = Callable[[Tap, str, Any], None]
 _LOOK_EVERY = 16
 _is_compiling = torch.compiler.is_dynamo_compiling
+_tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
 
 
 class _Place(NamedTuple):
@@ -30,6 +35,13 @@ class _Place(NamedTuple):
     handle: RemovableHandle
 
 
+class _Refs(NamedTuple):
+    """A member of the model, held weakly."""
+
+    shell: "weakref.ref[nn.Module]"
+    core: "weakref.ref[nn.Module]"
+
+
 class Hooks:
     """Installs and removes hooks below the root; calls ``fire(tap, kind, value)``, which must not raise.
 
@@ -38,10 +50,12 @@ class Hooks:
 
     def __init__(self, model: nn.Module, taps: list[Tap], fire: Fire) -> None:
         self._model = weakref.ref(model)
-        self._modules = {path: weakref.ref(module) for path, module in model.named_modules()}
+        self._modules = _weakly(members(model))
         self._taps = taps
         self._fire = fire
         self._places: list[_Place] = []
+        self._calls: list[_Calls] = []
+        self._copies = PlainCopies()
         self._parameters = Parameters()
         self._said: set[str] = set()
         self._usual = 0  # records of a step in which every tap fired
@@ -57,16 +71,17 @@ class Hooks:
         self.remove()
         self._refresh()
         selection.heads, selection.vectors = heads(self._taps), vectors(self._taps)
+        self._copies.begin(each for place in self._modules.values() if (each := place.shell()) is not None)
         for tap in self._taps:
             tap.forget()
-            module = self._modules[tap.path]()
-            if module is None:
+            module, core = (each() for each in self._modules[tap.path])
+            if module is None or core is None:
                 continue
             wants: list[str] = [kind for kind in ("in", "out") if kind in tap.kinds and _wants(tap, kind, selection)]
             if collector is not None and not tap.fast:
                 tap.fast = _fast_paths(tap, collector)
             tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
-            if self._parameters.add(tap, module, selection) or wants:
+            if self._parameters.add(tap, core, selection) or wants:
                 self.armed.append(tap)
             if tap.path:
                 self._hook(module, tap, wants, collector)
@@ -80,7 +95,11 @@ class Hooks:
         """Take every hook away."""
         for place in self._places:
             place.handle.remove()
+        for calls in self._calls:
+            calls.remove()
         self._places.clear()
+        self._calls.clear()
+        self._copies.end()
         self.root = _nothing, _nothing
         self._parameters.remove()
         self.armed.clear()
@@ -96,10 +115,36 @@ class Hooks:
 
     def never_fired(self) -> list[str]:
         """One site of every tap in place through which nothing came."""
-        return [f"{tap.path}:{_first_port(tap)}" for tap in self.armed if not tap.fired]
+        return [f"{tap.path}:{_first_port(tap)}" for tap in self.armed if not (tap.fired or tap.has_held)]
+
+    def compiled(self) -> list[str]:
+        """The outermost compiled modules with taps inside through which nothing came."""
+        silent = [tap for tap in self.armed if not tap.fired and tap.kinds]
+        model = self._model()
+        if model is None or not silent:
+            return []
+        graphs = outermost(path for path, member in members(model).items() if member.is_compiled)
+        inside = [graph for graph in graphs if any(is_inside(tap.path, graph) for tap in silent)]
+        return outermost(inside + [tap.path for tap in silent if traced.is_traced(tap.key)])
+
+    def to_be_compiled(self) -> list[str]:
+        """The outermost compiled modules with taps inside, where torch.compile is not disabled."""
+        model = self._model()
+        if model is None or is_eager():
+            return []
+        graphs = outermost(path for path, member in members(model).items() if member.is_compiled)
+        return [
+            graph for graph in graphs if any(tap.path != graph and is_inside(tap.path, graph) for tap in self.armed)
+        ]
 
     def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
-        """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired."""
+        """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired.
+
+        The graph of a module that was compiled in place leaves its hooks out: there they stand around the graph.
+        """
+        if wants and is_compiled_in_place(module):
+            self._calls.append(_Calls(module, tap, wants, self._fire))
+            return
         try:
             if "in" in wants:
                 before = module.register_forward_pre_hook(_Before(tap, "in", self._fire), with_kwargs=True)
@@ -116,14 +161,14 @@ class Hooks:
         model = self._model()
         if model is None:
             return
-        now = dict(model.named_modules())
-        known = {path: ref() for path, ref in self._modules.items()}
-        if known.keys() == now.keys() and all(known[path] is module for path, module in now.items()):
+        now = members(model)
+        known = {path: Member(*(ref() for ref in refs)) for path, refs in self._modules.items()}  # type: ignore[arg-type]
+        if known.keys() == now.keys() and all(_are_same(known[path], member) for path, member in now.items()):
             return
         name = self._taps[0].model if self._taps else ""
-        kept = {tap.path: tap for tap in self._taps if known.get(tap.path) is now.get(tap.path)}
+        kept = {tap.path: tap for tap in self._taps if _are_same(known.get(tap.path), now.get(tap.path))}
         self._taps[:] = [kept.get(tap.path, tap) for tap in find_taps(model, name)]
-        self._modules = {path: weakref.ref(module) for path, module in now.items()}
+        self._modules = _weakly(now)
 
     def _look_after(self, collector: "Collector", step: OpenStep) -> None:
         serial, number = step.serial, step.counts.sent + collector.taker.pen.waiting
@@ -174,6 +219,8 @@ def _problem(place: _Place, model: nn.Module | None, serial: int) -> str | None:
         return "its hook was removed by other code"
     if module is not None and place.tap.has_fired_in(serial):
         return None
+    if module is not None and is_compiled_in_place(module):
+        return "it was compiled after its taps were placed"
     try:
         present = model.get_submodule(place.tap.path)
     except AttributeError:
@@ -181,13 +228,45 @@ def _problem(place: _Place, model: nn.Module | None, serial: int) -> str | None:
     return None if present is module else f"its module was replaced by a {type(present).__name__}"
 
 
+class _Calls:
+    """The tap of a module that was compiled in place: around its graph."""
+
+    def __init__(self, module: nn.Module, tap: Tap, wants: list[str], fire: Fire) -> None:
+        self._before = _Before(tap, "in", fire) if "in" in wants else _nothing
+        self._after = _After(tap, "out", fire) if "out" in wants else _nothing
+        self._wrapper = weakref.ref(watch_calls(module, self._around))
+
+    def remove(self) -> None:
+        """Take it away."""
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            wrapper.remove(self._around)
+
+    def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._before(self, args, kwargs)  # type: ignore[arg-type]
+        output = call(*args, **kwargs)
+        self._after(self, args, output)  # type: ignore[arg-type]
+        return output
+
+
+def _weakly(found: Mapping[str, Member]) -> dict[str, _Refs]:
+    return {path: _Refs(weakref.ref(each.shell), weakref.ref(each.core)) for path, each in found.items()}
+
+
+def _are_same(one: Member | None, other: Member | None) -> bool:
+    return one is not None and other is not None and one.shell is other.shell and one.core is other.core
+
+
 class _Hook:
     """A hook that stays behind: in a deep copy or a pickle of the module, and in a compiled graph, it does nothing."""
 
-    __slots__ = ("_fast", "_fire", "_tap")
+    __slots__ = ("_fast", "_fire", "_key", "_tap")
+    tapscope_tap = True
+    """What tells it from the hooks of others."""
 
     def __init__(self, tap: Tap, kind: str, fire: Fire) -> None:
         self._tap = tap
+        self._key = tap.key
         self._fire = fire
         self._fast = tap.fast.get(kind, _never)
 
@@ -200,13 +279,17 @@ class _Hook:
 
 class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (_is_compiling() or self._fast(args, kwargs)):
+        if _is_compiling():
+            traced.note(self._key)
+        elif not (_tracing() or self._fast(args, kwargs)):
             self._fire(self._tap, "in", (args, kwargs))
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not (_is_compiling() or self._fast(output)):
+        if _is_compiling():
+            traced.note(self._key)
+        elif not (_tracing() or self._fast(output)):
             self._fire(self._tap, "out", output)
 
 

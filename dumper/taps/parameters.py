@@ -21,6 +21,7 @@ from tapscope.dumper.records.stamp import Stamp
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.steps import OpenStep
 from tapscope.dumper.taps.taps import Tap, find_taps
+from tapscope.dumper.taps.tree import members
 from tapscope.record import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Parameters:
 
     def _put(self, collector: "Collector", tap: Tap, kind: str, values: Iterable[Any], step: OpenStep) -> None:
         for name, value in values:
-            tap.fired = True
+            tap.has_held = True
             port = tap.port(kind, name, self._selection)
             if port.may_keep:
                 collector.put_value(port, value, Stamp(step, step.claim((port.model, port.site, 0, FORWARD))))
@@ -134,7 +135,7 @@ class Parameters:
             gradient = gradient_of(parameter)
             port = tap.port("param", name, self._selection).grad
             if gradient is not None and port is not None:
-                tap.fired = True
+                tap.has_held = True
                 number = step.claim((port.model, port.site, 0, BACKWARD))
                 collector.put_value(port, gradient, Stamp(step, number, 0, BACKWARD))
 
@@ -166,8 +167,9 @@ def take_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")
     taken = 0
+    found_at = members(model)
     for tap in find_taps(model):
-        module = model.get_submodule(tap.path)
+        module = found_at[tap.path].core
         tap.path = ".".join(part for part in (prefix.rstrip("."), tap.path) if part)
         found: list[tuple[str, str, torch.Tensor]] = []
         found += [("param", *each) for each in module.named_parameters(recurse=False) if values or grads]

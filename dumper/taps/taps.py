@@ -1,7 +1,7 @@
 """Taps: the modules of a model that are worth a hook, and the ports they have."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import nn
 
 from tapscope.dumper.records.port import Port
 from tapscope.dumper.selection.selection import Choice, Selection
+from tapscope.dumper.taps.traced import new_key
+from tapscope.dumper.taps.tree import members
 from tapscope.site import layer_of
 
 _HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
@@ -45,8 +47,13 @@ class Tap:
     """Class of the module that holds it."""
     model: str = ""
     """Name of its model, where there are several."""
+    key: str = field(default_factory=new_key)
+    """Its own, see dumper/taps/traced.py."""
     ports: dict[tuple[str, str], Port] = field(default_factory=dict)
     fired: bool = False
+    """Whether the module was called."""
+    has_held: bool = False
+    """Whether parameters or buffers of it were taken."""
     has_grads: bool = False
     """Whether gradients of its ports may be kept."""
     serial: int = -1
@@ -105,7 +112,7 @@ class Tap:
     def begin(self) -> None:
         """A new recording, which counts its steps from 0."""
         self.forget()
-        self.fired, self.serial, self.fast = False, -1, {}
+        self.fired, self.has_held, self.serial, self.fast = False, False, -1, {}
 
     def forget(self) -> None:
         """A new configuration or run: decide and announce again."""
@@ -134,10 +141,12 @@ class Tap:
 def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
     aliases: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        aliases.setdefault(id(module), []).append(path)
-    classes = {path: type(module).__name__ for path, module in model.named_modules()}
-    return [_tap(path, module, aliases[id(module)], classes, name) for path, module in _worth_a_tap(model)]
+    for path, member in members(model, repeated=True).items():
+        aliases.setdefault(id(member.shell), []).append(path)
+    found = members(model)
+    classes = {path: type(member.core).__name__ for path, member in found.items()}
+    worth = ((path, member) for path, member in found.items() if path == "" or _is_worth_a_tap(member.core))
+    return [_tap(path, member.core, aliases[id(member.shell)], classes, name) for path, member in worth]
 
 
 def heads(taps: Sequence[Tap]) -> frozenset[str]:
@@ -151,10 +160,8 @@ def is_called(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
-def _worth_a_tap(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if path == "" or is_called(module) or module._parameters or module._buffers:
-            yield path, module
+def _is_worth_a_tap(module: nn.Module) -> bool:
+    return is_called(module) or bool(module._parameters or module._buffers)
 
 
 def _tap(path: str, module: nn.Module, paths: list[str], classes: dict[str, str], model: str) -> Tap:

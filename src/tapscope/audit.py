@@ -21,6 +21,9 @@ def audit(run: "Run", rank: int | None = None) -> Ledger:
     for number in ranks:
         _account_for_rank(account, run, number)
     account.never_fired = sorted(set(account.never_fired))
+    account.compiled = sorted(set(account.compiled))
+    if rank is None:
+        account.empty = _why_empty(account, run)
     account.unknown = list(run.unknown)
     return account
 
@@ -58,6 +61,7 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
     if any(e.fields.get("interrupted") for e in closes):
         account.interrupted_ranks.append(rank)
     account.never_fired += [site for e in closes for site in e.fields.get("never_fired", [])]
+    account.compiled += [path for e in closes for path in e.fields.get("compiled", [])]
     outside = [e.fields.get("outside_step") for e in closes]
     account.outside_step += sum(number for number in outside if isinstance(number, int))
     for event in events:
@@ -74,6 +78,17 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
         _without_close(account, run, "repaired" in ending).append(rank)
     elif any(rank not in by_rank and not mates.isdisjoint(by_rank) for by_rank in run.steps.values()):
         account.uneven_ranks.append(rank)
+
+
+def _why_empty(account: Ledger, run: "Run") -> str | None:
+    """Why the run has no record; a rank that is still recording, or holds its past in memory, may yet bring some."""
+    if len(run.records) or account.open_ranks or not run.ranks:
+        return None
+    closes = [e for e in run.events() if e.kind in ("close", "unreleased")]
+    if any(e.kind == "unreleased" for e in closes):
+        return None
+    reasons = (e.fields.get("empty") for e in closes)
+    return next((reason for reason in reasons if isinstance(reason, str)), "nothing was captured")
 
 
 def _without_close(account: Ledger, run: "Run", repaired: bool) -> list[int]:

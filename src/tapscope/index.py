@@ -180,9 +180,10 @@ def _add(index: RankIndex, line: Any, rank: int) -> None:
 def _add_event(index: RankIndex, line: dict[str, Any], rank: int) -> None:
     kind = member.text(line, "kind")
     mesh, coords = line.get("mesh") or {}, line.get("coords") or {}
-    silent = line.get("never_fired", [])
-    if type(silent) is not list or not all(type(site) is str for site in silent):
-        raise ValueError(f"never_fired is {member.short(silent)}, no list of sites")
+    for name in ("never_fired", "compiled"):
+        named = line.get(name, [])
+        if type(named) is not list or not all(type(each) is str for each in named):
+            raise ValueError(f"{name} is {member.short(named)}, not a list of names")
     if "step" in line and line["step"] is not None:
         member.count(line, "step")
     if kind == COMPACTED:

@@ -12,6 +12,11 @@ from msgspec import Struct, field
 from tapscope import member
 from tapscope.observe import RowRun, StepInfo
 
+ROOT = "the model itself"
+"""How a sentence names the root."""
+REMEDY = 'set TORCH_COMPILE_DISABLE=1, or call torch.compiler.set_stance("force_eager"), to record there too'
+"""What helps where torch.compile makes a graph of modules that are to be recorded."""
+
 
 class StepCounts(Struct):
     """What one rank counted in one step."""
@@ -197,6 +202,10 @@ class Ledger(Struct):
     """Ranks that died, or whose recorder was stopped."""
     never_fired: list[str] = field(default_factory=list)
     """Sites with a tap through which no tensor ever came."""
+    compiled: list[str] = field(default_factory=list)
+    """Modules that ran as graphs of torch.compile, in which taps do not fire: some of ``never_fired`` are inside."""
+    empty: str | None = None
+    """Why the run has no record; None when it has some, or may still get them."""
     outside_step: int = 0
     """Firings outside any step, which were not kept."""
     interrupted_ranks: list[int] = field(default_factory=list)
@@ -218,35 +227,43 @@ class Ledger(Struct):
         values = self.dropped or self.failed or self.lost
         steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks or self.budgets
         ranks = self.lost_ranks or self.killed_ranks or self.missing_ranks or self.interrupted_ranks
-        return not (values or steps or ranks or self.problems)
+        return not (values or steps or ranks or self.problems or self.empty)
 
     def sentences(self) -> list[str]:
         """What is missing, one short sentence each; empty when nothing is."""
         facts = [
+            (self.empty, f"no records: {self.empty}"),
             (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full or the recorder gone)"),
             (self.failed, f"{self.failed:,} values could not be captured"),
             (self.lost, f"{self.lost:,} values lost between hook and disk"),
-            (len(self.unfinished_steps), f"unfinished steps (rank, step): {_some(self.unfinished_steps)}"),
-            (len(self.aborted_steps), f"steps ended by an exception: {_some(self.aborted_steps)}"),
+            (len(self.unfinished_steps), f"unfinished steps (rank, step): {some(self.unfinished_steps)}"),
+            (len(self.aborted_steps), f"steps ended by an exception: {some(self.aborted_steps)}"),
             (len(self.uneven_ranks), f"not all the steps of the others: {_ranks(self.uneven_ranks)}"),
             (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
             (len(self.killed_ranks), f"their recorder was killed: {_ranks(self.killed_ranks)}"),
             (len(self.missing_ranks), f"never came: {_ranks(self.missing_ranks)}"),
             (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
-            (len(self.budgets), f"a budget ended the capture: {_some(self.budgets)}"),
+            (len(self.budgets), f"a budget ended the capture: {some(self.budgets)}"),
             (self.left_out, f"{self.left_out:,} values left out of the step in which a budget was reached"),
-            (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {_some(self.skipped_steps)}"),
+            (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {some(self.skipped_steps)}"),
             (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
-            (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {_some(self.never_fired)}"),
+            (len(self.compiled), compiled_sentence(self.compiled)),
+            (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {some(self.never_fired)}"),
         ]
         return [sentence for amount, sentence in facts if amount] + self.problems + self.unknown
 
 
 def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + _some(ranks)
+    return ("rank " if len(ranks) == 1 else "ranks ") + some(ranks)
 
 
-def _some(items: list[Any], limit: int = 4) -> str:
+def compiled_sentence(paths: list[str]) -> str:
+    """What is not recorded because modules are compiled, and what helps."""
+    return f"no tap fires inside a compiled module: {some(paths)}; {REMEDY}"
+
+
+def some(items: list[Any], limit: int = 4) -> str:
+    """The first of them, and how many more there are."""
     shown = ", ".join(map(str, items[:limit]))
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")

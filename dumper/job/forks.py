@@ -1,0 +1,41 @@
+"""Forked: a child of a process that records, where nothing is recorded; that it would be missed is said."""
+
+import logging
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+_log = logging.getLogger("tapscope")
+_SENTENCE = (
+    "tapscope: nothing is recorded in this process, which was forked from one that records; "
+    "open a Dumper here, or start the process with spawn and open one there"
+)
+
+
+class Forked:
+    """What a recording shares with the children that are forked while it is open."""
+
+    def __init__(self) -> None:
+        self._shared = mmap.mmap(-1, 1)  # anonymous, and the same memory in parent and child
+        self._is_over = False
+
+    @property
+    def was_called(self) -> bool:
+        """Whether a watched model was called, or a value dumped, in a child."""
+        return self._shared[0] > 0
+
+    def say(self) -> None:
+        """In the child: a value came, which is not recorded; the first is said, and told to the parent."""
+        if not self._is_over:
+            self._is_over = True
+            self._shared[0] = 1
+            _log.warning(_SENTENCE)
+
+    def end(self) -> None:
+        """In the child: it records now."""
+        self._is_over = True
+
+    def around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Goes around the calls of a model in the child."""
+        self.say()
+        return call(*args, **kwargs)
