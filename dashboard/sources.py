@@ -25,7 +25,7 @@ from tapscope.manifest import INDEX
 from tapscope.record import Key, Record
 from tapscope.run import Run, open_run
 from tapscope.site import Glob, describe_layers
-from tapscope.text import plural, size
+from tapscope.text import plural, printable, size
 
 SORTS = ("in order", "by |max|", "by size")
 CACHED_DIGESTS = 32
@@ -182,7 +182,7 @@ class RunSource:
         sections = [(name, line) for name, lines in account_of(self.run).sections() for line in lines]
         names = [name for name, _ in sections]
         shown = (f"{'' if i and names[i - 1] == name else name:<10} {line}" for i, (name, line) in enumerate(sections))
-        return Text("\n".join(shown))
+        return Text("\n".join(map(printable, shown)))
 
     def hint(self) -> str:
         """Which sites there are, for an empty search."""

@@ -13,6 +13,7 @@ from tapscope.dashboard.strip import group_of
 from tapscope.dashboard.way import parse_tolerance
 from tapscope.dashboard.widgets.finding_table import FindingTable
 from tapscope.dashboard.widgets.layer_strip import LayerStrip
+from tapscope.dashboard.widgets.literal import literal
 from tapscope.dashboard.widgets.pair_pane import PairPane
 from tapscope.errors import ConfigError
 from tapscope.site import compact_ranges
@@ -175,7 +176,7 @@ class DiffScreen(ComparingScreen):
     def action_account(self) -> None:
         """The report without its findings."""
         if (source := self._compared()) is not None:
-            self.app.push_screen(TextScreen("report", Text("\n").join(source.account()), wide=True))
+            self.app.push_screen(TextScreen("report", Text("\n").join(map(literal, source.account())), wide=True))
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""

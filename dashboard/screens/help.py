@@ -10,7 +10,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from tapscope.dashboard.keys import BY_ID, KeySpec, bindings
-from tapscope.dashboard.widgets.titles import plain_title
+from tapscope.dashboard.widgets.literal import literal, plain_title
 
 BROWSE_WORDS = """
 Glyphs: % holds nan or inf, ∅ is all zeros, > the cursor (› in a pane without the keys), ▾ ▸ folds.
@@ -58,7 +58,8 @@ class TextScreen(ModalScreen[None]):
         with VerticalScroll(id="help") as box:
             box.border_title = plain_title(f"{self._title} · esc closes")
             box.can_focus = False
-            yield Static(self._text, id="help-text", markup=False)
+            lines = map(literal, self._text.split(allow_blank=True))
+            yield Static(Text("\n").join(lines), id="help-text", markup=False)
 
     def action_move(self, delta: int) -> None:
         """Scroll by lines."""

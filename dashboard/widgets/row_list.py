@@ -10,7 +10,7 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from tapscope.dashboard.widgets.titles import plain_title
+from tapscope.dashboard.widgets.literal import literal, plain_title
 
 
 class RowList(ScrollView, can_focus=True, inherit_bindings=False):
@@ -142,5 +142,5 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         return Text(" ").append_text(lines[y]) if y < len(lines) else Text()
 
     def _strip(self, text: Text, style: Style) -> Strip:
-        strip = Strip(text.render(self.app.console)).apply_style(style)
+        strip = Strip(literal(text).render(self.app.console)).apply_style(style)
         return strip.adjust_cell_length(self.room, style)

@@ -8,6 +8,7 @@ from textual.widgets import Static
 
 from tapscope.dashboard.keys import KeySpec
 from tapscope.dashboard.sources import Header
+from tapscope.dashboard.widgets.literal import literal
 from tapscope.text import middle
 
 
@@ -30,7 +31,7 @@ class StatusBar(Static):
     def _draw(self) -> None:
         header = self._header
         if header is not None:
-            self.update(status_line(header, self.size.width))
+            self.update(literal(status_line(header, self.size.width)))
 
 
 def status_line(header: Header, width: int) -> Text:
@@ -75,7 +76,9 @@ class KeyBar(Static):
         self._draw()
 
     def _draw(self) -> None:
-        self.update(Text(f" {self.said}", style="bold") if self.said else key_line(self._specs, self.size.width))
+        self.update(
+            literal(Text(f" {self.said}", style="bold")) if self.said else key_line(self._specs, self.size.width)
+        )
 
 
 def key_line(specs: Sequence[KeySpec], width: int) -> Text:

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from tapscope.dashboard.widgets.titles import plain_title
+from tapscope.dashboard.widgets.literal import literal, plain_title
 
 
 class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
@@ -60,4 +60,4 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
         self.border_title = plain_title(self.title_text(self.outer_size.width))
         self.border_subtitle = plain_title(self.view)
         lines = self.lines(max(self.size.width - 1, 20), max(self.size.height, 4))
-        self.query_one(Static).update(Text("\n").join(lines))
+        self.query_one(Static).update(Text("\n").join(map(literal, lines)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tapscope.dumper.records.slot import Sink, Slot
 from tapscope.dumper.steps.lateline import LateLine
+from tapscope.text import printable
 
 if TYPE_CHECKING:
     from tapscope.dumper.records.pending import Pending
@@ -47,7 +48,7 @@ class Console:
     def _say(self, pending: "Pending", ending: str) -> None:
         with contextlib.suppress(Exception):  # a closed terminal must not reach the model
             text = describe(pending)
-            print(f"[tapscope rank {self._rank} {text}{ending}", file=self._stream or sys.stderr, flush=True)
+            print(printable(f"[tapscope rank {self._rank} {text}{ending}"), file=self._stream or sys.stderr, flush=True)
 
 
 def describe(pending: "Pending") -> str:

@@ -32,6 +32,7 @@ from tapscope.engine.server.settings import ServerSettings
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.engine.watch import Watch, Watched, WatchThread, stack_in
 from tapscope.errors import TapscopeError
+from tapscope.text import printable
 
 ENGINE_LOST = 4
 """Exit code of a front whose engine ended before it."""
@@ -58,7 +59,7 @@ def front_main(make_extras: MakeExtras | None = None) -> int:
         try:
             return _run(welcome, listener, channel, make_extras)
         except TapscopeError as error:
-            print(f"tapscope: error: {error}", file=sys.stderr, flush=True)
+            print(f"tapscope: error: {printable(str(error))}", file=sys.stderr, flush=True)
             return error.exit_code
 
 

@@ -80,12 +80,35 @@ def short(value: object, width: int = 60) -> str:
     return written if len(written) <= width else f"{written[:width]}…"
 
 
+_UNSAFE = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+"""Control characters (C0, DEL, C1), line separators, marks of bidirectional text, surrogates: a terminal obeys them, or
+they change what a reader sees, or they cannot be encoded."""
+_is_unsafe = re.compile(f"[{_UNSAFE}]").search
+_each_unsafe = re.compile(f"[{_UNSAFE}]").sub
+
+
+def printable(text: str) -> str:
+    """The string with every character that a terminal would obey replaced by a visible one, of the same length: control
+    characters by their Unicode control pictures (``␛`` for ESC, ``␊`` for a newline), the others by ``\ufffd``.
+
+    Everything that is printed or drawn passes here, as names come from files that other people wrote.
+    """
+    return text if text.isprintable() else _each_unsafe(_picture, text)
+
+
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
 def json_line(item: dict[str, Any]) -> str:
-    """One object on one line; numbers that are not finite become null, as JSON has none."""
+    """One object on one line; numbers that are not finite become null, as JSON has none; unsafe characters (see
+    :func:`printable`) are escaped as ``\\u009b``."""
     try:
-        return _ENCODE(item)
+        line = _ENCODE(item)
     except ValueError:
-        return _ENCODE(_finite(item))
+        line = _ENCODE(_finite(item))
+    return _each_unsafe(lambda match: f"\\u{ord(match[0]):04x}", line) if _is_unsafe(line) else line
 
 
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(name: str, words: list[str]) -> int:
     if name in ("-h", "--help", "help", "--version"):
-        output.write_line(f"tapscope {__version__}" if name == "--version" else _help())
+        output.write_lines(f"tapscope {__version__}" if name == "--version" else _help())
         output.flush()
         return ExitCode.OK
     verb = VERBS.get(name)

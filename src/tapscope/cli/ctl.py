@@ -58,11 +58,11 @@ class CtlCommand:
             token = args.token or os.environ.get(_TOKEN_VARIABLE)
             answer = _ask_http(args.where, args.verb, request, token)
         if isinstance(answer, str):
-            output.write_line(answer.rstrip("\n"))
+            output.write_lines(answer.rstrip("\n"))
         elif args.table:
             _write_table(answer)
         else:
-            output.write_line(json.dumps(answer, indent=1, ensure_ascii=False))
+            output.write_lines(json.dumps(answer, indent=1, ensure_ascii=False))
         return ExitCode.OK
 
     def _request(self, args: argparse.Namespace) -> dict[str, Any] | str | None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 
 from tapscope.cli import output
+from tapscope.text import printable
 
 
 class ExitCode(IntEnum):
@@ -61,5 +62,6 @@ def progress(total: int, label: str) -> Iterator[Callable[[int], None]]:
 
 
 def _write(text: str) -> None:
+    """Control characters made visible; lines after the first are indented, so that no name can pass for a message."""
     output.flush()
-    print(text, file=sys.stderr, flush=True)
+    print("\n  ".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tapscope.errors import OutputError
-from tapscope.text import json_line
+from tapscope.text import json_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _UNCUT = 10_000
 _color = "auto"
@@ -23,9 +24,16 @@ def configure(*, color: str) -> None:
 
 
 def write_line(text: str) -> None:
-    """One line of text; raises OutputError where it cannot be written, and BrokenPipeError where nobody reads it."""
+    """One line, with control characters made visible; raises OutputError where it cannot be written, and
+    BrokenPipeError where nobody reads it."""
     with _writing():
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(printable(text) + "\n")
+
+
+def write_lines(text: str) -> None:
+    """Several lines, each as :func:`write_line` does."""
+    for line in text.split("\n"):
+        write_line(line)
 
 
 def write_json(item: dict[str, Any]) -> None:
@@ -91,9 +99,11 @@ def console() -> "Console":
     from rich.console import Console as RichConsole
 
     class Console(RichConsole):
-        def print(self, *objects: Any, **how: Any) -> None:
+        def print(self, *lines: "Text", **how: Any) -> None:
+            for line in lines:
+                line.plain = printable(line.plain)
             with _writing():
-                super().print(*objects, **how)
+                super().print(*lines, **how)
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # main knows what that means; rich would exit with 1, our word for "differs"
