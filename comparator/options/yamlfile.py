@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from tapscope.errors import ConfigError
+from tapscope.regular import reading
 
 MAX_BYTES = 256 * 1024
 """Longest file that is read."""
@@ -37,7 +38,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with reading(path) as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path} is longer than {MAX_BYTES // 1024} KiB; a map is a few lines")

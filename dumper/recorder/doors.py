@@ -16,6 +16,8 @@ from tapscope import wire
 from tapscope.directory import RECORDER_FILE
 from tapscope.dumper.transport.network import NetworkDoor, write_private
 from tapscope.errors import ConfigError
+from tapscope.manifest import LOCK
+from tapscope.regular import open_regular
 from tapscope.scratch import make_scratch, remove_scratch
 from tapscope.wire import Message
 
@@ -120,7 +122,7 @@ class Signpost:
 
     def adopt(self, run: Path) -> None:
         """The same in a run that a reset opened, which nobody else may record; raises OSError."""
-        lock = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = open_regular(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
         self.put_up(run)
 

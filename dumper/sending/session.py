@@ -22,6 +22,8 @@ from tapscope.dumper.job.process import is_alive, remember
 from tapscope.dumper.transport.network import Endpoint, is_local
 from tapscope.dumper.transport.ring import MIN_BYTES, Ring, RingError
 from tapscope.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
+from tapscope.manifest import LOCK, MAX_MANIFEST_BYTES
+from tapscope.regular import open_regular, read_small
 from tapscope.scratch import remove_abandoned
 from tapscope.wire import Message
 
@@ -120,9 +122,9 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
 
 def _open_lock(run: Path) -> int:
     try:
-        return os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        return open_regular(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:
-        text = f"the run {run} cannot be created: {error.strerror}; make room there or choose another directory"
+        text = f"the run {run} cannot be created: {LOCK}: {error.strerror}; make room there or choose another directory"
         raise ConfigError(text) from None
 
 
@@ -142,7 +144,7 @@ def _make_directory(run: Path) -> None:
 def _forget_dead_recorder(run: Path) -> None:
     """Remove what a killed recorder left: its address, and its directory of sockets if that is provably its own."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        address = json.loads((run / RECORDER_FILE).read_text())["address"]
+        address = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))["address"]
         remove_abandoned(Path(str(address).removeprefix("ipc://")).parent)
     (run / RECORDER_FILE).unlink(missing_ok=True)
 
@@ -161,7 +163,11 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
     # The child finds tapscope where this process did; the working directory must not shadow it.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONSAFEPATH": "1"}
     log = run / RECORDER_LOG
-    with log.open("wb") as stderr:
+    try:
+        log_fd = open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"{log} cannot be written: {error.strerror}; remove it") from None
+    with os.fdopen(log_fd, "wb") as stderr:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -198,8 +204,8 @@ def _failure(run: Path) -> TapscopeError:
     except (ValueError, KeyError, AttributeError, TypeError):
         return RecorderError(f"the recorder did not start: {last}{f' (see {log})' if text else ''}{_no_room(run)}")
     log.unlink(missing_ok=True)
-    if [entry.name for entry in run.iterdir()] == [".lock"]:
-        (run / ".lock").unlink()
+    if [entry.name for entry in run.iterdir()] == [LOCK]:
+        (run / LOCK).unlink()
         run.rmdir()
     return kind(said["message"])  # type: ignore[no-any-return]
 
@@ -214,7 +220,7 @@ def _no_room(run: Path) -> str:
 
 def _announced(run: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((run / RECORDER_FILE).read_text())
+        found = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
     except (OSError, ValueError):
         return None
     if found.get("wire") != wire.VERSION:

@@ -15,8 +15,9 @@ from tapscope.garbage import uncollected
 from tapscope.index import read_index, table_names
 from tapscope.ledger import encode_line, event_line
 from tapscope.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
-from tapscope.parquet import read_table, write_table
+from tapscope.parquet import checksum, read_table, write_table
 from tapscope.record import Record, from_json
+from tapscope.regular import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,13 @@ def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None
 
 def _compact_rank(folder: Path, rank: int) -> Compaction | None:
     index = folder / INDEX
-    lines = index.read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
+    with reading(index) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        is_torn = file.read(1) not in (b"\n", b"")
+        file.seek(0)
+        lines = [] if is_torn else file.read().splitlines(keepends=True)
+    if is_torn:
         raise RunCorruptError(f"{index}: its last line is cut off; run first: tapscope repair {folder.parent}")
     parsed = [_record_of(line, rank) for line in lines]
     found = [item for item in parsed if item is not None]
@@ -73,7 +79,9 @@ def _compact_rank(folder: Path, rank: int) -> Compaction | None:
     temporary = folder / f"{table.name}.new"
     _write_checked(found, temporary, rank)
     rest = [line for line, item in zip(lines, parsed, strict=True) if item is None]
-    rest.append(encode_line(event_line(COMPACTED, file=table.name, num_records=len(found))) + b"\n")
+    rest.append(
+        encode_line(event_line(COMPACTED, file=table.name, num_records=len(found), crc32=checksum(temporary))) + b"\n"
+    )
     before = index.stat().st_size
     _replace(folder, temporary, table, index, b"".join(rest))
     return Compaction(rank, len(found), before, index.stat().st_size + table.stat().st_size)
@@ -111,7 +119,8 @@ def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: byte
     """First the table, then, in one move, the lines that name it instead of holding the records."""
     disk = Disk()
     lines = folder / f"{INDEX}.new"
-    with lines.open("wb") as file:
+    lines.unlink(missing_ok=True)  # what a killed compaction left, or a link that is none of ours
+    with lines.open("xb") as file:
         file.write(rest)
         file.flush()
         os.fsync(file.fileno())

@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tapscope.errors import RunExistsError
-from tapscope.manifest import FORMAT, INDEX, LOCK, MANIFEST, TABLE, rank_dirs, write_manifest
+from tapscope.errors import RunCorruptError, RunExistsError
+from tapscope.manifest import FORMAT, INDEX, LOCK, MANIFEST, MAX_MANIFEST_BYTES, TABLE, rank_dirs, write_manifest
+from tapscope.regular import open_regular, read_small, reading
 
 RECORDER_FILE = "recorder.json"
 """Where a live recorder says how to reach it."""
@@ -64,8 +65,8 @@ def is_run(path: Path) -> bool:
     try:
         if not stat.S_ISDIR(path.lstat().st_mode) or not stat.S_ISREG((path / MANIFEST).lstat().st_mode):
             return False
-        manifest = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError):
+        manifest = json.loads(read_small(path / MANIFEST, MAX_MANIFEST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
@@ -89,12 +90,13 @@ def remove_run(path: Path) -> list[Path]:
 
 @contextmanager
 def locked(run: Path, *, create: bool = True) -> Iterator[None]:
-    """Hold the run's lock and those of its ranks, so that nobody writes; raises RunExistsError when somebody does.
+    """Hold the run's lock and those of its ranks, so that nobody writes; raises RunExistsError when somebody does, and
+    RunCorruptError where one of these is no regular file.
 
     Without ``create`` a lock that is not there is not made, and the run may be read-only.
     """
     if create and not (run / LOCK).is_symlink():
-        (run / LOCK).touch(mode=0o600)
+        os.close(_open(run / LOCK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW))
     with ExitStack() as stack:
         for path in (run / LOCK, *(folder / INDEX for folder in rank_dirs(run).values())):
             if path.exists():
@@ -105,12 +107,12 @@ def locked(run: Path, *, create: bool = True) -> Iterator[None]:
 def is_abandoned(run: Path) -> bool:
     """Whether a recorder of this host said that it writes here, and ended without a word: it was killed."""
     try:
-        said = json.loads((run / RECORDER_FILE).read_text())
+        said = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
         if not isinstance(said, dict) or said.get("host") != os.uname().nodename:
             return False
-        with (run / LOCK).open("rb") as lock:
+        with reading(run / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds it as long as it lives
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return True
 
@@ -121,12 +123,21 @@ def may_grow(run: Path) -> bool:
 
 
 def _lock(path: Path, run: Path, stack: ExitStack) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = _open(path)
     stack.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RunExistsError(f"{run} is being recorded; wait until its recorder ends") from None
+
+
+def _open(path: Path, flags: int = os.O_RDONLY) -> int:
+    try:
+        return open_regular(path, flags)
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise RunCorruptError(f"{path} cannot be locked: {error.strerror}") from None
 
 
 def _remove_parts(run: Path) -> list[Path]:

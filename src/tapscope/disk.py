@@ -21,8 +21,9 @@ class Disk:
     """What a writer asks of the file system."""
 
     def create(self, path: Path, flags: int) -> int:
-        """Open a file for writing, made if need be; returns its descriptor."""
-        return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Open a file for writing, made if need be; returns its descriptor. A symbolic link is an error: what it names
+        is none of ours."""
+        return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
     def write(self, fd: int, path: Path, parts: Sequence[Any], offset: int | None) -> None:
         """Write all ``parts`` (bytes-like, one after the other) at ``offset``, or at the end when None."""

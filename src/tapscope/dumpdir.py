@@ -1,8 +1,9 @@
 """DumpDir: a directory that SGLang's dumper wrote, read as a run.
 
 One ``torch.save`` file a value, named by its tags (see :mod:`.dumpname`), holding ``{"value": ..., "meta": {...}}``.
-Meta repeats the tags and adds the parallel info of the rank, and dims. Such a directory keeps no account of itself:
-what was not written cannot be known, and the ledger says so.
+Meta repeats the tags and adds the parallel info of the rank, and dims. Such a directory keeps no account of itself,
+but for the number that each file of a rank has: a number that is missing is a problem of the rank. What was never
+written behind the last cannot be known, and the ledger says so.
 """
 
 import mmap
@@ -10,13 +11,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tapscope import ledger, torchfile
-from tapscope.dumpmeta import framework_of, number, own_tags, parallel_info, pass_of
+from tapscope.dumpmeta import framework_of, number, own_tags, parallel_info, pass_of, scalars_of
 from tapscope.dumpname import CORE, is_dump_name, site_of, tags_of_name
 from tapscope.errors import RunCorruptError, RunNotFoundError
 from tapscope.index import Event, RankIndex, SiteInfo
@@ -26,10 +29,12 @@ from tapscope.payload import Array
 from tapscope.plain import leaves, plain_value
 from tapscope.record import Entry, Key, Record
 from tapscope.records import Records
+from tapscope.regular import reading
 from tapscope.stored import Tensor, packed, view
 
 UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
 REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
+_MAX_GAPS = 8
 _MAP_FROM = 1 << 16
 """Bytes from which a tensor is mapped; smaller ones are sooner read."""
 
@@ -72,6 +77,7 @@ class DumpPayloads:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._checked: dict[str, list[tuple[int, int, str]] | None] = {}
         self.spread: dict[tuple[int, int], Tensor] = {}
         """(rank, seq) -> a tensor that does not lie in one piece."""
         self.damaged: list[str] = []
@@ -80,22 +86,27 @@ class DumpPayloads:
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.payload.Payloads`."""
         assert record.entry is not None
+        return self.read(record.entry.file, self._tensor(record))
+
+    def _tensor(self, record: Record) -> Tensor:
+        assert record.entry is not None
         assert record.dtype is not None
         spread = self.spread.get((record.key.rank, record.seq))
-        return self.read(record.entry.file, spread or packed(record.dtype, record.shape, record.entry.offset))
+        return spread or packed(record.dtype, record.shape, record.entry.offset)
 
     def read(self, name: str, tensor: Tensor) -> Array:
         """A tensor of a file; raises RunCorruptError when the file has become shorter or is gone."""
         path = self._folder / name
         try:
-            with path.open("rb") as file:
+            with reading(path) as file:
                 if tensor.end - tensor.offset >= _MAP_FROM:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                     return view(np.frombuffer(mapped, np.uint8), tensor)
                 data = os.pread(file.fileno(), tensor.end - tensor.offset, tensor.offset)
                 return view(np.frombuffer(data, np.uint8), replace(tensor, offset=0))
         except (OSError, ValueError, TypeError) as error:
-            raise RunCorruptError(f"{path}: cannot be read any more: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise RunCorruptError(f"{path}: cannot be read any more: {why}") from None
 
     def file(self, record: Record, end: int) -> None:
         """None: a tensor may be a view of a part of its storage."""
@@ -107,6 +118,19 @@ class DumpPayloads:
     def suspects(self, records: Records) -> Sequence[Record]:
         """None."""
         return ()
+
+    def flaw(self, record: Record) -> str | None:
+        """See :class:`~tapscope.payload.Payloads`; the zip archive has a CRC-32 of each storage."""
+        assert record.entry is not None
+        name = record.entry.file
+        if name not in self._checked:
+            self._checked[name] = torchfile.damaged(self._folder / name)
+        found = self._checked[name]
+        if found is None:
+            return None
+        tensor = self._tensor(record)
+        bad = [member for begin, end, member in found if begin < tensor.end and tensor.offset < end]
+        return f"its bytes do not have the CRC-32 that its file says ({bad[0]})" if bad else ""
 
     def missing(self, records: Records) -> list[str]:
         """Nothing: every file was opened when the directory was read."""
@@ -154,23 +178,27 @@ class _Reader:
         self._meta: dict[int, Mapping[str, Any]] = {}
         self._firings: Counter[tuple[object, ...]] = Counter()
         self._per_step: Counter[tuple[int, int]] = Counter()
+        self._numbers: dict[int, set[int]] = {}
+        """rank -> the ``dump_index`` of each of its files: the dumper counts up by one."""
         self._arguments: dict[tuple[str, int, int], object] = {}
         """(site, step, rank) -> what was dumped there first, of the model's own arguments."""
 
     def add(self, name: str) -> None:
         tags: dict[str, Any] = dict(tags_of_name(name.removesuffix(".pt")))
         rank = min(number(tags.get("rank")) or 0, MAX_RANKS)
+        if (at := number(tags.get("dump_index"))) is not None:
+            self._numbers.setdefault(rank, set()).add(at)
         index = self._found.ranks.setdefault(rank, RankIndex())
         try:
             content = torchfile.load(self._folder / name)
             meta: dict[str, Any] = {}
             if isinstance(content, dict) and "value" in content:
-                meta = content["meta"] if isinstance(content.get("meta"), dict) else {}
+                meta = scalars_of(content.get("meta"))
                 content = content["value"]
             tags |= meta
             self._meta.setdefault(rank, meta)
             self._record(index, rank, name, tags, content)
-        except (RunCorruptError, ValueError) as error:
+        except (RunCorruptError, ValueError, OSError) as error:
             said = str(error) if isinstance(error, RunCorruptError) else f"{self._folder / name}: {error}"
             index.problems.append(said)
             self._found.payloads.damaged.append(said)
@@ -179,11 +207,13 @@ class _Reader:
         name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0
         site, pass_ = site_of(name, tags), pass_of(name, tags)
         dims = tags.get("dims")
-        if name in CORE and self._is_repeated((site, step, rank), file, value):
+        parts = list(leaves(value))
+        if name in CORE and self._is_repeated((site, step, rank), file, parts):
             if REPEATED not in index.unknown:
                 index.unknown.append(REPEATED)
             return
-        for path, leaf in leaves(value):
+        own = own_tags(tags)
+        for path, leaf in parts:
             here = _inside(site, path)
             firing = (here, step, rank, pass_)
             key = Key(here, step, rank, self._firings[firing], 0, pass_)
@@ -197,7 +227,7 @@ class _Reader:
                 dims=dims if isinstance(dims, str) and is_tensor else None,
                 entry=Entry(file, leaf.offset, leaf.nbytes) if is_tensor else None,
                 value=None if is_tensor else plain_value(leaf),
-                tags=own_tags(tags),
+                tags=own,
             )
             if is_tensor and not leaf.is_contiguous:
                 self._found.payloads.spread[rank, record.seq] = leaf
@@ -205,20 +235,28 @@ class _Reader:
             index.sites.setdefault(here, SiteInfo(here, "", {}, dims=record.dims))
             self._per_step[rank, step] += 1
 
-    def _is_repeated(self, place: tuple[str, int, int], file: str, value: Any) -> bool:
+    def _is_repeated(self, place: tuple[str, int, int], file: str, parts: list[tuple[str, Any]]) -> bool:
         """Whether this is an argument of the model that its inner modules were handed on, as it was."""
-        form: object = value
-        if isinstance(value, Tensor):
-            form = (value.dtype, value.shape, self._found.payloads.read(file, value).tobytes())
+        form = [(path, self._form(file, leaf)) for path, leaf in parts]
         found = form == self._arguments.get(place)
         self._arguments.setdefault(place, form)
         return found
+
+    def _form(self, file: str, leaf: Any) -> object:
+        """Equal for equal leaves."""
+        if not isinstance(leaf, Tensor):
+            return plain_value(leaf)
+        data = np.ascontiguousarray(self._found.payloads.read(file, leaf)).reshape(-1).view(np.uint8)
+        return leaf.dtype, leaf.shape, blake2b(data.data).digest()
 
     def finish(self) -> None:
         """Steps, ranks and the manifest, when all files are there."""
         steps = sorted({step for _, step in self._per_step})
         mesh: dict[str, int] = {}
+        first = min((min(numbers) for numbers in self._numbers.values()), default=0)
         for rank, index in self._found.ranks.items():
+            if gaps := _gaps(self._numbers.get(rank, set()), first):
+                index.problems.append(f"rank {rank} of {self._folder} lacks the files of dump_index {gaps}")
             sizes, coords = parallel_info(self._meta.get(rank, {}))
             mesh |= sizes
             index.events = [Event(rank, "open", {"coords": coords, "mesh": sizes}), Event(rank, "close", {})]
@@ -242,6 +280,16 @@ class _Reader:
             "mesh": mesh,
             "world_size": max(worlds, default=len(self._found.ranks)),
         }
+
+
+def _gaps(numbers: set[int], first: int) -> str:
+    """What is missing of numbers that count up from ``first``, as ranges: ``3, 7-9``; empty for nothing."""
+    known = sorted(numbers)
+    spans = [(one + 1, two - 1) for one, two in pairwise([first - 1, *known]) if two - one > 1]
+    some = ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in spans[:_MAX_GAPS])
+    return some + (
+        f" and {sum(end - begin + 1 for begin, end in spans[_MAX_GAPS:]):,} more" if spans[_MAX_GAPS:] else ""
+    )
 
 
 def _inside(site: str, path: str) -> str:

@@ -19,6 +19,7 @@ _ABOUT: tuple[str, ...] = (
     "tokenizer_path",
 )
 _ABOUT += ("world_rank", "world_size", "recompute_pseudo_rank", "recompute_pseudo_size", "filename")
+_SCALARS = (str, int, float, bool)
 _FRAMEWORKS = ("sglang", "megatron")
 
 
@@ -54,14 +55,25 @@ def pass_of(name: str, tags: Mapping[str, Any]) -> str:
     return RECOMPUTE if tags.get("recompute_status") == "recompute" else FORWARD
 
 
+def scalars_of(meta: Any) -> dict[str, Any]:
+    """What of ``meta`` is a text or a number by name, or an object of these: hostile containers end here."""
+    if not isinstance(meta, dict):
+        return {}
+    kept: dict[str, Any] = {}
+    for name, value in meta.items():
+        if isinstance(value, dict):
+            kept[str(name)] = {str(key): each for key, each in value.items() if isinstance(each, _SCALARS)}
+        elif isinstance(value, _SCALARS):
+            kept[str(name)] = value
+    return kept
+
+
 def own_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the caller said of the value, beyond what every dump says."""
     kept = {
         str(name): value
         for name, value in tags.items()
-        if name not in _ABOUT
-        and not str(name).endswith("_parallel_info")
-        and isinstance(value, str | int | float | bool)
+        if name not in _ABOUT and not str(name).endswith("_parallel_info") and isinstance(value, _SCALARS)
     }
     return kept or None
 

@@ -3,8 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from msgspec import Struct, field
 
@@ -12,10 +13,16 @@ from tapscope import member, record
 from tapscope.ledger import StepLine, step_from_lines
 from tapscope.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.records import Records
+from tapscope.regular import reading
 from tapscope.site import compact_ranges
 
 MAX_TOLD = 8
 """Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
+
+
+MAX_LINE_BYTES = 16 << 20
+"""A longer line is left out: what JSON says in it may take fifty times as much memory."""
+_MAX_SKIPPED = 1 << 30
 
 
 class SiteInfo(Struct, frozen=True):
@@ -91,8 +98,8 @@ def read_index(folder: Path, rank: int) -> RankIndex:
                 index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
     if num_unreadable > MAX_TOLD:
         index.problems.append(f"{path}: {num_unreadable - MAX_TOLD:,} more unreadable lines skipped")
-    for name, num_records in table_names(index.events).items():
-        _add_table(index, folder / name, rank, num_records)
+    for name, said in _tables(index.events).items():
+        _add_table(index, folder / name, rank, said)
     return index
 
 
@@ -121,17 +128,23 @@ def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> Steps:
     return Steps(sorted(steps.items()))
 
 
-def table_names(events: Iterable[Event]) -> dict[str, int]:
-    """The Parquet tables of a rank that its lines name, and how many records each holds."""
-    return {
-        Path(str(e.fields.get("file"))).name: int(e.fields.get("num_records", 0)) for e in events if e.kind == COMPACTED
-    }
+def table_names(events: Iterable[Event]) -> set[str]:
+    """The Parquet tables of a rank that its lines name."""
+    return set(_tables(events))
 
 
-def _add_table(index: RankIndex, path: Path, rank: int, num_records: int) -> None:
-    from tapscope.parquet import read_table
+def _tables(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
+    """Name of each table -> what its event says of it."""
+    return {Path(str(e.fields.get("file"))).name: e.fields for e in events if e.kind == COMPACTED}
 
+
+def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) -> None:
+    from tapscope.parquet import checksum, read_table
+
+    num_records, crc = int(said.get("num_records", 0)), said.get("crc32")
     try:
+        if crc is not None and checksum(path) != crc:
+            index.problems.append(f"{path}: its bytes do not have the CRC-32 of {INDEX}: records may be wrong")
         found = read_table(path, rank)
     except (OSError, ValueError) as error:
         index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
@@ -144,14 +157,28 @@ def _add_table(index: RankIndex, path: Path, rank: int, num_records: int) -> Non
 def _lines(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
     """Complete lines; a torn last one is what a killed writer leaves, and is said."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
+        with reading(path) as file:
+            for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    index.problems.append(f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB, and was left out")
+                    if not _skip_line(file):
+                        index.problems.append(f"{path}:{number}: so long that what follows was left out, too")
+                        return
+                elif not line.endswith(b"\n"):
                     index.problems.append(f"{path}:{number}: the last line is cut off and was left out")
                 elif len(line) > 1:
                     yield number, line
     except OSError as error:
         index.problems.append(f"{path}: cannot be read: {error.strerror or error}")
+
+
+def _skip_line(file: BinaryIO) -> bool:
+    """Go to the end of a line; whether it is near."""
+    for _ in range(_MAX_SKIPPED // MAX_LINE_BYTES):
+        part = file.readline(MAX_LINE_BYTES)
+        if len(part) < MAX_LINE_BYTES or part.endswith(b"\n"):
+            return True
+    return False
 
 
 def _add(index: RankIndex, line: Any, rank: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tapscope.errors import RunCorruptError, RunNotFoundError, RunVersionError
+from tapscope.regular import read_small
 from tapscope.text import plural, short
 
 FORMAT = "tapscope-run"
@@ -16,6 +17,8 @@ VERSION = 2
 HASH_VERSION = 2
 """Version of the hash that this tapscope computes; hashes of another version can not be compared with it."""
 MANIFEST = "run.json"
+MAX_MANIFEST_BYTES = 16 << 20
+"""A manifest, or another file of one JSON object beside it, that is longer is not read."""
 INDEX = "records.jsonl"
 MAX_RANKS = 1_000_000
 """A manifest that says more is damaged."""
@@ -60,7 +63,9 @@ def write_manifest(run: Path, content: dict[str, Any]) -> None:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     content = {"format": FORMAT, "version": VERSION, "created": created, **content}
     temporary = run / f".{MANIFEST}.{os.getpid()}"
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     temporary.replace(run / MANIFEST)
 
 
@@ -72,7 +77,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = json.loads(read_small(file, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         if any(path.glob("*___*.pt")):
             raise RunNotFoundError(

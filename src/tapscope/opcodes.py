@@ -2,16 +2,24 @@
 
 A pickle is a program for a small stack machine. This one knows only the opcodes that build plain containers, texts and
 numbers, and calls nothing but what its caller hands in by name: an unknown global ends the reading and is never looked
-up. Whatever the bytes are, it needs time and memory in proportion to their length.
+up. Whatever the bytes are, it needs time and memory in proportion to their length, and no more than some budgets allow.
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 64 << 20
 """Longest pickle that is read: the tensors' bytes are not in it."""
+MAX_OPERATIONS = 4_000_000
+"""Most of what a pickle may have done: opcodes, and what its calls copy. An opcode of one byte can make 200."""
+_SET_COST = 8
+"""Operations: an empty set takes as much memory as eight numbers."""
+_CHARACTERS = 64
+"""Of a text that a call copies, for one operation."""
+_MAX_KEY = 1 << 31
+"""Whole-number keys are smaller: those of hostile larger ones may all have one hash."""
 _MAX_INT_BYTES = 16
 
 
@@ -35,7 +43,6 @@ _LONGS = {0x8A: 1, 0x8B: 4}
 _NEW: dict[int, Callable[[], Any]] = {0x7D: dict, 0x5D: list, 0x29: tuple, 0x8F: set}  # } ] ) \x8f
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _PUTS, _GETS = {0x71: 1, 0x72: 4}, {0x68: 1, 0x6A: 4}  # q r, h j
-_SCALARS = (str, bytes, int, float, bool, type(None))
 
 
 def read(data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> Any:
@@ -61,6 +68,7 @@ class _Machine:
     def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> None:
         self.data, self.known, self.persistent = data, known, persistent
         self.at = 0
+        self.left = MAX_OPERATIONS
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -69,6 +77,9 @@ class _Machine:
         while True:
             code = data[self.at]
             self.at += 1
+            self.left -= 1
+            if self.left < 0:
+                raise PickleProblem(f"its pickle asks for more than {MAX_OPERATIONS:,} operations")
             if code in _PUTS:
                 memo[self.unsigned(_PUTS[code])] = stack[-1]
             elif code in _GETS:
@@ -110,6 +121,7 @@ class _Machine:
         stack = self.stack
         if code in _NEW:
             stack.append(_NEW[code]())
+            self.left -= _SET_COST if code == 0x8F else 0
         elif code in _TUPLES:
             count = _TUPLES[code]
             if len(stack) < count:
@@ -123,11 +135,11 @@ class _Machine:
         elif code in (0x73, 0x75):  # setitem, setitems
             flat = [stack.pop(-2), stack.pop()] if code == 0x73 else self.since_mark()
             keys = flat[::2]
-            _only_scalars(keys)
+            check_keys(keys)
             _of(dict, stack[-1]).update(zip(keys, flat[1::2], strict=False))
         elif code == 0x90:  # additems
             items = self.since_mark()
-            _only_scalars(items)
+            check_keys(items)
             _of(set, stack[-1]).update(items)
         else:
             return False
@@ -145,6 +157,9 @@ class _Machine:
             arguments, called = _of(tuple, stack.pop()), stack.pop()
             if not isinstance(called, Constructor):
                 raise PickleProblem("its pickle calls what is no known constructor")
+            self.left -= sum(map(_cost, arguments))
+            if self.left < 0:
+                raise PickleProblem(f"its pickle asks for more than {MAX_OPERATIONS:,} operations")
             stack.append(called.make(*arguments))
         elif code == 0x51:  # binpersid
             stack.append(self.persistent(stack.pop()))
@@ -207,6 +222,19 @@ def _of(kind: type, value: Any) -> Any:
     return value
 
 
-def _only_scalars(keys: list[Any]) -> None:
-    if not all(isinstance(key, _SCALARS) for key in keys):
-        raise PickleProblem("its pickle has a key that is no text or number")
+def _cost(argument: Any) -> int:
+    """Operations that a call may cost because of an argument."""
+    if isinstance(argument, str | bytes):
+        return len(argument) // _CHARACTERS
+    return len(argument) if isinstance(argument, list | tuple | dict | set) else 0
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Texts, None, and whole numbers of which no two have one hash by design, as those of floats may."""
+    if not all(
+        isinstance(key, str | bytes) or key is None or (isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY)
+        for key in keys
+    ):
+        raise PickleProblem(
+            "its pickle has a key that is no text or number, or a number that is no whole one below 2^31"
+        )

@@ -7,6 +7,8 @@ that the columns cannot give back exactly keeps its line in the column ``line``.
 import io
 import json
 import math
+import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from msgspec.structs import fields
 
 from tapscope.extras import needing
 from tapscope.record import Entry, Key, Record, Slice, Stats, from_json
+from tapscope.regular import reading
 
 if TYPE_CHECKING:
     import polars as pl
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 _STATS = tuple(field.name for field in fields(Stats))
 _FLOATS = ("min", "max", "absmax", "sum", "sumsq")
 _INT64 = 1 << 63
+_BLOCK = 1 << 20
+_MAX_PACKED = 4
+"""Most records that a byte of a table can stand for: their numbers differ, but few bytes can say billions of nulls."""
 
 
 def schema() -> dict[str, Any]:
@@ -47,7 +53,18 @@ def write_table(records: Iterable[tuple[Record, dict[str, Any]]], path: Path) ->
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
     file = io.BytesIO()  # not the path: polars does not say when a disk is full
     pl.DataFrame(series).write_parquet(file, compression="zstd")
-    path.write_bytes(file.getbuffer())
+    path.unlink(missing_ok=True)  # what a killed compaction left, or a link that is none of ours
+    with path.open("xb") as out:
+        out.write(file.getbuffer())
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a table, with which its event names it; raises OSError."""
+    crc = 0
+    with reading(path) as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def read_table(path: Path, rank: int) -> list[Record]:
@@ -59,9 +76,14 @@ def read_table(path: Path, rank: int) -> list[Record]:
     with needing(f"the compacted run at {path}", "table"):
         import polars as pl
 
+    with reading(path) as file:  # which says what a file is that is none
+        limit = _MAX_PACKED * os.fstat(file.fileno()).st_size
     try:
+        found = int(pl.scan_parquet(path).select(pl.len()).collect().item())
+        if found > limit:
+            raise ValueError(f"it says that it holds {found:,} records, in {limit // _MAX_PACKED:,} bytes")
         frame = pl.read_parquet(path, columns=list(schema()))
-    except pl.exceptions.PolarsError as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise ValueError(f"no table of records ({error})") from None
     return list(_records(frame, rank))
 

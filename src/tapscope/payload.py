@@ -15,6 +15,7 @@ from tapscope.member import MAX_COUNT
 from tapscope.parts import Kind
 from tapscope.record import Record
 from tapscope.records import Records
+from tapscope.regular import reading
 
 Array = np.ndarray[Any, Any]
 
@@ -42,6 +43,11 @@ class Payloads(Protocol):
         """Those of which :meth:`lacks` may say something."""
         ...
 
+    def flaw(self, record: Record) -> str | None:
+        """What a checksum that the file itself has says against the bytes of a record that has an entry: empty for
+        nothing, None where there is no checksum. The file is read. Raises RunCorruptError where it cannot be."""
+        ...
+
     def missing(self, records: Records) -> list[str]:
         """Files that are gone or too short for their records, one sentence each."""
         ...
@@ -62,7 +68,7 @@ class MappedFiles:
         mapped = self._maps.get(path)
         if mapped is None or mapped.nbytes < end:
             try:
-                with path.open("rb") as file:
+                with reading(path) as file:
                     mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             except (OSError, ValueError) as error:
                 raise RunCorruptError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
@@ -144,6 +150,9 @@ class SegmentPayloads:
         offset, nbytes, size = records.offset, records.nbytes, records.of_kinds(self._size)
         odd = (offset < 0) | (offset > size - nbytes) | (nbytes != records.of_kinds(_num_bytes))
         return records.take(np.flatnonzero(odd & records.of_kinds(_has_payload)))
+
+    def flaw(self, record: Record) -> None:
+        """None: records have hashes."""
 
     def _size(self, kind: Kind) -> int:
         """Bytes of the file; -1 without one."""

@@ -7,34 +7,57 @@ _MAX_DEPTH = 16
 _MAX_LEAVES = 10_000
 MAX_PLAIN = 4096
 """Numbers or characters of a plain value that are kept."""
+_MAX_LOOKED = 1 << 22
+_MAX_KEPT = 1 << 18
+_CHARACTERS = 16
+"""Of a text, which take the memory of one number."""
 _HARMLESS = str.maketrans("[]:", "();")
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """``(path, leaf)`` of everything in dicts, lists and tuples; a list of plain values alone is one leaf.
 
-    Raises ValueError for a value that is nested too deeply or has too many parts.
+    Raises ValueError for a value that is nested too deeply or has too many parts, each counted as often as it is named:
+    a few bytes can name one list a million times.
     """
-    found: list[tuple[str, Any]] = []
-    _walk(value, "", 0, found)
-    return iter(found)
+    walk = _Walk()
+    walk.into(value, "", 0)
+    return iter(walk.found)
 
 
-def _walk(value: Any, path: str, depth: int, found: list[tuple[str, Any]]) -> None:
-    if depth > _MAX_DEPTH or len(found) > _MAX_LEAVES:
-        raise ValueError(f"its value has more than {_MAX_LEAVES:,} parts, or more than {_MAX_DEPTH} levels")
-    children: list[tuple[Any, Any]] | None = None
-    if isinstance(value, dict):
-        children = list(value.items())
-    elif isinstance(value, list | tuple) and not all(isinstance(each, str | int | float) for each in value):
-        children = list(enumerate(value))
-    if children is None:
-        found.append((path, value))
-        return
-    for key, child in children:
-        if child is not None:
-            name = str(key).translate(_HARMLESS)[:80] or "(empty)"
-            _walk(child, f"{path}.{name}" if path else name, depth + 1, found)
+class _Walk:
+    """What was found, and how much more may be."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, Any]] = []
+        self._looked = self._kept = 0
+
+    def into(self, value: Any, path: str, depth: int) -> None:
+        if depth > _MAX_DEPTH or len(self.found) > _MAX_LEAVES:
+            raise ValueError(f"its value has more than {_MAX_LEAVES:,} parts, or more than {_MAX_DEPTH} levels")
+        self._looked += 1 + (len(value) if isinstance(value, dict | list | tuple) else 0)
+        if self._looked > _MAX_LOOKED:
+            raise ValueError(f"its value has more than {_MAX_LOOKED:,} elements")
+        children: list[tuple[Any, Any]] | None = None
+        if isinstance(value, dict):
+            children = list(value.items())
+        elif isinstance(value, list | tuple) and not all(isinstance(each, str | int | float) for each in value):
+            children = list(enumerate(value))
+        if children is None:
+            self._keep(value)
+            self.found.append((path, value))
+            return
+        for key, child in children:
+            if child is not None:
+                name = str(key).translate(_HARMLESS)[:80] or "(empty)"
+                self.into(child, f"{path}.{name}" if path else name, depth + 1)
+
+    def _keep(self, leaf: Any) -> None:
+        """Count what :func:`plain_value` makes of a leaf."""
+        for item in leaf[:MAX_PLAIN] if isinstance(leaf, list | tuple) else [leaf]:
+            self._kept += 1 + (min(len(item), MAX_PLAIN) // _CHARACTERS if isinstance(item, str) else 0)
+        if self._kept > _MAX_KEPT:
+            raise ValueError(f"its plain values take more than {_MAX_KEPT:,} numbers")
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:

@@ -5,8 +5,11 @@ sealed get their header from the record lines, and an ``event`` line says what w
 names become ``__orphan`` tensors, so that the file is valid and they stay accounted for.
 """
 
+import errno
 import os
+import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,11 +22,14 @@ from tapscope.index import read_index
 from tapscope.ledger import encode_line, event_line
 from tapscope.manifest import INDEX, rank_dirs, read_manifest
 from tapscope.record import Record
-from tapscope.segment import ALIGNMENT, describe, read_header, unused_name
+from tapscope.regular import open_regular
+from tapscope.segment import ALIGNMENT, SEGMENTS, describe, read_head, unused_name
 
 TORN = f"{INDEX}.torn"
 """What stood after the last whole line of a rank, one file a repair: ``records.jsonl.torn``, ``….torn~2``, …"""
 _TAIL = 1 << 16
+_MAX_TORN = 1 << 30
+"""No writer leaves more behind its last whole line."""
 
 
 @dataclass(slots=True)
@@ -68,14 +74,16 @@ def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], obje
                 raise RunCorruptError(f"{folder} cannot be repaired: {error}; nothing of it is lost") from None
             advance(1)
         if not check:
-            (path / RECORDER_FILE).unlink(missing_ok=True)  # nobody listens there
+            with suppress(OSError):  # which is no part of the run
+                (path / RECORDER_FILE).unlink(missing_ok=True)  # nobody listens there
     return done
 
 
 def repair_rank(folder: Path, *, check: bool = False) -> Repair:
     """Repair one rank, whose lock the caller holds."""
     repair = Repair(int(folder.name.removeprefix("rank-")))
-    with (folder / INDEX).open("rb" if check else "r+b") as index:
+    flags = os.O_RDONLY if check else os.O_RDWR | os.O_NOFOLLOW
+    with os.fdopen(open_regular(folder / INDEX, flags), "rb" if check else "r+b") as index:
         _cut_torn_line(index, folder, repair, check=check)
         seal_segments(folder, read_index(folder, repair.rank).records, repair, check=check)
         if repair.needed and not check:
@@ -93,22 +101,23 @@ def seal_segments(folder: Path, records: Iterable[Record], repair: Repair, *, ch
     for record in records:
         if record.entry is not None:
             by_file.setdefault(record.entry.file, []).append(record)
-    for path in sorted(folder.glob("seg-*.safetensors")):
+    for path in sorted(folder.glob(SEGMENTS)):
         _seal(path, by_file.get(path.name, []), repair, check=check)
 
 
 def _cut_torn_line(index: BinaryIO, folder: Path, repair: Repair, *, check: bool) -> None:
     size = index.seek(0, os.SEEK_END)
     whole = _end_of_last_line(index, size)
+    if size - whole > _MAX_TORN:
+        raise OSError(errno.EFBIG, f"more than {_MAX_TORN:,} bytes come after its last whole line", index.name)
     repair.torn_bytes = size - whole
     if check or not repair.torn_bytes:
         return
     index.seek(whole)
-    torn = index.read()
     side = next(p for n in range(1, 10**6) if not (p := folder / (TORN if n == 1 else f"{TORN}~{n}")).exists())
     try:
         with side.open("xb") as file:
-            file.write(torn)
+            shutil.copyfileobj(index, file)
             _sync(file)
     except OSError:
         side.unlink(missing_ok=True)
@@ -124,22 +133,24 @@ def _sync(file: BinaryIO) -> None:
 
 def _end_of_last_line(index: BinaryIO, size: int) -> int:
     end = size
-    while end > 0:
+    while end > 0 and size - end <= _MAX_TORN:
         begin = max(end - _TAIL, 0)
         index.seek(begin)
         at = index.read(end - begin).rfind(b"\n")
         if at >= 0:
             return begin + at + 1
         end = begin
-    return 0
+    return end
 
 
 def _seal(path: Path, records: list[Record], repair: Repair, *, check: bool) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        reserved = int.from_bytes(file.read(8), "little")
-        if size >= 8 and 0 < reserved <= size - 8 and read_header(file.read(reserved)) is not None:
-            return
+    try:
+        size, reserved, header_of = read_head(path)
+    except OSError as error:
+        repair.problems.append(f"{path}: cannot be read: {error.strerror or error}; it stays as it is")
+        return
+    if header_of is not None:
+        return
     start = reserved + 8
     if not records and size <= max(start, 8):
         _remove_empty(path, repair, check=check)
@@ -155,7 +166,7 @@ def _seal(path: Path, records: list[Record], repair: Repair, *, check: bool) -> 
     if orphans:
         repair.orphans[path.name] = orphans
     if not check:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             os.fsync(fd)
             Disk().write(fd, path, [header.ljust(reserved)], 8)

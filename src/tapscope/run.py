@@ -203,6 +203,11 @@ class Run:
         """Those of which :meth:`lacks` may say something, found among many without making each."""
         return self._payloads.suspects(records)
 
+    def flaw(self, record: Record) -> str | None:
+        """What a checksum in its file says against the bytes of a record that has an entry: empty for nothing, None
+        where there is none; the file is read. Raises RunCorruptError."""
+        return self._payloads.flaw(record)
+
     def tokens(self) -> dict[str, dict[int, int]]:
         """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
         table: dict[str, dict[int, int]] = {}

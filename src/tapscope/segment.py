@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from tapscope import dtypes
 from tapscope.disk import Disk
 from tapscope.errors import RecorderError
+from tapscope.regular import reading
 
 ALIGNMENT = 64
 HEADER_BYTES = 128 * 1024
@@ -28,6 +29,8 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024
 SEGMENT_BYTES = 256 * 1024 * 1024
 """A segment is full at this size; one larger tensor gets a segment of its own."""
 
+SEGMENTS = "seg-*.safetensors"
+"""Pattern of their names."""
 _SLACK = 256
 """Header bytes kept free for what a repair may have to add."""
 MAX_NAME = 1000
@@ -212,11 +215,23 @@ def unused_name(name: str, taken: Container[str]) -> str:
     return next(new for n in count(2) if (new := f"{name}~{n}") not in taken)
 
 
+def read_head(path: Path) -> tuple[int, int, dict[str, Any] | None]:
+    """(bytes of the file, bytes reserved for the header, what the header says or None while it is not sealed).
+
+    Raises OSError where it cannot be read, or is no regular file.
+    """
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        reserved = int.from_bytes(file.read(8), "little")
+        may_be = 0 < reserved <= min(size - 8, MAX_HEADER_BYTES)
+        return size, reserved, read_header(file.read(reserved)) if may_be else None
+
+
 def read_header(head: bytes) -> dict[str, Any] | None:
     """What a header says (the bytes after its length); None while the segment is not sealed."""
     try:
         header = json.loads(head)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return header if isinstance(header, dict) else None
 

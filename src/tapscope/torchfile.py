@@ -4,15 +4,17 @@ Since torch 1.6 such a file is a zip archive of stored members: ``NAME/data.pkl`
 are the bytes of its storages.
 """
 
-import zipfile
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tapscope import dtypes
+from tapscope.archive import Archive, ArchiveProblem
 from tapscope.errors import RunCorruptError
-from tapscope.opcodes import MAX_BYTES, Constructor, PickleProblem, read
+from tapscope.opcodes import MAX_BYTES, Constructor, PickleProblem, check_keys, read
+from tapscope.regular import open_regular, reading
 from tapscope.stored import Tensor
 
 _STORAGES = {
@@ -29,8 +31,15 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-_MAX_SPREAD = 1 << 30
-"""Most bytes of a tensor whose strides make it larger than its storage (``expand``)."""
+_MAX_SPREAD = 128 << 20
+"""Most bytes that the tensors of a file may have beyond those of their storages (``expand``), all of them together."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """Bytes that the tensors of one file may still have beyond those of their storages."""
+
+    left: int = _MAX_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class _Storage:
     """None for untyped bytes."""
     offset: int
     nbytes: int
+    room: _Room
 
 
 class _Named(str):
@@ -54,50 +64,64 @@ def load(path: Path) -> Any:
     or a global beyond tensors, which is never executed.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            return _Reader(archive, file.fileno()).load()
-    except (PickleProblem, zipfile.BadZipFile) as error:
+        fd = open_regular(path)
+        try:
+            return _Reader(Archive(fd)).load()
+        finally:
+            os.close(fd)
+    except PickleProblem as error:
+        raise RunCorruptError(f"{path}: {error}") from None
+    except ArchiveProblem as error:
         raise RunCorruptError(f"{path}: {_sentence(path, error)}") from None
-    except (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, MemoryError) as error:
-        raise RunCorruptError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, MemoryError) as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error or type(error).__name__}") from None
+
+
+def damaged(path: Path) -> list[tuple[int, int, str]] | None:
+    """(first byte, end, name) of the members whose bytes have not the CRC-32 that was written for them.
+
+    None for a file that was saved without (``set_crc32_options(False)``). Raises RunCorruptError.
+    """
+    try:
+        with reading(path) as file:
+            return Archive(file.fileno()).damaged()
+    except OSError as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise RunCorruptError(f"{path}: {error}") from None
 
 
 def _sentence(path: Path, error: Exception) -> str:
-    if isinstance(error, PickleProblem):
-        return str(error)
-    size = path.stat().st_size
+    with reading(path) as file:
+        start, size = file.read(2), os.fstat(file.fileno()).st_size
     if not size:
         return "is empty: its writer was stopped, or the disk was full"
-    with path.open("rb") as file:
-        start = file.read(2)
     if start == b"\x80\x02":
         return "was saved in the form that torch wrote before 1.6; load it and save it again with a newer torch"
     if start == b"PK":
-        return f"is cut off or damaged ({size:,} bytes): its writer was stopped, or the disk was full"
+        return f"{error}; it is cut off or damaged ({size:,} bytes): its writer was stopped, or the disk was full"
     return "is no file that torch.save wrote"
 
 
 class _Reader:
     """One open archive."""
 
-    def __init__(self, archive: zipfile.ZipFile, fileno: int) -> None:
+    def __init__(self, archive: Archive) -> None:
         self._archive = archive
-        self._members = {info.filename: info for info in archive.infolist()}
-        root = next((name for name in self._members if name.rpartition("/")[2] == "data.pkl"), None)
+        root = next((name for name in archive.members if name.rpartition("/")[2] == "data.pkl"), None)
         if root is None:
             raise PickleProblem("is a zip archive, but holds no data.pkl: torch.save did not write it")
         self._root = root.removesuffix("data.pkl")
-        self._file = archive.fp
         self._storages: dict[str, tuple[int, int]] = {}
+        self._room = _Room()
 
     def load(self) -> Any:
-        order = self._members.get(f"{self._root}byteorder")
-        if order is not None and order.file_size < 16 and self._archive.read(order) == b"big":
+        order = self._archive.members.get(f"{self._root}byteorder")
+        if order is not None and order.nbytes < 16 and self._archive.read(f"{self._root}byteorder", 16) == b"big":
             raise PickleProblem("was saved on a big-endian machine")
-        info = self._members[f"{self._root}data.pkl"]
-        if info.file_size > MAX_BYTES:
-            raise PickleProblem(f"its pickle has {info.file_size:,} bytes, at most {MAX_BYTES:,} are read")
-        return read(self._archive.read(info), _KNOWN, self._storage)
+        return read(self._archive.read(f"{self._root}data.pkl", MAX_BYTES), _KNOWN, self._storage)
 
     def _storage(self, identity: Any) -> _Storage:
         """A persistent id: ("storage", type, key, device, number of elements)."""
@@ -107,29 +131,12 @@ class _Reader:
         if not isinstance(kind, _Named) or not isinstance(key, str) or not isinstance(count, int):
             raise PickleProblem("its pickle describes a storage wrongly")
         if key not in self._storages:
-            self._storages[key] = self._locate(key)
+            name = f"{self._root}data/{key}"
+            if name not in self._archive.members:
+                raise PickleProblem(f"lacks the bytes of its storage {key[:40]!r}")
+            self._storages[key] = self._archive.place(name), self._archive.members[name].nbytes
         offset, nbytes = self._storages[key]
-        return _Storage(None if kind == "untyped" else str(kind), offset, nbytes)
-
-    def _locate(self, key: str) -> tuple[int, int]:
-        """(offset in the file, bytes) of a storage."""
-        info = self._members.get(f"{self._root}data/{key}")
-        if info is None:
-            raise PickleProblem(f"lacks the bytes of its storage {key[:40]!r}")
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise PickleProblem("is a compressed archive, which torch.save does not write")
-        assert self._file is not None
-        self._file.seek(info.header_offset)
-        header = self._file.read(30)  # the local header repeats the name, with an extra field of its own length
-        if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            raise PickleProblem(f"is damaged where its storage {key[:40]!r} should begin")
-        offset = (
-            info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:], "little")
-        )
-        self._file.seek(0, 2)
-        if offset + info.file_size > self._file.tell():
-            raise PickleProblem(f"is cut off within its storage {key[:40]!r}")
-        return offset, info.file_size
+        return _Storage(None if kind == "untyped" else str(kind), offset, nbytes, self._room)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Tensor:
@@ -150,8 +157,12 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
     found = Tensor(dtype, shape, strides, storage.offset + (0 if 0 in shape else offset * width))
     if found.end > storage.offset + storage.nbytes:
         raise PickleProblem(f"its pickle gives a tensor of shape {shape[:8]} a storage of {storage.nbytes:,} bytes")
-    if found.nbytes > max(storage.nbytes, _MAX_SPREAD):
-        raise PickleProblem(f"its pickle spreads {storage.nbytes:,} bytes over a tensor of shape {shape[:8]}")
+    storage.room.left -= max(found.nbytes - storage.nbytes, 0)
+    if storage.room.left < 0:
+        raise PickleProblem(
+            f"its pickle spreads {storage.nbytes:,} bytes over a tensor of shape {shape[:8]}: save a copy of an "
+            f"expanded tensor that is larger than {_MAX_SPREAD >> 20} MiB (.contiguous())"
+        )
     return found
 
 
@@ -197,8 +208,9 @@ def _device(*words: Any) -> str:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    if not isinstance(items, list | tuple) or not all(isinstance(i, str | int | float) for i in items):
-        raise PickleProblem("its pickle makes a set of what is no list of texts or numbers")
+    if not isinstance(items, list | tuple):
+        raise PickleProblem("its pickle makes a set of what is no list")
+    check_keys(items)
     return set(items)
 
 

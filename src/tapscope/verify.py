@@ -14,7 +14,7 @@ from tapscope.manifest import HASH_VERSION, rank_dir
 from tapscope.record import Entry, Record
 from tapscope.repair import Repair, seal_segments
 from tapscope.run import Run
-from tapscope.segment import read_header
+from tapscope.segment import SEGMENTS, read_head
 
 Digest = Callable[[np.ndarray[Any, Any]], str]
 """The hash of docs/format.md over an array's bytes; handed in, because this layer knows no kernels."""
@@ -49,6 +49,10 @@ class RankReport:
     """Records whose bytes were read and have a hash to compare with."""
     nbytes: int = 0
     """Payload bytes that records name, shared ones once."""
+    num_summed: int = 0
+    """Records without a hash whose file has a checksum of them that was compared."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with its segments, one sentence each."""
     orphan_bytes: int = 0
     """Payload bytes that no record names."""
     unsealed: list[str] = field(default_factory=list)
@@ -80,7 +84,7 @@ class Report:
     @property
     def complete(self) -> bool:
         """Whether the run was closed and everything that was selected is there, as it was recorded."""
-        unsealed = any(rank.unsealed for rank in self.ranks)
+        unsealed = any(rank.unsealed or rank.problems for rank in self.ranks)
         return self.ledger.complete and not (self.ledger.open_ranks or unsealed or self.damaged)
 
     def sentences(self) -> list[str]:
@@ -93,6 +97,7 @@ class Report:
         if names := [f"rank {rank.rank} {name}" for rank in self.ranks for name in rank.unsealed]:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             said.append(f"segments without a header ({', '.join(names[:4])}{more}); see: tapscope repair {self.path}")
+        said += [problem for rank in self.ranks for problem in rank.problems]
         if orphans := sum(rank.orphan_bytes for rank in self.ranks):
             said.append(f"{orphans:,} payload bytes that no record names")
         return said
@@ -125,9 +130,13 @@ def _check_payloads(
             if known is None:
                 known = found[record.entry] = digest(array)
                 report.nbytes += record.entry.nbytes
+            flaw = run.flaw(record)
         except RunCorruptError as error:
             report.damaged.append(Damage(record, str(error)))
         else:
+            if flaw:
+                report.damaged.append(Damage(record, flaw))
+            report.num_summed += flaw is not None
             hashed = record.hash is not None and run.hash_version == HASH_VERSION
             report.num_hashed += hashed
             if hashed and known != record.hash:
@@ -140,20 +149,30 @@ def _check_segments(run: Path, records: list[Record], report: RankReport) -> Non
     survey = Repair(report.rank)
     seal_segments(folder, records, survey, check=True)
     report.unsealed = survey.sealed + survey.removed
+    report.problems = survey.problems
     report.orphan_bytes = sum(survey.orphans.values())
     named = {(record.entry.file, record.entry.offset) for record in records if record.entry is not None}
-    for path in sorted(folder.glob("seg-*.safetensors")):
+    for path in sorted(folder.glob(SEGMENTS)):
         report.orphan_bytes += _orphans(path, named)
 
 
 def _orphans(path: Path, named: set[tuple[str, int]]) -> int:
     """Bytes of a sealed segment's tensors that no record names, padding left out."""
-    with path.open("rb") as file:
-        reserved = int.from_bytes(file.read(8), "little")
-        header = read_header(file.read(min(reserved, path.stat().st_size)))
+    try:
+        _, reserved, header = read_head(path)
+    except OSError:  # which was said when it was looked at for its seal
+        return 0
     total = 0
     for name, tensor in (header or {}).items():
         if not name.startswith(("__pad", "__metadata__")):
-            begin, end = tensor["data_offsets"]
-            total += 0 if (path.name, begin + reserved + 8) in named else int(end - begin)
+            begin, end = _span(tensor)
+            total += 0 if (path.name, begin + reserved + 8) in named else max(end - begin, 0)
     return total
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """The first byte and the end of a tensor of a header; nothing where it does not say them."""
+    span = tensor.get("data_offsets") if isinstance(tensor, dict) else None
+    if isinstance(span, list) and len(span) == 2 and all(type(place) is int for place in span):
+        return span[0], span[1]
+    return 0, 0

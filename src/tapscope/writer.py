@@ -58,6 +58,8 @@ class RankWriter:
         self.rank = rank
         self._disk = disk or Disk()
         self._dir = rank_dir(run, rank)
+        if self._dir.is_symlink():  # it would have the files of another directory changed
+            raise RunExistsError(f"{self._dir} is a symbolic link; remove it or choose another directory")
         self._dir.mkdir(parents=True, exist_ok=True)
         self._segment_bytes = segment_bytes
         self._header_bytes = HEADER_BYTES

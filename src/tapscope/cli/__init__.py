@@ -74,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         diagnostics.error(f"{error.filename or 'a file'} cannot be read: {error.strerror}")
         return ExitCode.DATA
+    except MemoryError:
+        diagnostics.error("there is not enough memory for this; select less with --site, --steps or --ranks")
+        return ExitCode.DATA
     except KeyboardInterrupt:
         diagnostics.error("interrupted")
         return ExitCode.INTERRUPTED

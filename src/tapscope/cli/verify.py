@@ -61,11 +61,15 @@ def payload_sentence(report: "Report") -> str:
     """What was read and compared."""
     kept = sum(rank.num_with_values for rank in report.ranks)
     hashed = sum(rank.num_hashed for rank in report.ranks)
+    summed = sum(rank.num_summed for rank in report.ranks)
     bad = len(report.damaged)
     if bad:
         return f"{bad:,} of {kept:,} payloads are missing or damaged"
-    without = f"; {kept - hashed:,} payloads were only read: no hash to compare with" if hashed < kept else ""
-    return f"{hashed:,} payloads have their recorded hash{without}"
+    said = [f"{hashed:,} payloads have their recorded hash"] if hashed or not summed else []
+    said += [f"{summed:,} payloads have the CRC-32 of their file"] if summed else []
+    rest = kept - hashed - summed
+    said += [f"{rest:,} payloads were only read: no hash to compare with"] if rest else []
+    return "; ".join(said)
 
 
 def _print_json(report: "Report") -> None:

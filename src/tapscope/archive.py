@@ -1,0 +1,142 @@
+"""Archive: where the members of a zip archive lie that stores them as they are; nothing is unpacked.
+
+Only the directory at the end is read. ``zipfile`` would do, but it takes several times as long for a small file, and it
+refuses members whose CRC-32 was not computed.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from typing import NamedTuple
+
+_END, _END64, _LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+_ENTRY = struct.Struct("<4s4x2H4x3I3H8xI")  # the fixed part of an entry of the directory
+_TAIL = 1 << 16
+"""Bytes read at once: of a small file all."""
+_MAX_DIRECTORY = 64 << 20
+_BLOCK = 1 << 22
+_ABSENT = 0xFFFFFFFF
+_ENCRYPTED = 1
+
+
+class ArchiveProblem(ValueError):
+    """The bytes are no such archive; the text says why."""
+
+
+class Member(NamedTuple):
+    """A file in the archive."""
+
+    header: int
+    """Where its own header begins, in front of its bytes."""
+    nbytes: int
+    crc: int
+    """CRC-32 of its bytes as the directory has it; 0 in archives that were written without."""
+    is_stored: bool
+    """Whether its bytes lie there as they are."""
+
+
+class Archive:
+    """The members of an open file; raises ArchiveProblem."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._size = os.fstat(fd).st_size
+        self._start = max(self._size - _TAIL, 0)
+        self._tail = os.pread(fd, _TAIL, self._start)
+        self.members = self._directory()
+        """By name."""
+        self.has_checksums = any(member.crc for member in self.members.values() if member.nbytes)
+        """``torch.serialization.set_crc32_options(False)`` leaves them all out."""
+
+    def place(self, name: str) -> int:
+        """Where the bytes of a stored member begin."""
+        member = self.members[name]
+        if not member.is_stored:
+            raise ArchiveProblem("is a compressed archive, which torch.save does not write")
+        head = self._read(member.header, 30)  # repeats the name, with an extra field of its own length
+        if len(head) < 30 or head[:4] != b"PK\x03\x04":
+            raise ArchiveProblem(f"is damaged where its member {name[:60]!r} should begin")
+        begin = member.header + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
+        if begin + member.nbytes > self._size:
+            raise ArchiveProblem(f"is cut off within its member {name[:60]!r}")
+        return begin
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The bytes of a stored member, checked against its checksum."""
+        member, begin = self.members[name], self.place(name)
+        if member.nbytes > limit:
+            raise ArchiveProblem(f"its {name[:60]!r} has {member.nbytes:,} bytes, at most {limit:,} are read")
+        found = self._read(begin, member.nbytes)
+        if self.has_checksums and zlib.crc32(found) != member.crc:
+            raise ArchiveProblem(f"is damaged: {name[:60]!r} has not the CRC-32 that was written for it")
+        return found
+
+    def damaged(self) -> list[tuple[int, int, str]] | None:
+        """(first byte, end, name) of the members that have not their CRC-32; None where none was written."""
+        if not self.has_checksums:
+            return None
+        found = []
+        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+            for name, member in self.members.items():
+                begin, crc = self.place(name), 0
+                end = begin + member.nbytes
+                for at in range(begin, end, _BLOCK):
+                    crc = zlib.crc32(data[at : min(at + _BLOCK, end)], crc)
+                if crc != member.crc:
+                    found.append((begin, end, name))
+        return found
+
+    def _read(self, at: int, count: int) -> bytes:
+        if at >= self._start:
+            return self._tail[at - self._start : at - self._start + count]
+        return os.pread(self._fd, count, at)
+
+    def _directory(self) -> dict[str, Member]:
+        end = self._tail.rfind(_END)
+        if end < 0 or end + 22 > len(self._tail):
+            raise ArchiveProblem("has no directory")
+        nbytes, begin = struct.unpack_from("<2I", self._tail, end + 12)
+        locator = end - 20
+        if locator >= 0 and self._tail[locator : locator + 4] == _LOCATOR:
+            end64 = self._read(struct.unpack_from("<Q", self._tail, locator + 8)[0], 56)
+            if end64[:4] != _END64 or len(end64) < 56:
+                raise ArchiveProblem("is damaged where its directory should end")
+            nbytes, begin = struct.unpack_from("<2Q", end64, 40)
+        if begin + nbytes > self._start + end or nbytes > _MAX_DIRECTORY:
+            raise ArchiveProblem("is damaged where its directory should be")
+        return dict(_entries(self._read(begin, nbytes)))
+
+
+def _entries(data: bytes) -> list[tuple[str, Member]]:
+    found = []
+    at = 0
+    while at < len(data):
+        if at + _ENTRY.size > len(data):
+            raise ArchiveProblem("has a damaged directory")
+        magic, flags, method, crc, packed, nbytes, name_size, extra_size, comment_size, header = _ENTRY.unpack_from(
+            data, at
+        )
+        at += _ENTRY.size
+        if magic != b"PK\x01\x02" or at + name_size + extra_size > len(data):
+            raise ArchiveProblem("has a damaged directory")
+        name = data[at : at + name_size].decode("utf-8", "replace")
+        extra = data[at + name_size : at + name_size + extra_size]
+        if _ABSENT in (packed, nbytes, header):
+            nbytes, packed, header = _wide(extra, nbytes, packed, header)
+        at += name_size + extra_size + comment_size
+        is_stored = method == 0 and packed == nbytes and not flags & _ENCRYPTED
+        found.append((name, Member(header, nbytes, crc, is_stored)))
+    return found
+
+
+def _wide(extra: bytes, *numbers: int) -> list[int]:
+    """The numbers that do not fit 32 bits, from the extra field that has them."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            left = iter(struct.unpack_from(f"<{min(size, len(extra) - at - 4) // 8}Q", extra, at + 4))
+            return [next(left, _ABSENT) if number == _ABSENT else number for number in numbers]
+        at += 4 + size
+    return list(numbers)

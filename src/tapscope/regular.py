@@ -1,0 +1,59 @@
+"""Regular: files opened to be read, of which only the name is known: never a pipe, a device or a socket.
+
+Opening a named pipe waits for a writer, and ``/dev/zero`` never ends. Whatever is no regular file, or cannot be opened,
+is an OSError that names the path and says what it is; nothing waits, and what is larger than its limit is not read.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file; raises OSError, naming the path, for anything else.
+
+    ``flags`` should have O_NOFOLLOW for a file that is written: it is ours by its name alone, and a link would have
+    another file changed. A file that they create is its user's alone.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if flags & os.O_NOFOLLOW and error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link, which is not written through", str(path)) from None
+        if error.errno == errno.ENXIO:  # a socket, or a pipe that is opened for writing and has no reader
+            raise OSError(errno.EINVAL, "it is no regular file", str(path)) from None
+        raise
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; raises as :func:`open_regular`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        yield file
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """All of a regular file of at most ``limit`` bytes; raises OSError for a longer one, which is not read."""
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {limit:,} are read", str(path))
+        return file.read(limit)
