@@ -26,6 +26,7 @@ from tapscope.comparator.verdicts.identities import with_identities
 from tapscope.comparator.verdicts.judge import Judge, Standards
 from tapscope.comparator.verdicts.localise import Divergence, localise
 from tapscope.comparator.verdicts.models import check_models
+from tapscope.comparator.verdicts.onsets import MOST, early_steps
 from tapscope.comparator.verdicts.pointwise import with_pointwise
 from tapscope.comparator.verdicts.rules import Rule, compile_rules
 from tapscope.comparator.verdicts.set_aside import sound_flips
@@ -105,8 +106,12 @@ def _compare(
     rules = compile_rules((*options.rules, *options.mapping.rules))
     seen = see(baseline, target, options, damage, rules, progress)
     check_models((baseline, target), seen.examined)
-    seen, findings, divergences = _judge(seen, rules, _twin(baseline, target, options), options)
-    findings, divergences = _from_the_beginning(seen, findings, divergences, damage, rules)
+    judged = _judge(seen, rules, _twin(baseline, target, options), options)
+    seen = judged.seen
+    if trained_steps(seen.examined):
+        findings, divergences = _from_the_beginning(judged, damage, rules)
+    else:
+        findings, divergences = _from_early_steps(judged, rules)
     if look(damage, divergences, seen.examined):  # once more, without what only looked like a culprit
         return _compare(baseline, target, options, damage, progress)
     if all(f.basis == "none" for f in findings):
@@ -120,10 +125,17 @@ def _compare(
     return Comparison(Report(*headers, tuple(findings), tuple(divergences), coverage, options), seen)
 
 
-def _judge(
-    seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: CompareOptions
-) -> tuple[Seen, list[Finding], list[Divergence]]:
+class _Judgement(Struct, frozen=True):
     """What was judged in the end, and what came of it."""
+
+    seen: Seen
+    findings: list[Finding]
+    divergences: list[Divergence]
+    early: list[int]
+    """Steps to look at again, see :mod:`.onsets`."""
+
+
+def _judge(seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: CompareOptions) -> _Judgement:
     runs = seen.examiner.preparer.baseline, seen.examiner.preparer.target
     absent = absent_gradients(seen.examined, runs)
     around = unmet(seen.everything, seen.examiner.norms)
@@ -150,22 +162,34 @@ def _judge(
     pointwise = {node.path for node in judge.graph.nodes if node.is_pointwise}
     found = with_pointwise(found, seen.examined, seen.examiner.preparer, pointwise)
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
+    early = early_steps(findings, divergences, judge)
     placed = [_placed(each, seen) for each in divergences]
     if not placed:
-        return seen, findings, []
+        return _Judgement(seen, findings, [], early)
     from tapscope.comparator.explain.explain import Context, explain
 
-    return seen, findings, explain(placed, Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer))
+    context = Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer)
+    return _Judgement(seen, findings, explain(placed, context), early)
+
+
+def _from_early_steps(judged: _Judgement, rules: tuple[Rule, ...]) -> tuple[list[Finding], list[Divergence]]:
+    """The same in the light of an early step, where what came of it hides what began there; see :mod:`.onsets`."""
+    findings, divergences, options = judged.findings, judged.divergences, judged.seen.options
+    if options.floor is not None or options.tolerance is not None:
+        return findings, divergences
+    for step in judged.early[:MOST]:
+        first = _judge(judged.seen.up_to(step), rules, None, options)
+        if first.divergences:
+            later = [each for each in divergences if each.step > step]
+            return merged(findings, (first.findings, first.divergences), later)
+    return findings, divergences
 
 
 def _from_the_beginning(
-    seen: Seen,
-    findings: list[Finding],
-    divergences: list[Divergence],
-    damage: tuple[Damage, Damage],
-    rules: tuple[Rule, ...],
+    judged: _Judgement, damage: tuple[Damage, Damage], rules: tuple[Rule, ...]
 ) -> tuple[list[Finding], list[Divergence]]:
     """The same in the light of the first steps of a training, where those alone say more; see :mod:`.training`."""
+    seen, findings, divergences = judged.seen, judged.findings, judged.divergences
     options, baseline, target = seen.options, seen.examiner.preparer.baseline, seen.examiner.preparer.target
     steps = trained_steps(seen.examined)
     if len(steps) < 2 or options.floor is not None or options.tolerance is not None:
@@ -179,7 +203,8 @@ def _from_the_beginning(
         try:
             first = see(baseline, target, some, damage)
             first = structs.replace(first, everything=with_drifts(first.everything, seen.everything, last))
-            return _judge(first, rules, None, some)[1:]
+            early = _judge(first, rules, None, some)
+            return early.findings, early.divergences
         except (RuleError, NothingInCommonError):  # what was asked for comes later
             return [], []
 

@@ -22,7 +22,7 @@ from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import SIDES, of_side, override_dims
 from tapscope.comparator.runs.calls import by_argument
 from tapscope.comparator.runs.hints import hints_of
-from tapscope.comparator.runs.series import series_of
+from tapscope.comparator.runs.series import Series, series_of
 from tapscope.comparator.runs.stages import numbered
 from tapscope.comparator.verdicts.branches import without_branches
 from tapscope.comparator.verdicts.damage import Damage
@@ -54,6 +54,14 @@ class Seen(Struct, frozen=True):
     def without_moved_rows(self) -> "Seen":
         """Without the token rows that went to other experts at a near tie, where these matter."""
         return structs.replace(self, everything=set_aside(self.everything, self.flips, self.examiner))
+
+    def up_to(self, step: int) -> "Seen":
+        """The same of the target's steps up to one, that included, with what the baseline has of their rows."""
+        pairs = [early for one in self.everything if (early := _up_to(one.pair, step)) is not None]
+        own = self.examiner.preparer
+        preparer = Preparer(own.baseline, own.target, self.rows, own.shift_steps, self.options.ranks)
+        everything = without_branches(_examine(self.examiner.anew(preparer), pairs, None))
+        return _with_flips(structs.replace(self, everything=everything, examiner=self.examiner.anew(preparer)))
 
     @property
     def examined(self) -> list[Examined]:
@@ -93,9 +101,27 @@ def see(
     notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
     notes = (*notes, *seen_through(pairs), *filter(None, [hint]))
     everything = without_branches(_examine(examiner, call_by_call(pairs, kept), progress))
-    flips = explain_flips(everything, examiner.preparer)
-    flips = {**implied_flips(everything, examiner.preparer), **flips}
-    return Seen(everything, examiner, rows, sites, counts, objects, flips, notes, options)
+    return _with_flips(Seen(everything, examiner, rows, sites, counts, objects, {}, notes, options))
+
+
+def _with_flips(seen: Seen) -> Seen:
+    everything, preparer = seen.everything, seen.examiner.preparer
+    flips = {**implied_flips(everything, preparer), **explain_flips(everything, preparer)}
+    return structs.replace(seen, flips=flips)
+
+
+def _up_to(pair: Pair, step: int) -> Pair | None:
+    """A pair without the target's firings behind a step; None where none is left."""
+    target = None if pair.target is None else _begun(pair.target, step)
+    return None if target is None and pair.target is not None else structs.replace(pair, target=target)
+
+
+def _begun(series: Series, step: int) -> Series | None:
+    if series.firings[-1].step <= step:
+        return series
+    firings = tuple(firing for firing in series.firings if firing.step <= step)
+    sources = tuple(each for one in series.sources if (each := _begun(one, step)) is not None)
+    return structs.replace(series, firings=firings, sources=sources) if firings else None
 
 
 def _shift_note(options: CompareOptions, rows: RowMap) -> list[str]:

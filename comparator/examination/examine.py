@@ -49,6 +49,12 @@ class Examiner:
         self._kinds: dict[Hashable, Kind] = {}
         """By the form of their pairs."""
 
+    def anew(self, preparer: Preparer) -> "Examiner":
+        """One that knows the same of the modules, for pairs with other firings."""
+        other = Examiner(preparer, self.tolerance, self.detail)
+        other.backward, other.norms, other.convolving = self.backward, self.norms, self.convolving
+        return other
+
     def examine(self, pair: Pair) -> Examined:
         """Compare one pair; what cannot be compared says why, only a broken program raises."""
         (look,) = self.look([pair])

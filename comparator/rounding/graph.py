@@ -150,7 +150,8 @@ class Graph:
             return Inputs((one,), "same", 0)
         if not node.numeric:  # of integers that are equal on one side alone nobody knows whether they are the same
             return None
-        origin = one if one is not None else two
+        # Held by two sites in one run and by the later of these in the other: that one made it another value there.
+        origin = max((each for each in (one, two) if each is not None), default=None)
         if origin is None or not self._is_input[index] or self.is_backward[index]:
             return None  # a module may hand on its input on one side because the fault is that it does
         return Inputs((origin,), "same", 1)

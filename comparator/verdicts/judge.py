@@ -97,6 +97,10 @@ class Judge:
             node += is_node
         return found
 
+    def base(self, node: int) -> float:
+        """What the module that made a node adds by itself; 0 where rounding has no say."""
+        return self._rounding.base(node)
+
     def _allowed(self, finding: Finding) -> Finding:
         """With the user's leave to differ, if there is one."""
         names = {finding.site, *finding.seen.pair.names()}

@@ -103,9 +103,7 @@ def onset(finding: Finding) -> int:
     largest = max((s.error for s in finding.steps), default=0.0)
     tests: tuple[Callable[[StepResult], bool], ...] = (
         lambda s: s.nonfinite > 0,
-        lambda s: (
-            finding.test in ("exact", "rule", "tolerance", "permuted", "absent", "plain", "shape") and s.error > 0.0
-        ),
+        lambda s: finding.test in _AT_ONCE and s.error > 0.0,
         lambda s: s.error > finding.row_floor > 0.0,
         lambda s: finding.test in ("typical", "gain") and s.rel_l2 > finding.floor > 0.0,
         lambda s: s.error >= 0.5 * largest,
@@ -118,10 +116,12 @@ def _adds(finding: Finding) -> bool:
 
 
 def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inputs]) -> bool:
-    """Whether what went into a node was wrong by then, or a gradient or weight that all of the next step is made of."""
+    """Whether what went into a node was wrong by then, a gradient or weight that all of the next step is made of, or in
+    an earlier step anything behind which the host made what it handed in."""
     if any(i in bad and _when(i, bad, graph) < _when(node, bad, graph) for i in inputs[node].nodes):
         return True
-    return any(step < bad[node] and _lasts(graph.nodes[i]) for i, step in bad.items())
+    is_outside = graph.nodes[node].is_input and not graph.enclosing(node)  # a loop may have made it of an earlier step
+    return any(step < bad[node] and (is_outside or _lasts(graph.nodes[i])) for i, step in bad.items())
 
 
 def _own(nodes: list[int], bad: dict[int, int], graph: Graph, findings: Sequence[Finding]) -> list[int]:

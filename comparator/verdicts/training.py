@@ -53,13 +53,18 @@ def beginning(steps: Sequence[int], judge: Callable[[int], Judged]) -> Judged:
     return ([], []) if at >= len(steps) - 1 else known[steps[at]]
 
 
-def merged(findings: Sequence[Finding], early: Judged) -> Judged:
+def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergence] = ()) -> Judged:
     """Findings of all steps in the light of the first ones: what was off there is what began it, and what is off now
-    comes of it."""
+    comes of it, but for what is off ``later`` on its own account."""
     begun = {(f.site, f.matched_by): f for f in early[0] if f.verdict.is_bad}
     found = [_in_light_of(f, begun.get((f.site, f.matched_by))) for f in findings]
-    places = {(f.site, f.matched_by): f for f in found}
-    divergences = [structs.replace(d, finding=places[d.finding.site, d.finding.matched_by]) for d in early[1]]
+    places = {(f.site, f.matched_by): i for i, f in enumerate(found)}
+    known = {d.module for d in early[1]}
+    divergences = []
+    for each in (*early[1], *(d for d in later if d.module not in known)):
+        at = places[each.finding.site, each.finding.matched_by]
+        found[at] = structs.replace(found[at], role="producer")
+        divergences.append(structs.replace(each, finding=found[at]))
     return found, divergences
 
 
