@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from tapscope.dumper.rules.rule import Keep, Rule, condition, parse_rule
+from tapscope.dumper.rules.rule import Keep, Rule, condition, parse_rule, undeclared
 from tapscope.dumper.rules.size import parse_size
 from tapscope.dumper.rules.trigger import Trigger, parse_trigger
-from tapscope.errors import ConfigError, ExpressionError
+from tapscope.errors import ConfigError, ExpressionError, RuleError
 from tapscope.text import meant
 
 __all__ = ["RUNTIME_FIELDS", "DumperConfig", "Keep", "Rule", "Trigger"]
@@ -65,6 +65,8 @@ class DumperConfig:
     """Which sites taps may stand at: none, the model's own inputs and outputs (``core``), or every module's."""
     filter: str | None = None
     """A condition (:mod:`tapscope.expression`) that comes after the rules: what it denies is off."""
+    tags: tuple[str, ...] = ()
+    """Names of tags that expressions ask for; those that a rule asks for by ``tag.NAME=`` need not be declared."""
     grads: bool = False
     """Gradients of inputs and outputs are ordinary sites; without, only rules that name them reach them."""
     params: bool = False
@@ -109,6 +111,8 @@ class DumperConfig:
             value = getattr(self, each.name)
             if each.name in _LISTS:
                 value = _list(each.name, value)
+            elif each.name == "tags":
+                value = _names(value)
             elif each.name.endswith("_bytes") and isinstance(value, str):
                 value = _size(each.name, value)
             elif not _fits(value, hints[each.name]):
@@ -125,6 +129,16 @@ class DumperConfig:
                 object.__setattr__(self, "filter", condition(self.filter).text)
             except ExpressionError as error:
                 raise ConfigError(f"filter={self.filter!r}: {error}") from None
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Expressions ask for nothing that is neither known nor a declared tag."""
+        declared = {*self.tags, *(name for rule in self.rules for name, _ in rule.tags)}
+        for rule in self.rules:
+            if rule.when is not None and (problem := undeclared(condition(rule.when).names, declared)):
+                raise RuleError(f"rule {rule}: {problem}")
+        if self.filter is not None and (problem := undeclared(condition(self.filter).names, declared)):
+            raise ConfigError(f"filter={self.filter!r}: {problem}")
 
     def _check_numbers(self) -> None:
         for name in (*_FROM_ONE, *_FROM_ZERO):
@@ -177,6 +191,7 @@ class DumperConfig:
     def to_json(self) -> dict[str, Any]:
         """JSON types, without the token; the inverse is ``DumperConfig().updated(...)``."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _SECRET}
+        values["tags"] = list(self.tags)
         return values | {name: [str(item) for item in getattr(self, name)] for name in _LISTS}
 
 
@@ -187,6 +202,7 @@ RUNTIME_FIELDS = (
     "keep",
     "rules",
     "filter",
+    "tags",
     "mode",
     "grads",
     "params",
@@ -214,6 +230,16 @@ def _list(name: str, value: Any) -> tuple[Any, ...]:
             raise ConfigError(f"{name}: {item!r} must be a text {'GLOB=KEEP' if name == 'rules' else text[6:]}")
         parsed.append(_LISTS[name](item))
     return tuple(parsed)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"tags={value!r}: must be a list of names")
+    names = tuple(value)
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"tags: {name!r} must be a name as in Python")
+    return names
 
 
 def _size(name: str, value: str) -> int:

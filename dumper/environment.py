@@ -45,13 +45,14 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
     Raises ConfigError naming the variable. A variable that looks like a setting and is none, and one of SGLang's
     that has no counterpart here, is said in the log.
     """
-    changes = _from_sglang(environ) if sglang else {}
+    tags = value_of("tags", environ.get(f"{prefix}TAGS", ""))
+    changes = _from_sglang(environ, tags) if sglang else {}
     for variable, text in environ.items():
         name = variable.removeprefix(prefix).lower()
         if not variable.startswith(prefix) or not text.strip():
             continue
         if name in _FIELDS:
-            changes[name] = _named(variable, name, text)
+            changes[name] = _named(variable, name, text, tags)
         elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.7)):
             _log.warning("tapscope: %s sets nothing; did you mean %s%s?", variable, prefix, near[0].upper())
     return changes
@@ -62,6 +63,8 @@ def value_of(name: str, text: str) -> Any:
     hint, text = _HINTS[name], text.strip()
     if name in ("rules", "triggers"):
         return _several(name, text)
+    if name == "tags":
+        return [] if text.lower() in _NULL else [part.strip() for part in text.split(",")]
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(None) in options and text.lower() in _NULL:
         return None
@@ -105,11 +108,11 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def _named(variable: str, name: str, text: str) -> Any:
-    """The value, checked on its own so that an error can name the variable."""
+def _named(variable: str, name: str, text: str, tags: list[str]) -> Any:
+    """The value, checked on its own, with the ``tags`` that are declared, so that an error can name the variable."""
     try:
         value = value_of(name, text)
-        DumperConfig().updated({name: value})
+        DumperConfig().updated({"tags": tags, name: value})
     except ConfigError as error:
         shown = "its value" if name == "control_token" else str(error)
         raise ConfigError(f"{variable}: {shown}") from None
@@ -128,14 +131,14 @@ _SAME = {
 }
 
 
-def _from_sglang(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_sglang(environ: Mapping[str, str], tags: list[str]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for variable in sorted(environ):
         text = environ[variable].strip()
         if not variable.startswith("DUMPER_") or not text or variable in ("DUMPER_DIR", "DUMPER_EXP_NAME"):
             continue
         if variable in _SAME:
-            changes[_SAME[variable]] = _named(variable, _SAME[variable], text)
+            changes[_SAME[variable]] = _named(variable, _SAME[variable], text, tags)
         elif variable == "DUMPER_SERVER_PORT":
             changes["control"] = _control(text)
         else:

@@ -432,6 +432,45 @@ def test_configure_changes_this_process_between_steps(tmp_path: Path) -> None:
     assert ":tap[c]" in {r.key.site for r in records}
 
 
+@pytest.mark.parametrize("expression", ["name == 'q'", "match('q', name)", "name in ('q', 'other')"])
+def test_name_in_an_expression_is_what_a_value_was_dumped_as(tmp_path: Path, expression: str) -> None:
+    with Dumper(None, tmp_path / "run", keep="full", filter=expression) as dumper, dumper.step():
+        with ctx(layer_id=1):
+            dumper.dump("q", torch.ones(2))
+            dumper.dump("k", torch.ones(2))
+        dumper.dump("q", {"left": torch.ones(1), "right": 1})
+    run = open_run(tmp_path / "run")
+    assert [r.key.site for r in run.records] == ["layers.1:tap[q]", ":tap[q.left]", ":tap[q.right]"]
+    assert run.ledger().never_held == []
+
+
+def test_an_expression_that_never_held_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rules = ["*:out=full when=path == 'layers.9'", "*:out=full when=numel > 1000000000", "*:in*=stats when=step == 0"]
+    with Dumper(build(), tmp_path / "run", keep="off", rules=rules) as dumper:
+        dumper._watches.models[0](torch.ones(1, 8))
+    never = ["numel > 1000000000", "path == 'layers.9'"]
+    assert sorted(open_run(tmp_path / "run").ledger().never_held) == never
+    assert "expressions that never held: " in caplog.text
+    with Dumper(None, tmp_path / "denied", keep="full", filter="name == 'nothing'") as dumper:
+        dumper.dump("q", 1)
+    said = open_run(tmp_path / "denied").ledger().sentences()
+    assert said[0] == "no records: the filter never held: name == 'nothing'"
+
+
+def test_a_name_that_no_expression_knows_is_refused_unless_it_is_a_declared_tag(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown name 'nmae' \(did you mean name\?\).*declare a tag: tags=\['nmae'\]"
+    ):
+        Dumper(None, tmp_path / "run", filter="nmae == 'q'")
+    with pytest.raises(RuleError, match="rule .*: unknown name 'user'"):
+        Dumper(None, tmp_path / "run", rules=["*=full when=user == 'a'"])
+    Dumper(None, tmp_path / "run", rules=["*=full when=user == 'a'", "*=stats tag.user=b"])
+    with Dumper(None, tmp_path / "run", filter="user == 'a'", tags=["user"], keep="full") as dumper:
+        for user in ("a", "b"):
+            dumper.dump(user, 1, user=user)
+    assert [r.key.site for r in open_run(tmp_path / "run").records] == [":tap[a]"]
+
+
 def test_reset_goes_on_in_a_new_run_beside_the_old_one(tmp_path: Path) -> None:
     model = build()
     (tmp_path / "taken").mkdir()

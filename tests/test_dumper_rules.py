@@ -111,10 +111,10 @@ def test_a_rule_prints_what_it_is_parsed_from(rule: Rule) -> None:
 def test_rules_survive_words_environment_json_pickle_and_copy(rules: list[Rule]) -> None:
     from tapscope.dumper.config import parse_words
 
-    config = DumperConfig(rules=tuple(rules))
+    config = DumperConfig(rules=tuple(rules), tags=("tag_x",))
     text = ";".join(map(str, rules))
-    assert DumperConfig().updated(parse_words([f"rules={text}"])) == config
-    assert DumperConfig.from_env({"TAPSCOPE_RULES": text.replace(";", ";")}) == config
+    assert DumperConfig().updated(parse_words([f"rules={text}", "tags=tag_x"])) == config
+    assert DumperConfig.from_env({"TAPSCOPE_RULES": text.replace(";", ";"), "TAPSCOPE_TAGS": "tag_x"}) == config
     assert DumperConfig().updated(json.loads(json.dumps(config.to_json()))) == config
     assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
     assert copy.deepcopy(config) == config
@@ -392,7 +392,7 @@ def _expected(config: DumperConfig, site: str, m: Moment, rank: int, coords: dic
 
 
 _configs = st.builds(
-    lambda **fields: DumperConfig(**fields),
+    lambda **fields: DumperConfig(tags=("my_tag",), **fields),
     enabled=st.sampled_from([True, True, True, False]),
     keep=st.sampled_from(["off", "stats", "full"]),
     rules=st.lists(_plain_rules(), max_size=5).map(tuple),
@@ -515,7 +515,9 @@ def test_a_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
 
 
 def test_a_condition_that_cannot_be_decided_does_not_hold_and_is_told() -> None:
-    choice = Selection.of(DumperConfig(rules=("*=full when=my_tag < 3", "*=stats"), keep="off")).choice("a:out")
+    choice = Selection.of(
+        DumperConfig(rules=("*=full when=my_tag < 3", "*=stats"), tags=("my_tag",), keep="off")
+    ).choice("a:out")
     assert choice.decide(Moment(tags={"my_tag": 1})).keep == "full"
     assert choice.decide(Moment()).keep == "stats"
     assert choice.problem is None
@@ -529,7 +531,7 @@ def test_a_condition_that_cannot_be_decided_does_not_hold_and_is_told() -> None:
 
 @given(_rules(), st.sampled_from(_SITES))
 def test_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) -> None:
-    choice = Selection.of(DumperConfig(rules=(rule,), keep="off")).choice(site)
+    choice = Selection.of(DumperConfig(rules=(rule,), tags=("tag_x",), keep="off")).choice(site)
     odd = Moment(None, 3, None, 4, None, None, 7, None, "x", {"a": object()}, frozenset())  # type: ignore[arg-type]
     assert choice.decide(odd).keep in ("off", "stats", "full")
 

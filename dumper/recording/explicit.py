@@ -53,7 +53,7 @@ class Place:
         found = self.ports.get(path)
         if found is None:
             site = self._site(path)
-            found = self.ports[path] = Port(site, selection.choice(site), _ABOUT, self.dims[0])
+            found = self.ports[path] = Port(site, selection.choice(site, self.name), _ABOUT, self.dims[0])
         return found
 
     def grad_of(self, path: str, forced: bool, selection: Selection) -> Port:
@@ -61,9 +61,9 @@ class Place:
         found = self.grads.get((path, forced))
         if found is None:
             site = f"{self._site(path)}.grad"
-            choice = selection.choice(site)
+            choice = selection.choice(site, self.name)
             if forced and not choice.may_keep:
-                choice = selection.choice(self._site(path))
+                choice = selection.choice(self._site(path), self.name)
             found = self.grads[path, forced] = Port(site, choice, _ABOUT, self.dims[1] or self.dims[0])
         return found
 

@@ -15,6 +15,7 @@ from tapscope.dumper.recording.schedule import Schedule
 from tapscope.dumper.recording.succession import Succession
 from tapscope.dumper.recording.watch import Watch
 from tapscope.dumper.recording.watches import Watches
+from tapscope.dumper.selection.holding import Holding
 from tapscope.dumper.sending.captures import NOWHERE
 from tapscope.dumper.sending.link import Link
 from tapscope.dumper.steps.steps import OpenStep
@@ -104,6 +105,7 @@ class Recording:
         collector.close()
         collector.account.settle()
         empty = None if collector.account.num_sent else why_empty
+        never_held = self.regime.holding.never_held()
         fields = self._absent(silent, compiled, empty) | {"outside_step": collector.num_outside}
         if interrupted is not None:
             fields["interrupted"] = interrupted
@@ -111,7 +113,7 @@ class Recording:
         link.put_event("close", **fields)
         lost = link.close()
         news = [] if self._watches.have_warned else compiled
-        say(collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty)
+        say(collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty, never_held=never_held)
         return lost
 
     def stop(self) -> None:
@@ -244,22 +246,24 @@ class Recording:
         absent = self._absent(self._never_fired(), self._watches.compiled(), why_empty)
         return Message("reopen", {"run": str(run), "absent": absent, **more})
 
-    @staticmethod
-    def _absent(silent: list[str], compiled: list[str], why_empty: str | None) -> dict[str, Any]:
+    def _absent(self, silent: list[str], compiled: list[str], why_empty: str | None) -> dict[str, Any]:
         """What the end of a run says of what is not in it."""
-        more = {"compiled": compiled, "empty": why_empty}
+        more = {"compiled": compiled, "empty": why_empty, "never_held": self.regime.holding.never_held()}
         return {"never_fired": silent} | {name: value for name, value in more.items() if value}
 
     def _renew(self, run: Path) -> None:
         self.run = run
         self.collector.restart(run)
+        self.regime.holding = Holding()
         self.regime.note()
         self._watches.renew()
         self.regime.select()
 
     def _why_empty(self) -> str | None:
         """Why this rank has no record, if it has none; None where that is nothing to wonder at."""
-        keeper = self.collector.keeper
+        keeper, config = self.collector.keeper, self.regime.config
+        if config.filter is not None and config.filter in self.regime.holding.never_held():
+            return f"the filter never held: {config.filter}"
         if not self.regime.is_on and keeper.brake.stopped is None:
             return "nothing was selected: no rule that is in force keeps anything"
         if not self._watches or keeper.is_holding:

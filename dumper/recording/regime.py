@@ -13,6 +13,7 @@ from tapscope.dumper.recording.explicit import Explicit
 from tapscope.dumper.recording.schedule import Schedule
 from tapscope.dumper.recording.watches import Watches
 from tapscope.dumper.selection.asked import checked
+from tapscope.dumper.selection.holding import Holding
 from tapscope.dumper.selection.selection import Keep, Selection
 from tapscope.dumper.sending.captures import Captures
 from tapscope.dumper.sending.console import Console
@@ -40,6 +41,8 @@ class Regime:
         self.explicit: Explicit | None = None
         """Takes explicit values; None where nothing of them can be kept."""
         self.schedule: Schedule | None = None
+        self.holding = Holding()
+        """What the expressions of this run answer."""
         self.info = info
         self._watches = watches
         self._collector = collector
@@ -141,7 +144,8 @@ class Regime:
         if config is None and self._collector.keeper.brake.stopped is not None:
             config, asked = self.config.updated({"enabled": False}), {}
         config = config or self.config
-        selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords, asked=asked)
+        info, holding = self.info, self.holding
+        selection = Selection.of(config, rank=info.rank, coords=info.coords, asked=asked, holding=holding)
         self._collector.select(selection)
         if config.console:
             self._collector.account.sink = Console(self._collector.account.sink, self.info.rank)

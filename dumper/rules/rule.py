@@ -23,7 +23,7 @@ same names: ``{"site": "layers.3.*:out", "keep": "full", "steps": "0-99"}``.
 
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -33,14 +33,41 @@ from tapscope.dumper.rules.ranges import Ranges
 from tapscope.errors import ExpressionError, RuleError, SiteError
 from tapscope.expression import Expression
 from tapscope.site import Glob
+from tapscope.text import meant
 
 Keep = Literal["off", "stats", "full"]
 KEEPS: tuple[str, ...] = typing.get_args(Keep)
 
-SITE_NAMES = ("name", "path", "port", "kind", "layer_id", "layer", "rank", "tp", "pp", "dp", "cp", "ep", "model")
-"""Names of an expression that are settled once the site is known; ``name`` is the whole site, ``PATH:PORT``."""
+SITE_NAMES = (
+    "name",
+    "site",
+    "path",
+    "port",
+    "kind",
+    "layer_id",
+    "layer",
+    "rank",
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "model",
+)
+"""Names of an expression that are settled once the site is known; ``site`` is ``PATH:PORT``, and so is ``name``, but
+that of an explicit value is what it was dumped as."""
 MOMENT_NAMES = ("step", "phase", "micro", "pass_", "occurrence", "age", "dtype", "shape", "ndim", "numel", "nbytes")
-"""Names of an expression that a firing settles; every other name is a tag."""
+"""Names of an expression that a firing settles; every other name is a tag, which has to be declared."""
+
+
+def undeclared(names: Iterable[str], declared: Iterable[str]) -> str | None:
+    """What is wrong with the first of the names that is neither known nor a declared tag, or None."""
+    known = (*SITE_NAMES, *MOMENT_NAMES)
+    for name in sorted(set(names).difference(known, declared)):
+        return (
+            f"unknown name {name!r}{meant(name, known)}; names are {', '.join(known)}; declare a tag: tags=[{name!r}]"
+        )
+    return None
 
 
 def condition(text: str) -> Expression:

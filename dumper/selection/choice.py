@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tapscope.dumper.rules.ranges import Ranges
 from tapscope.dumper.rules.rule import Keep, Rule, condition
+from tapscope.dumper.selection.holding import Holding
 from tapscope.expression import Expression
 
 if TYPE_CHECKING:
@@ -64,14 +65,21 @@ class Choice:
 
     __slots__ = ("_cases", "_default", "_filter", "needs_value", "num_problems", "problem", "sentinel", "static")
 
-    def __init__(self, cases: Sequence[Case] = (), default: Taking = OFF, filters: Sequence[Expression] = ()) -> None:
-        """``cases`` in order, then ``default``; what any of ``filters`` denies is off."""
+    def __init__(
+        self,
+        cases: Sequence[Case] = (),
+        default: Taking = OFF,
+        filters: Sequence[Expression] = (),
+        holding: Holding | None = None,
+    ) -> None:
+        """``cases`` in order, then ``default``; what any of ``filters`` denies is off. ``holding`` is told of them."""
+        holding = holding or Holding()
         kept = list(cases)
         while kept and kept[-1].taking == default:
             kept.pop()
         self._cases = tuple(kept)
         self._default = default
-        self._filter = tuple(_value_of(each) for each in filters)
+        self._filter = tuple(holding.noting(each.text, _value_of(each)) for each in filters)
         self.needs_value = any(case.needs_value for case in kept) or any(each.names & _OF_VALUE for each in filters)
         """Whether the value itself must be at hand to decide."""
         self.problem: str | None = None
@@ -129,15 +137,17 @@ def taking_of(rule: Rule) -> Taking:
     return Taking(rule.keep, rows, frozenset(rule.requests) or None, rule.cap)
 
 
-def tests_of(rule: Rule, known: Mapping[str, Any]) -> tuple[Test, ...] | None:
+def tests_of(rule: Rule, known: Mapping[str, Any], holding: Holding) -> tuple[Test, ...] | None:
     """The conditions that only a firing settles; None when one of them never holds where ``known`` is so."""
     tests = _tests(rule)
     if rule.when is not None:
         when = condition(rule.when).bound(known)
         if not when.is_constant:
-            tests.append(_value_of(when))
-        elif not when({}):
-            return None
+            tests.append(holding.noting(when.text, _value_of(when)))
+        else:
+            holding.note(when.text, bool(when({})))
+            if not when({}):
+                return None
     return tuple(tests)
 
 

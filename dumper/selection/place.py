@@ -17,13 +17,18 @@ class Place(NamedTuple):
     port: str
     kind: str
     """``in``, ``out``, ``tap``, ``param`` or ``buffer``, with ``.grad`` for a gradient."""
+    name: str
+    """What an explicit value was dumped as; of all else the site."""
 
     @classmethod
-    def of(cls, site: str) -> "Place":
-        """The parts of ``PATH:PORT``."""
+    def of(cls, site: str, name: str | None = None) -> "Place":
+        """The parts of ``PATH:PORT``; ``name`` is that of the explicit value of which it is a part."""
         path, _, port = site.rpartition(":")
         grad = ".grad" if port.endswith(".grad") else ""
-        return cls(site, path, port, port.removesuffix(grad).partition("[")[0] + grad)
+        kind, bracket, inside = port.removesuffix(grad).partition("[")
+        if name is None:
+            name = inside.removesuffix("]") if kind == "tap" and bracket else site
+        return cls(site, path, port, kind + grad, name)
 
     @property
     def has_grad(self) -> bool:
@@ -34,7 +39,8 @@ class Place(NamedTuple):
         """What an expression may ask of it."""
         layer = layer_of(self.path)
         return {
-            "name": self.site,
+            "name": self.name,
+            "site": self.site,
             "path": self.path,
             "port": self.port,
             "kind": self.kind,

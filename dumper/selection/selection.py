@@ -17,6 +17,7 @@ from tapscope.dumper.rules.rule import Keep, Rule, condition
 from tapscope.dumper.rules.trigger import Trigger
 from tapscope.dumper.selection.asked import AskedChoice
 from tapscope.dumper.selection.choice import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
+from tapscope.dumper.selection.holding import Holding
 from tapscope.dumper.selection.place import CompiledRule, Place
 from tapscope.dumper.selection.sentinel import Sentinel
 from tapscope.errors import RuleError
@@ -37,8 +38,10 @@ class Selection:
         coords: Mapping[str, int] | None = None,
         model: str = "",
         asked: Mapping[str, Keep] | None = None,
+        holding: Holding | None = None,
     ) -> None:
         self.config = config
+        self._holding = holding or Holding()
         self._asked = asked or {}
         self._rules = [CompiledRule.of(rule) for rule in config.rules]
         self._filters = [condition(config.filter)] if config.filter is not None else []
@@ -62,23 +65,24 @@ class Selection:
         coords: Mapping[str, int] | None = None,
         model: str = "",
         asked: Mapping[str, Keep] | None = None,
+        holding: Holding | None = None,
     ) -> "Selection":
         """The selection of a rank at ``coords`` (axis -> coordinate; an axis that is missing has 0).
 
-        ``asked`` says what single requests want of their own rows.
+        ``asked`` says what single requests want of their own rows; ``holding`` is told what expressions answer.
         """
-        return cls(config, rank=rank, coords=coords, model=model, asked=asked)
+        return cls(config, rank=rank, coords=coords, model=model, asked=asked, holding=holding)
 
     @classmethod
     def of_nothing(cls) -> "Selection":
         """Keeps nothing anywhere."""
         return cls(DumperConfig(enabled=False))
 
-    def choice(self, site: str) -> Choice:
-        """What the rules say of ``site``."""
+    def choice(self, site: str, name: str | None = None) -> Choice:
+        """What the rules say of ``site``; ``name`` is that of the explicit value of which it is a part."""
         found = self._choices.get(site)
         if found is None:
-            place = Place.of(site)
+            place = Place.of(site, name)
             found = self._choose(place)
             found.sentinel = self._sentinel(place)
             if self._asked and self._is_ordinary(place.kind):
@@ -147,20 +151,23 @@ class Selection:
             return Choice()
         known = self._known | place.names()
         filters = [each.bound(known) for each in self._filters]
-        if any(each.is_constant and not each({}) for each in filters):
+        settled = [each for each in filters if each.is_constant]
+        for expression in settled:
+            self._holding.note(expression.text, bool(expression({})))
+        if not all(expression({}) for expression in settled):
             return Choice()
         default = Taking(self.config.keep) if self._is_ordinary(place.kind, place.site) else OFF
         cases: list[Case] = []
         for each in self._here:
             if not self._counts(each, place.kind, place.site) or not each.is_about(place):
                 continue
-            tests = tests_of(each.rule, known)
+            tests = tests_of(each.rule, known, self._holding)
             if tests == ():
                 default = taking_of(each.rule)
                 break
             if tests is not None:
                 cases.append(Case(tests, taking_of(each.rule), needs_value(each.rule)))
-        return Choice(cases, default, [each for each in filters if not each.is_constant])
+        return Choice(cases, default, [each for each in filters if not each.is_constant], self._holding)
 
     def _sentinel(self, place: Place) -> Sentinel | None:
         if not self._watched or not self._is_open(place.path, place.kind):

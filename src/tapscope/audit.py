@@ -22,6 +22,7 @@ def audit(run: "Run", rank: int | None = None) -> Ledger:
         _account_for_rank(account, run, number)
     account.never_fired = sorted(set(account.never_fired))
     account.compiled = sorted(set(account.compiled))
+    account.never_held = _on_all_ranks(run, ranks)
     if rank is None:
         account.empty = _why_empty(account, run)
     account.unknown = list(run.unknown)
@@ -78,6 +79,13 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
         _without_close(account, run, "repaired" in ending).append(rank)
     elif any(rank not in by_rank and not mates.isdisjoint(by_rank) for by_rank in run.steps.values()):
         account.uneven_ranks.append(rank)
+
+
+def _on_all_ranks(run: "Run", ranks: tuple[int, ...]) -> list[str]:
+    """The expressions that held on no rank."""
+    closes = [[e for e in run.events(number) if e.kind == "close"] for number in ranks]
+    said = [set(events[-1].fields.get("never_held", [])) for events in closes if events]
+    return sorted(set.intersection(*said)) if said else []
 
 
 def _why_empty(account: Ledger, run: "Run") -> str | None:

@@ -207,7 +207,7 @@ def _add(index: RankIndex, line: Any, rank: int) -> None:
 def _add_event(index: RankIndex, line: dict[str, Any], rank: int) -> None:
     kind = member.text(line, "kind")
     mesh, coords = line.get("mesh") or {}, line.get("coords") or {}
-    for name in ("never_fired", "compiled"):
+    for name in ("never_fired", "compiled", "never_held"):
         named = line.get(name, [])
         if type(named) is not list or not all(type(each) is str for each in named):
             raise ValueError(f"{name} is {member.short(named)}, not a list of names")

@@ -204,6 +204,8 @@ class Ledger(Struct):
     """Sites with a tap through which no tensor ever came."""
     compiled: list[str] = field(default_factory=list)
     """Modules that ran as graphs of torch.compile, in which taps do not fire: some of ``never_fired`` are inside."""
+    never_held: list[str] = field(default_factory=list)
+    """Expressions of rules and filters that were asked, and held for no value."""
     empty: str | None = None
     """Why the run has no record; None when it has some, or may still get them."""
     outside_step: int = 0
@@ -248,6 +250,7 @@ class Ledger(Struct):
             (self.left_out, f"{self.left_out:,} values left out of the step in which a budget was reached"),
             (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {some(self.skipped_steps)}"),
             (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
+            (len(self.never_held), f"expressions that never held: {some(self.never_held)}"),
             (len(self.compiled), compiled_sentence(self.compiled)),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {some(self.never_fired)}"),
         ]
