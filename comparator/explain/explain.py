@@ -10,9 +10,11 @@ from msgspec import Struct, structs
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.activations import activations
+from tapscope.comparator.explain.attended import attended
 from tapscope.comparator.explain.casts import casts, overflow
 from tapscope.comparator.explain.damage import Damage, find_damage
 from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.heads import Sites
 from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
 from tapscope.comparator.explain.masks import masks
@@ -94,7 +96,8 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
         kin = Kin(
             context.preparer, context.examined, [context.matched[i] for i in context.inputs[node].nodes], one, sample
         )
-        return _try_all(sample, _inherited(context, node), kin)
+        known = attended(one, Sites(context.preparer, context.examined), kin)
+        return known or _try_all(sample, _inherited(context, node), kin)
     except DataError:  # bytes that cannot be read are a finding of their own
         return None
 

@@ -31,6 +31,7 @@ class Kin:
         runs = preparer.baseline, preparer.target
         self.sizes = {axis: n for run in runs for axis, n in run.mesh.items() if n > 1}
         self.requests = preparer.row_map.requests
+        self.configs = [run.manifest.get("model_config") or {} for run in runs]
         self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
         self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))
 

@@ -1,0 +1,119 @@
+"""Attended: why the output of an attention differs, from its recorded queries, keys and values."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.explain.attention import Tokens, attend
+from tapscope.comparator.explain.damage import find_damage
+from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.heads import Heads, Sites, heads_of, rows_of
+from tapscope.comparator.explain.kin import Kin
+from tapscope.comparator.explain.proof import Claim, prove
+from tapscope.comparator.explain.sample import Sample
+from tapscope.comparator.explain.ways import guesses
+from tapscope.comparator.verdicts.explanation import Explanation
+
+Array = np.ndarray[Any, Any]
+
+MAX_ROWS = 96
+"""Rows that are computed anew: the worst two thirds, and others spread evenly."""
+MAX_PRODUCTS = 1 << 24
+"""Products of queries and keys that one computation may take, or it is not tried."""
+_PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_proj", ".out_proj")
+_PORTS = ("in[", "out")
+
+
+def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
+    """What explains the output of the attention that a site shows; None where it shows none, or nothing does."""
+    path = path_of(one.site)
+    heads = heads_of(path, sites, kin.configs, kin.thetas) if path else None
+    if heads is None:
+        return None
+    found = _sample(heads, one.dtypes)
+    if found is None:
+        return None
+    sample, own = found
+    tokens = heads.sides[1]
+    inherited = float(np.hypot(2.0 * heads.off, _rough(tokens, own, heads, one.dtypes[1])))
+    damage = find_damage(sample, inherited, {}, ())
+    if damage is None:
+        return None
+    rows, columns = own[damage.rows], damage.columns
+
+    def claims() -> Iterator[Claim]:
+        for guess in guesses(tokens, rows, sample.target[damage.rows], heads.way, heads.window):
+            made = attend(guess.tokens or tokens, rows, guess.way)[:, columns]
+            yield Claim(guess.name, guess.sentence, made, guess.cost)
+
+    proven = prove(damage, claims(), damage.noise)
+    if proven is None:
+        return None
+    extent = describe(damage, kin.requests, kin.padded, counted=False)
+    return Explanation(proven.name, proven.sentence, proven.share, extent, (), len(sample.baseline))
+
+
+def path_of(site: str) -> str:
+    """The attention whose output a site shows; empty where that is none."""
+    path, _, port = site.rpartition(":")
+    if port.endswith(".grad") or "mask" in port:
+        return ""
+    head, dot, last = path.rpartition(".")
+    if "core_attention" in path:
+        return path.partition(".core_attention")[0]
+    if last == "attn" and port.startswith("out"):
+        return head if head.endswith(("self_attn", "attention")) else path
+    if f".{last}" in _PATHS and port.startswith("in["):
+        return head
+    return path if dot and "attn" in last and port.startswith("out") else ""
+
+
+def _sample(heads: Heads, names: tuple[str, str]) -> tuple[Sample, Array] | None:
+    """(the worst rows of what it gave out, and others, beside what the baseline's way makes of the same queries, keys
+    and values; the tokens that they are of)."""
+    given, tokens = heads.given, heads.sides[1]
+    rows, own = rows_of(given[1], tokens)
+    pairs = {int(pair): i for i, pair in enumerate(given[0].pair) if pair >= 0}
+    both = zip(given[1].pair[rows].tolist(), rows.tolist(), own.tolist(), strict=True)
+    known = [(pairs[pair], row, at) for pair, row, at in both if pair in pairs]
+    if not known:
+        return None
+    left, right, own = (np.array(column) for column in zip(*known, strict=True))
+    off = ((given[0].values[left] - given[1].values[right]) ** 2).sum(axis=1)
+    off = off / np.maximum((given[0].values[left] ** 2).sum(axis=1), 1e-300)
+    worst = np.argsort(-np.nan_to_num(off))[: 2 * MAX_ROWS // 3]
+    pick = np.union1d(worst, np.linspace(0, len(own) - 1, MAX_ROWS // 3).astype(np.int64))
+    longest = int(tokens.position.max()) + 1
+    if len(pick) * longest * tokens.query.shape[1] * tokens.query.shape[2] > MAX_PRODUCTS * 64:
+        return None
+    right, own = right[pick], own[pick]
+    some = given[1]
+    width = some.values.shape[1]
+    return Sample(
+        attend(tokens, own, heads.way),
+        some.values[right],
+        some.request[right],
+        some.position[right],
+        some.step[right],
+        0,
+        width,
+        len(known),
+        np.full(width, -1),
+        names if all(names) else ("float32", "float32"),
+        False,
+    ), own
+
+
+def _rough(tokens: Tokens, rows: Array, heads: Heads, dtype: str) -> float:
+    """Relative error that rounding of queries and keys behind RoPE leaves, when they are of ``dtype``."""
+    epsilon = dtypes.epsilon(dtype) if dtype else 2.0**-24
+    rng = np.random.default_rng(0)
+    off = [1.0 + epsilon * rng.uniform(-0.5, 0.5, values.shape) for values in (tokens.query, tokens.key)]
+    rounded = replace(tokens, query=tokens.query * off[0], key=tokens.key * off[1])
+    one, two = attend(tokens, rows, heads.way), attend(rounded, rows, heads.way)
+    size = float(np.nansum(one**2))
+    return float(np.nansum((one - two) ** 2) / size) ** 0.5 if size > 0 else 0.0

@@ -1,0 +1,155 @@
+"""Attention computed anew from its queries, keys and values (Vaswani et al. 2017, arXiv 1706.03762), in numpy.
+
+Heads of queries share those of keys as in Ainslie et al. 2023 (arXiv 2305.13245); RoPE is that of :mod:`.rotary`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+PADDED = -1
+"""Position of a slot that holds no token."""
+Sees = Callable[["Tokens", Array, Array], Array]
+"""(tokens, rows, keys) -> [rows, keys] which keys a row sees; both are indices of tokens of one request."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Everything one attention was given by one run, in float64."""
+
+    request: Array
+    """[n] the request, also of its padding."""
+    position: Array
+    """[n] position in the request, or :data:`PADDED`."""
+    step: Array
+    """[n] step that computed it."""
+    slot: Array
+    """[n] index in its line of the batch, which is where padding stands."""
+    query: Array
+    """[n, heads, d]."""
+    key: Array
+    """[n, key heads, d]."""
+    value: Array
+    """[n, key heads, e]."""
+    cos: Array | None = None
+    """[n, r] the table of RoPE, None where queries and keys were recorded behind it."""
+    sin: Array | None = None
+    first: int = 0
+    """First of the r features that are turned."""
+    theta: float | None = None
+    """Base of the table where none was recorded and this one was made."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute it."""
+
+    scale: float
+    cap: float | None = None
+    layout: str = "half"
+    """Pairs that RoPE turns: ``half`` or ``interleaved``."""
+    turned: tuple[bool, bool] = (True, True)
+    """Whether queries and keys are."""
+    pairs: tuple[int, int] | None = None
+    """From which pair to which RoPE turns; None for all."""
+    is_tiled: bool = False
+    """Head h of queries reads head h modulo the number of key heads, not h over the group's size."""
+    sees: Sees | None = None
+    """None: every real token up to the row itself."""
+    zeroed: Sees | None = None
+    """Keys whose values count as zero, by row."""
+
+
+def causal(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    """Every real token up to the row itself."""
+    return ahead(0)(tokens, rows, keys)
+
+
+def ahead(count: int) -> Sees:
+    """So many tokens more, or fewer below 0."""
+
+    def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        at = tokens.position[keys][None, :]
+        found: Array = (at != PADDED) & (at <= tokens.position[rows][:, None] + count)
+        return found
+
+    return sees
+
+
+def within(window: int) -> Sees:
+    """The last ``window`` tokens, itself included."""
+
+    def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        far = tokens.position[rows][:, None] - tokens.position[keys][None, :]
+        return causal(tokens, rows, keys) & (far < window)
+
+    return sees
+
+
+def attend(tokens: Tokens, rows: Array, way: Way) -> Array:
+    """[rows, heads x e] what attention gives; rows that see nothing are NaN."""
+    heads, groups = tokens.query.shape[1], tokens.key.shape[1]
+    reads = np.arange(heads) % groups if way.is_tiled else np.arange(heads) // (heads // groups)
+    out = np.full((len(rows), heads, tokens.value.shape[2]), np.nan)
+    query, key = (_turned(tokens, way, side) for side in (0, 1))
+    for request in np.unique(tokens.request[rows]):
+        at = np.flatnonzero(tokens.request[rows] == request)
+        keys = np.flatnonzero(tokens.request == request)
+        mine = rows[at]
+        scores = way.scale * np.einsum("rhd,khd->hrk", query[mine], key[keys][:, reads], optimize=True)
+        if way.cap:
+            scores = way.cap * np.tanh(scores / way.cap)
+        seen = (way.sees or causal)(tokens, mine, keys) & (tokens.step[keys][None, :] <= tokens.step[mine][:, None])
+        weights = _softmax(np.where(seen[None], scores, -np.inf))
+        if way.zeroed is not None:
+            weights = np.where(way.zeroed(tokens, mine, keys)[None], 0.0, weights)
+        out[at] = np.einsum("hrk,khe->rhe", weights, tokens.value[keys][:, reads], optimize=True)
+    return out.reshape(len(rows), -1)
+
+
+def applied(tokens: Tokens, way: Way) -> Tokens:
+    """The same with queries and keys behind RoPE, as a cache holds them."""
+    return replace(tokens, query=_turned(tokens, way, 0), key=_turned(tokens, way, 1), cos=None, sin=None)
+
+
+def with_theta(tokens: Tokens, theta: float) -> Tokens:
+    """With RoPE of the whole head, where no table was recorded."""
+    width = tokens.query.shape[2] // 2 * 2
+    at = np.where(tokens.position == PADDED, tokens.slot, tokens.position)
+    angle = at[:, None] * theta ** (-np.arange(0, width, 2) / width)[None, :]
+    return replace(tokens, cos=np.tile(np.cos(angle), (1, 2)), sin=np.tile(np.sin(angle), (1, 2)), theta=theta)
+
+
+def _softmax(scores: Array) -> Array:
+    """Over the last axis; NaN where nothing is seen."""
+    top = scores.max(axis=-1, keepdims=True)
+    raised = np.exp(scores - np.where(np.isfinite(top), top, np.nan))
+    found: Array = raised / raised.sum(axis=-1, keepdims=True)
+    return found
+
+
+def _turned(tokens: Tokens, way: Way, side: int) -> Array:
+    """Queries (0) or keys (1) behind RoPE."""
+    values = tokens.key if side else tokens.query
+    if tokens.cos is None or tokens.sin is None or not way.turned[side]:
+        return values
+    width = tokens.cos.shape[1]
+    cos, sin = (table[:, None, : width // 2] for table in (tokens.cos, tokens.sin))
+    if way.pairs is not None:
+        inside = (np.arange(width // 2) >= way.pairs[0]) & (np.arange(width // 2) < way.pairs[1])
+        cos, sin = np.where(inside, cos, 1.0), np.where(inside, sin, 0.0)
+    span = slice(tokens.first, tokens.first + width)
+    part, found = values[..., span], values.copy()
+    if way.layout == "half":
+        one, two = slice(0, width // 2), slice(width // 2, width)
+    else:
+        one, two = slice(0, width, 2), slice(1, width, 2)
+    made = np.empty_like(part)
+    made[..., one] = part[..., one] * cos - part[..., two] * sin
+    made[..., two] = part[..., two] * cos + part[..., one] * sin
+    found[..., span] = made
+    return found

@@ -1,0 +1,235 @@
+"""Heads: one attention of a run as :class:`.attention.Tokens`, from the sites around it that were recorded."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.explain.attention import PADDED, Tokens, Way, attend, with_theta, within
+from tapscope.comparator.explain.rotary import THETAS
+from tapscope.comparator.explain.slots import Slots, slots_of
+from tapscope.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+_OUTPUTS = (
+    *(".attn:out", ".core_attention:out", ".o_proj:in[input]", ".linear_proj:in[input_]"),
+    *(".dense:in[input]", ".c_proj:in[x]", ".out_proj:in[input]"),
+)
+_TRIPLES = (
+    (".attn:in[query]", ".attn:in[key]", ".attn:in[value]"),
+    (".core_attention:in[query]", ".core_attention:in[key]", ".core_attention:in[value]"),
+    (".q_norm:out", ".k_norm:out", ".v_proj:out"),
+    (".q_proj:out", ".k_proj:out", ".v_proj:out"),
+)
+_RECORDED_TURNED = 2
+"""Of these the first show queries and keys behind RoPE."""
+_LATENT = (".q_b_proj:out", ".q_proj:out"), ".kv_a_proj_with_mqa:out", ".kv_b_proj:out"
+CAPS = (None, 50.0, 30.0)
+"""Soft caps of scores that are tried: Gemma 2's, and a smaller one."""
+_SEARCHED = 24
+"""Rows that tell how the baseline computes."""
+_SHARP = 64
+"""The widest window that is searched for one by one."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention in both runs, and how the baseline computes it."""
+
+    sides: tuple[Tokens, Tokens]
+    given: tuple[Slots, Slots]
+    """What it gave out."""
+    way: Way
+    off: float
+    """Relative error of the baseline's output computed that way."""
+    window: int | None
+
+
+class Sites:
+    """Finds examined sites by their names."""
+
+    def __init__(self, preparer: Preparer, examined: Sequence[Examined]) -> None:
+        self._preparer = preparer
+        self._at = {one.site: one for one in examined if one.baseline is not None and one.target is not None}
+
+    def slots(self, site: str) -> tuple[Slots, Slots] | None:
+        """Both sides' rows of a site."""
+        one = self._at.get(site) or self._at.get(site.replace(":out", ":out[0]"))
+        if one is None or one.problem:
+            return None
+        ready = self._preparer.prepare(one.pair)
+        try:
+            found = slots_of(ready, self._preparer.row_map, 0), slots_of(ready, self._preparer.row_map, 1)
+        except DataError:
+            return None
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def ending(self, end: str) -> Iterator[str]:
+        """Names of sites that end so."""
+        return (name for name in self._at if name.endswith(end))
+
+
+def heads_of(path: str, sites: Sites, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]) -> Heads | None:
+    """The attention at ``path``; None where it was not recorded, or nothing that is tried gives the baseline's."""
+    given = next((found for end in _OUTPUTS if (found := sites.slots(path + end)) is not None), None)
+    if given is None:
+        return None
+    sizes = _sizes(config)
+    for tokens in chain(_plain(path, sites, sizes, thetas), _latent(path, sites, sizes)):
+        if (heads := _fitted(tokens, given)) is not None:
+            return heads
+    return None
+
+
+def _sizes(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    found: dict[str, int] = {}
+    for config in configs:
+        found |= {name: config[name] for name in names if isinstance(config.get(name), int) and name not in found}
+    return found
+
+
+def _plain(path: str, sites: Sites, sizes: dict[str, int], thetas: Sequence[float]) -> Iterator[tuple[Tokens, Tokens]]:
+    """From queries, keys and values of every head, behind RoPE or in front of it."""
+    heads = sizes.get("num_attention_heads", 0)
+    for number, ends in enumerate(_TRIPLES):
+        parts = [sites.slots(path + end) for end in ends]
+        if None in parts or not heads:
+            continue
+        recorded = None if number < _RECORDED_TURNED else _tables(path, sites)
+        sides = [_tokens([part[side] for part in parts if part is not None], recorded, side, heads) for side in (0, 1)]
+        if sides[0] is None or sides[1] is None:
+            continue
+        yield sides[0], sides[1]
+        if number >= _RECORDED_TURNED and recorded is None:
+            for theta in dict.fromkeys((*thetas, *THETAS)):
+                yield with_theta(sides[0], theta), with_theta(sides[1], theta)
+
+
+def _tables(path: str, sites: Sites) -> tuple[tuple[Slots, Slots], tuple[Slots, Slots]] | None:
+    names = [[path + ":in[position_embeddings.0]"], [path + ":in[position_embeddings.1]"]]
+    for i in (0, 1):
+        names[i] += list(sites.ending(f"rotary_emb:out[{i}]"))
+    for one, two in zip(*names, strict=False):
+        found = sites.slots(one), sites.slots(two)
+        if found[0] is not None and found[1] is not None:
+            return found[0], found[1]
+    return None
+
+
+def _tokens(parts: Sequence[Slots], tables: Any, side: int, heads: int) -> Tokens | None:
+    """Queries, keys and values of one side; None where their rows or widths do not fit."""
+    query, key, value = parts
+    width = query.values.shape[1] // heads
+    if query.values.shape[1] % heads or key.values.shape[1] % width or not key.values.shape[1]:
+        return None
+    groups = key.values.shape[1] // width
+    if heads % groups or value.values.shape[1] % groups or not _same_rows(parts):
+        return None
+    cos = sin = None
+    if tables is not None:
+        cos, sin = (_like(table[side], query) for table in tables)
+        if cos is None or sin is None or cos.shape[1] > width:
+            return None
+    queries, keys, values = (
+        part.values.reshape(len(part.values), n, -1) for part, n in ((query, heads), (key, groups), (value, groups))
+    )
+    return Tokens(query.request, query.position, query.step, query.slot, queries, keys, values, cos, sin)
+
+
+def _latent(path: str, sites: Sites, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
+    """DeepSeek's, whose keys have a part without RoPE of each head and one with it for all (arXiv 2405.04434)."""
+    queries, shared, made = _LATENT
+    parts = next((p for q in queries if (p := sites.slots(path + q)) is not None), None), sites.slots(path + shared)
+    both, tables, heads = sites.slots(path + made), _tables(path, sites), sizes.get("num_attention_heads", 0)
+    if parts[0] is None or parts[1] is None or both is None or tables is None or not heads:
+        return
+    sides = []
+    for side in (0, 1):
+        query, low, high = parts[0][side], parts[1][side], both[side]
+        cos, sin = (_like(table[side], query) for table in tables)
+        if cos is None or sin is None or not _same_rows((query, low, high)) or query.values.shape[1] % heads:
+            return
+        turned, count = cos.shape[1], len(query.values)
+        split = query.values.reshape(count, heads, -1)
+        plain = split.shape[2] - turned
+        inner = high.values.reshape(count, heads, -1)
+        if plain <= 0 or inner.shape[2] <= plain:
+            return
+        common = np.broadcast_to(low.values[:, None, -turned:], (count, heads, turned))
+        key = np.concatenate([inner[..., :plain], common], axis=2)
+        places = query.request, query.position, query.step, query.slot
+        sides.append(Tokens(*places, split, key, inner[..., plain:], cos, sin, first=plain))
+    yield sides[0], sides[1]
+
+
+def _same_rows(parts: Sequence[Slots]) -> bool:
+    first = parts[0]
+    return all(
+        len(part.pair) == len(first.pair)
+        and np.array_equal(part.pair, first.pair)
+        and np.array_equal(part.step, first.step)
+        for part in parts[1:]
+    )
+
+
+def _like(table: Slots, query: Slots) -> Array | None:
+    """The table's rows in the order of the queries' rows; padding has any."""
+    at = table.place()
+    keys = list(zip(query.step.tolist(), query.request.tolist(), query.position.tolist(), strict=True))
+    if _same_rows((query, table)):
+        return table.values
+    found = [at.get(key, -1) for key in keys]
+    if any(i < 0 and key[2] != PADDED for i, key in zip(found, keys, strict=True)):
+        return None
+    return table.values[np.maximum(found, 0)]
+
+
+def rows_of(given: Slots, tokens: Tokens) -> tuple[Array, Array]:
+    """(rows of what it gave out, the tokens they are of), real ones alone."""
+    keys = zip(tokens.step.tolist(), tokens.request.tolist(), tokens.position.tolist(), strict=True)
+    at = {key: i for i, key in enumerate(keys) if key[2] != PADDED}
+    pairs = [(row, at[key]) for key, row in given.place().items() if key in at]
+    found = np.array(sorted(pairs), np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def _fitted(sides: tuple[Tokens, Tokens], given: tuple[Slots, Slots]) -> Heads | None:
+    """How the baseline is computed, if one of the usual ways gives its values."""
+    tokens = sides[0]
+    rows, own = rows_of(given[0], tokens)
+    width = tokens.query.shape[1] * tokens.value.shape[2]
+    if not len(rows) or given[0].values.shape[1] != width:
+        return None
+    pick = np.unique(np.linspace(0, len(rows) - 1, _SEARCHED).astype(np.int64))
+    wanted, some = given[0].values[rows[pick]], own[pick]
+    size = float((wanted**2).sum())
+    d = tokens.query.shape[2]
+    layouts = ("half", "interleaved") if tokens.cos is not None else ("half",)
+    longest = int(tokens.position.max()) + 1
+    windows = [*range(1, min(_SHARP, longest)), *(n for n in (128, 256, 512, 1024, 4096) if n < longest)]
+    best: tuple[float, Way, int | None] | None = None
+    for layout, cap in product(layouts, CAPS):
+        way = Way(d**-0.5, cap, layout)
+        off = _off(attend(tokens, some, way), wanted, size)
+        best = (off, way, None) if best is None or off < best[0] else best
+    assert best is not None
+    if 0.02 < best[0] < 2.0:
+        for layout, window in product(layouts, windows):
+            for cap in CAPS[:2]:
+                way = Way(d**-0.5, cap, layout, sees=within(window))
+                off = _off(attend(tokens, some, way), wanted, size)
+                best = (off, way, window) if off < best[0] else best
+    if not best[0] < 0.02:
+        return None
+    return Heads(sides, given, best[1], best[0], best[2])
+
+
+def _off(made: Array, wanted: Array, size: float) -> float:
+    off = float(((made - wanted) ** 2).sum())
+    return (off / size) ** 0.5 if size > 0 and np.isfinite(off) else float("inf")

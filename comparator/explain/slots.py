@@ -1,0 +1,102 @@
+"""Slots: all rows of a site on one side, with the request, position and step of each, padding included."""
+
+import math
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.rowmap import PADDING, RowMap
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import blocks
+from tapscope.comparator.assembly.read import read
+from tapscope.comparator.runs.grids import SideRows
+
+Array = np.ndarray[Any, Any]
+
+MAX_SLOTS = 1 << 13
+"""Slots of a site that are read."""
+MAX_VALUES = 1 << 24
+PADDED = -1
+
+
+class Slots(Struct, frozen=True):
+    """The rows of one site of one run."""
+
+    pair: Array
+    """[n] row pair, below 0 where there is none."""
+    request: Array
+    """[n] index of the request, also of the padding beside it; -1 where that is not known."""
+    position: Array
+    """[n] position in the request; :data:`PADDED` for padding."""
+    step: Array
+    slot: Array
+    """[n] index in its line of the batch."""
+    values: Array
+    """[n, width] float64."""
+
+    def place(self) -> dict[tuple[int, int, int], int]:
+        """(step, request, position) -> row, of real tokens."""
+        keys = zip(self.step.tolist(), self.request.tolist(), self.position.tolist(), strict=True)
+        return {key: i for i, key in enumerate(keys) if key[2] != PADDED}
+
+
+def slots_of(ready: Prepared, row_map: RowMap, side: int) -> Slots | None:
+    """Every row of one side of a prepared pair; None where that is too much, or its rows are no token rows."""
+    wholes, layout = (ready.left, ready.right)[side], ready.layouts[side]
+    if ready.problem or layout.keyed or layout.broadcast:
+        return None
+    rows = (row_map.baseline, row_map.target)[side]
+    parts = [_of_firing(whole, layout, rows, row_map) for whole in wholes]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or not found or len({part[-1].shape[1] for part in found}) != 1:
+        return None
+    if sum(part[-1].size for part in found) > MAX_VALUES or sum(len(part[0]) for part in found) > MAX_SLOTS:
+        return None
+    return Slots(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+def _of_firing(whole: Whole, layout: Layout, rows: SideRows, row_map: RowMap) -> tuple[Array, ...] | None:
+    grid = rows.of(whole.records[0])
+    if grid is None or whole.piece is None or not whole.has_values or math.prod(whole.piece.shape) > MAX_VALUES:
+        return None
+    number = grid.num_slots
+    values = _values(whole, layout, grid.grid)
+    if values is None or len(values) != number or not row_map.num_pairs:
+        return None
+    lines, length = (grid.grid[0], grid.grid[1]) if len(grid.grid) == 2 else (1, number)
+    slot = np.arange(number)
+    if layout.swapped:
+        slot = slot % lines * length + slot // lines
+    pair = grid.pairs[slot]
+    real = pair >= 0
+    request = np.where(real, row_map.pair_request[np.maximum(pair, 0)], -1)
+    position = np.where(real, row_map.pair_position[np.maximum(pair, 0)], PADDED)
+    if lines > 1:
+        line = slot // length
+        owner = np.full(lines, -1)
+        np.maximum.at(owner, line, request)
+        request = np.where(pair == PADDING, owner[line], request)
+    step = np.full(number, whole.records[0].key.step)
+    return pair, request, position, step, slot % length, values.astype(np.float64)
+
+
+def _values(whole: Whole, layout: Layout, grid: tuple[int, ...]) -> Array | None:
+    """[slots, width]; also of tensors that hold the grid with axes of length 1 in between."""
+    assert whole.piece is not None
+    if layout.cached:  # [batch, …, everything in the cache, …], the step's own rows last
+        stored = np.moveaxis(np.asarray(read(whole.piece, whole.run)), layout.axes, (0, 1))
+        return stored[:, -grid[1] :].reshape(math.prod(grid), -1) if len(grid) == 2 else None
+    if layout.by_rows:
+        held = blocks(whole.piece, whole.run, layout.axes)
+        return np.concatenate([np.asarray(block.rows(slice(0, block.num_rows))) for block in held], axis=1)
+    lengths, axis = whole.piece.shape, 0
+    for number in grid:
+        while axis < len(lengths) - 1 and lengths[axis] == 1 != number:
+            axis += 1
+        if axis >= len(lengths) - 1 or lengths[axis] != number:
+            return None
+        axis += 1
+    return np.asarray(read(whole.piece, whole.run)).reshape(math.prod(grid), -1)

@@ -1,0 +1,297 @@
+"""Ways: what may be wrong in one attention, each as a sentence and as what the target would then be."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.explain.attention import (
+    PADDED,
+    Sees,
+    Tokens,
+    Way,
+    ahead,
+    applied,
+    attend,
+    causal,
+    with_theta,
+    within,
+)
+
+Array = np.ndarray[Any, Any]
+
+MAX_POSITION = 4
+"""Positions from the start whose keys are tried to be hidden, one at a time."""
+MAX_WINDOW = 64
+"""The widest window that is tried one by one; wider ones are powers of two."""
+PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Tokens of a page of a cache that are tried."""
+MAX_PAGES = 8
+"""Pages of a request that are tried."""
+USUAL_THETAS = (10000.0, 500000.0, 1000000.0, 100000.0, 50000.0, 5000000.0, 10000000.0)
+"""Bases in use."""
+_COARSE = 49
+"""Factors of the scale that are tried at first."""
+
+
+class Guess(NamedTuple):
+    """One thing that may be wrong."""
+
+    name: str
+    sentence: str
+    way: Way
+    cost: int
+    """How much was chosen freely; of two that fit equally well the cheaper one is meant."""
+    tokens: Tokens | None = None
+    """What it is computed from, where that is changed."""
+
+
+def guesses(tokens: Tokens, rows: Array, wanted: Array, way: Way, window: int | None) -> Iterator[Guess]:
+    """Everything that is tried; ``wanted`` [rows, width] is what the target gave for ``rows`` of its ``tokens``."""
+    yield from _rotations(tokens, way)
+    heads, groups = tokens.query.shape[1], tokens.key.shape[1]
+    if 1 < groups < heads:
+        text = "target's query heads read key and value heads in tiled order (h mod n), baseline in groups"
+        yield Guess("grouped queries", f"{text} (grouped queries)", replace(way, is_tiled=not way.is_tiled), 0)
+    if way.cap is not None:
+        yield Guess("soft cap", f"target lacks the soft cap of scores, {way.cap:g}", replace(way, cap=None), 0)
+    for name, sentence, sees, cost in _masks(tokens, rows, window):
+        yield Guess(name, sentence, replace(way, sees=sees), cost)
+    for what, hidden in _hidden(tokens, rows):
+        yield Guess("mask", f"target does not see {what}", replace(way, sees=_without(way, hidden)), 1)
+        text = f"the value of {what} counts as zero in target, its key is seen"
+        yield Guess("cache", text, replace(way, zeroed=hidden), 1)
+    yield from _scales(tokens, rows, wanted, way)
+    yield from _thetas(tokens, rows, wanted, way)
+    yield from _cached(tokens, rows, wanted, way)
+
+
+def _rotations(tokens: Tokens, way: Way) -> Iterator[Guess]:
+    if tokens.cos is None:
+        return
+    other = "interleaved" if way.layout == "half" else "half"
+    said = {"half": "halves", "interleaved": "interleaved pairs"}
+    text = f"target rotates {said[other]} of each head, baseline {said[way.layout]} (RoPE layout)"
+    yield Guess("rope layout", text, replace(way, layout=other), 0)
+    for turned, text in (
+        ((False, False), "queries and keys are not rotated in target (RoPE)"),
+        ((True, False), "keys are not rotated in target, queries only (RoPE)"),
+        ((False, True), "queries are not rotated in target, keys only (RoPE)"),
+    ):
+        yield Guess("rope", text, replace(way, turned=turned), 0)
+    count = tokens.cos.shape[1] // 2
+    quarter = max(count // 4, 1)
+    for low, high in [(a, b) for a in range(0, count, quarter) for b in range(a + quarter, count + 1, quarter)]:
+        if (low, high) != (0, count):
+            text = f"target rotates pairs {low} to {high - 1} of {count} only, other channels are not rotated"
+            yield Guess("rope", f"{text} (partial RoPE)", replace(way, pairs=(low, high)), 1)
+
+
+def _thetas(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Guess]:
+    """The base of RoPE that comes nearest, or one in use that comes as near; only where no table was recorded."""
+    if tokens.theta is None:
+        return
+
+    def off(theta: float) -> float:
+        return float(np.nansum((attend(with_theta(tokens, theta), rows, way) - wanted) ** 2))
+
+    best, error = searched(off, 1e2, 1e8)
+    usual = [theta for theta in USUAL_THETAS if off(theta) <= 1.1 * error]
+    theta = usual[0] if usual else best
+    text = f"RoPE with theta {theta:.4g} in target against {tokens.theta:.4g} in baseline"
+    yield Guess("rope theta", text, way, 2, with_theta(tokens, theta))
+
+
+def searched(off: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """(the number in low..high, above 0, with the smallest error, that error)."""
+    first = (low, high)
+    best, error = low, float("inf")
+    for _ in range(8):
+        tried = np.geomspace(low, high, _COARSE if (low, high) == first else 9)
+        errors = [off(float(number)) for number in tried]
+        at = int(np.argmin(errors))
+        best, error = float(tried[at]), errors[at]
+        low, high = float(tried[max(at - 1, 0)]), float(tried[min(at + 1, len(tried) - 1)])
+    return best, error
+
+
+def _masks(tokens: Tokens, rows: Array, window: int | None) -> Iterator[tuple[str, str, Sees, int]]:
+    yield "mask", "a token of target sees the next token too (1 key more)", ahead(1), 0
+    text = "a token of target does not see itself: its own key, the newest, is left out"
+    yield "mask", text, ahead(-1), 0
+    yield "mask", "target's mask is lost: it is not causal, later tokens are seen", _later, 0
+    if (tokens.position == PADDED).any():
+        yield "mask", "target's mask is lost: later tokens and padding are seen", _everything, 0
+        yield "mask", "target's mask lets padding be seen", _padding, 0
+    text = "target's mask is aligned top-left: a step's first token sees the first key alone, its second two, …"
+    yield "mask", text, _top_left, 0
+    yield "mask", "target sees the tokens of the same step alone, earlier keys are missing", _same_step, 0
+    longest = int(tokens.position[rows].max(initial=0)) + 1
+    if window is not None:
+        yield "window", f"target has no window, baseline one of {window} tokens", causal, 0
+    sizes = [*range(2, min(MAX_WINDOW, longest)), *(n for n in (128, 256, 512, 1024, 2048, 4096) if n < longest)]
+    for size in sizes:
+        if size != window:
+            near = f", {abs(size - window)} {'more' if size > window else 'less'} than baseline" if window else ""
+            yield "window", f"target sees the last {size} tokens (a window of {size}{near})", within(size), 1
+
+
+def _hidden(tokens: Tokens, rows: Array) -> Iterator[tuple[str, Sees]]:
+    yield "the token before the step (the last of the chunk before)", _before_step
+    yield "the token before its own", _previous
+    for position in range(min(MAX_POSITION, int(tokens.position[rows].max(initial=0)))):
+        yield f"position {position}", _at(position)
+
+
+def _later(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    return np.broadcast_to((tokens.position[keys] != PADDED)[None, :], (len(rows), len(keys)))
+
+
+def _everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    return np.ones((len(rows), len(keys)), bool)
+
+
+def _padding(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    found: Array = causal(tokens, rows, keys) | (tokens.position[keys] == PADDED)[None, :]
+    return found
+
+
+def _start(tokens: Tokens, rows: Array) -> Array:
+    """[rows] first position of the row's request in its step."""
+    found = np.empty(len(rows), np.int64)
+    for i, row in enumerate(rows):
+        here = (tokens.request == tokens.request[row]) & (tokens.step == tokens.step[row])
+        found[i] = tokens.position[here & (tokens.position != PADDED)].min()
+    return found
+
+
+def _top_left(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    at = tokens.position[keys][None, :]
+    found: Array = (at != PADDED) & (at <= (tokens.position[rows] - _start(tokens, rows))[:, None])
+    return found
+
+
+def _same_step(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    found: Array = causal(tokens, rows, keys) & (tokens.step[keys][None, :] == tokens.step[rows][:, None])
+    return found
+
+
+def _before_step(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    at = tokens.position[keys][None, :]
+    found: Array = (at == (_start(tokens, rows) - 1)[:, None]) & (at != PADDED)
+    return found
+
+
+def _previous(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    at = tokens.position[keys][None, :]
+    found: Array = (at == (tokens.position[rows] - 1)[:, None]) & (at != PADDED)
+    return found
+
+
+def _at(position: int) -> Sees:
+    def hidden(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        return np.broadcast_to((tokens.position[keys] == position)[None, :], (len(rows), len(keys)))
+
+    return hidden
+
+
+def _without(way: Way, hidden: Sees) -> Sees:
+    def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        found: Array = (way.sees or causal)(tokens, rows, keys) & ~hidden(tokens, rows, keys)
+        return found
+
+    return sees
+
+
+def _scales(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Guess]:
+    """The factor of the scores that comes nearest."""
+
+    def off(factor: float) -> float:
+        made = attend(tokens, rows, replace(way, scale=way.scale * factor))
+        return float(np.nansum((made - wanted) ** 2))
+
+    best, _ = searched(off, 1 / 64, 64.0)
+    d = tokens.query.shape[2]
+    scale = best * way.scale
+    known = {1.0: "1", 1.0 / d: f"1 / head_dim ({d})", d**-0.5: f"1 / √head_dim ({d})", float(d) ** 0.5: "√head_dim"}
+    name = next((f" = {text}" for value, text in known.items() if abs(scale / value - 1) < 0.01 and text != "1"), "")
+    text = f"target scales scores by {scale:.4g}{name}, {best:.4g} × baseline's {way.scale:.4g}"
+    yield Guess("softmax scale", text, replace(way, scale=scale), 2)
+
+
+def _cached(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Guess]:
+    """Keys or values of other tokens in the cache: a page of another place, or another request's."""
+    held = given = applied(tokens, way)
+    off = np.nansum((attend(held, rows, way) - wanted) ** 2, axis=1)
+    said = []
+    for request in np.unique(tokens.request[rows]):
+        at = np.flatnonzero(tokens.request[rows] == request)
+        worst = int(at[np.argmax(off[at])])
+        row, target = rows[worst : worst + 1], wanted[worst]
+        tried = _moved(given, int(request), int(tokens.position[row[0]]))
+        found = [
+            (float(np.nansum((attend(_filled(given, given, move), row, way)[0] - target) ** 2)), move) for move in tried
+        ]
+        if not found:
+            return
+        move = min(found, key=lambda one: one[0])[1]
+        held = _filled(held, given, move)
+        said.append(move.sentence)
+    yield Guess("cache", "target's cache is wrong: " + "; ".join(dict.fromkeys(said)), way, 3, held)
+
+
+class _Move(NamedTuple):
+    """Some keys or values that are those of other tokens."""
+
+    sentence: str
+    span: list[int]
+    source: list[int]
+    names: tuple[str, ...]
+
+
+def _moved(tokens: Tokens, mine: int, last: int) -> Iterator[_Move]:
+    """Pages of a request that hold another page, and what another request computed in the same steps."""
+    places = zip(tokens.request.tolist(), tokens.position.tolist(), strict=True)
+    at = {place: i for i, place in enumerate(places) if place[1] != PADDED}
+    requests = sorted({request for request, _ in at})
+    for size in PAGES:
+        pages = [range(first, first + size) for first in range(0, min(MAX_PAGES * size, last + 2 - size), size)]
+        for page, other, from_ in product(pages, requests, pages):
+            span, source = ([at.get((one, i), -1) for i in there] for one, there in ((mine, page), (other, from_)))
+            if (other, from_) == (mine, page) or min(span) < 0 or min(source) < 0:
+                continue
+            whose = "those" if other == mine else "another request's,"
+            text = f"keys and values of {_span(page)} are {whose} of {_span(from_)} (a wrong page)"
+            yield _Move(text, span, source, ("key", "value"))
+    for other in requests:
+        if other != mine:
+            yield from _exchanged(tokens, at, (mine, other), last)
+
+
+def _span(positions: range) -> str:
+    return f"position {positions[0]}" if len(positions) == 1 else f"positions {positions[0]}–{positions[-1]}"
+
+
+def _exchanged(tokens: Tokens, at: dict[tuple[int, int], int], requests: tuple[int, int], last: int) -> Iterator[_Move]:
+    """What another request computed in the same steps, where both had one token."""
+    by_step: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
+    for (request, position), i in at.items():
+        if request in requests and position <= (last if request == requests[0] else position):
+            by_step[requests.index(request)].setdefault(int(tokens.step[i]), []).append(i)
+    mine, other = ({step: i[0] for step, i in side.items() if len(i) == 1} for side in by_step)
+    steps = sorted(set(mine) & set(other))
+    for names in (("key",), ("value",), ("key", "value")) if steps else ():
+        text = f"{' and '.join(f'{name}s' for name in names)} are another request's of the same step (exchanged slots)"
+        yield _Move(text, [mine[step] for step in steps], [other[step] for step in steps], names)
+
+
+def _filled(tokens: Tokens, given: Tokens, move: _Move) -> Tokens:
+    """``tokens`` with some keys or values those of other tokens as they were ``given``, keys behind RoPE."""
+    changed: dict[str, Any] = {}
+    for name in move.names:
+        values = getattr(tokens, name).copy()
+        values[move.span] = getattr(given, name)[move.source]
+        changed[name] = values
+    return replace(tokens, **changed)
