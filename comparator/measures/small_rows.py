@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.measures.images import convolves
 from tapscope.comparator.measures.spread import QUANTILES, Quantiles
 from tapscope.index import SiteInfo
 from tapscope.kernels.native import RowMeasures
@@ -31,8 +32,13 @@ NO_LIFT = (1.0,) * len(QUANTILES)
 
 
 def norms_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
-    """Paths of the modules that divide each row by its size."""
-    return frozenset(site.rpartition(":")[0] for site, info in sites.items() if info.cls and _NORM.search(info.cls))
+    """Paths of the modules that divide each row by its size; a batch norm divides by what it learned, others of images
+    by the size of many rows."""
+    return frozenset(
+        site.rpartition(":")[0]
+        for site, info in sites.items()
+        if info.cls and _NORM.search(info.cls) and not convolves(info.cls)
+    )
 
 
 def is_lifted(site: str, norms: Collection[str]) -> bool:

@@ -106,18 +106,20 @@ class Rounding:
 
     @cached_property
     def _usual(self) -> _Columns:
-        return self._judged(self._is_made & (self._cases.is_behind_flips | self._is_back))
+        return self._judged(self._is_made & (self._cases.is_behind_flips | self._is_back), self._cases.is_behind_flips)
 
     @cached_property
     def _behind(self) -> _Columns:
-        return self._judged(self._is_made)
+        return self._judged(self._is_made, np.zeros_like(self._is_made))
 
-    def _judged(self, is_wide: Array) -> _Columns:
-        """All cases; of those that are ``is_wide`` errors may be all in a few rows."""
+    def _judged(self, is_wide: Array, is_open: Array) -> _Columns:
+        """All cases; of those that are ``is_wide`` errors may be all in a few rows, and those that are ``is_open`` no
+        model of the path bounds. That it does behind a culprit: what is inherited of one is no rounding, though tokens
+        that took another way went in as well."""
         tests, local, whole = self._cases.terms.spreads.tests, self._local, self._local.smaller(self._path)
         if is_wide.any():
             rows = np.flatnonzero(is_wide)
-            wide = self._widened(rows)
+            wide = self._widened(rows, is_open[rows])
             local, whole = local.replaced(rows, wide[0]), whole.replaced(rows, wide[1])
         if self._is_sum.any():
             clipped = np.where(self._is_sum, self._cases.trained.clipped, 0.0)
@@ -148,14 +150,14 @@ class Rounding:
         summed = path.of_sum(summed_gain(given), cases.terms.spreads.num_rows)
         return local, summed.where(self._is_sum & self._is_made, path)
 
-    def _widened(self, rows: Array) -> tuple[Floors, Floors]:
-        """Both floors of some cases whose errors may be all in a few rows."""
+    def _widened(self, rows: Array, is_open: Array) -> tuple[Floors, Floors]:
+        """Both floors of some cases whose errors may be all in a few rows; ``is_open`` as :meth:`_judged`."""
         cases, is_back, mixes = self._cases, self._is_back[rows], self._mixes[rows]
         wide, is_bounded = wide_floors(cases, rows, self._condition[rows], mixes)
         wide = wide.lifted(self._unseen[:, rows])
         shared = np.where(is_back & mixes, shared_gain(cases.terms.spreads.at(rows)), 0.0)
         whole = wide.where(is_back, self._local.at(rows)).smaller(self._path.at(rows).scaled(shared))
-        return wide, wide.where(cases.is_behind_flips[rows] | ~is_bounded, whole)
+        return wide, wide.where(is_open | ~is_bounded, whole)
 
     def _conditions(self) -> Array:
         """k of every case, learned from the same site of other layers."""

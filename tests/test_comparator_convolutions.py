@@ -1,0 +1,94 @@
+"""Networks of convolutions: an error that is inherited is no rounding, whatever else was recorded."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tapscope import Dumper
+from tapscope.comparator import CompareOptions, Report, Verdict, compare
+
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+IMAGES[:, :, 11:] *= 0.002
+"""Dark at the bottom: rows next to nothing."""
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(x + self.bn2(self.conv2(hidden)))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 2, channels: int = 12) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(Block(channels) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    model = Net().eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_var.uniform_(0.3, 1.5)
+                module.weight.uniform_(0.5, 1.5)
+            elif isinstance(module, nn.Conv2d) and module.bias is not None:
+                module.bias.zero_()
+                module.bias.normal_(0, 0.002)
+    return model
+
+
+def capture(model: nn.Module, path: Path) -> Path:
+    with torch.no_grad(), Dumper(model, path, keep="full", force=True):
+        model(IMAGES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    model = net()
+    return model, capture(model, tmp_path_factory.mktemp("base") / "run")
+
+
+def scaled(model: nn.Module, **by: float) -> nn.Module:
+    """With the weights of some convolutions multiplied."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, factor in by.items():
+            other.get_submodule(f"blocks.{name.replace('_', '.')}").weight *= factor
+    return other
+
+
+def diff(baseline: Path, model: nn.Module, path: Path, **options: object) -> Report:
+    return compare(baseline, capture(model, path), CompareOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("factor", [1.3, 1.8])
+def test_what_a_batch_norm_hands_on_differs_downstream(
+    base: tuple[nn.Module, Path], tmp_path: Path, factor: float
+) -> None:
+    model, baseline = base
+    report = diff(baseline, scaled(model, **{"0_conv2": factor}), tmp_path / "t")
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "blocks.0.conv2"
+    behind = [f for f in report.findings if f.order > report.first_divergence.finding.order and f.numbers]
+    assert {f.site: f.verdict for f in behind if f.verdict is not Verdict.DIFFERS} == {}
+    assert {f.role for f in behind} == {"downstream"}
+    alone = compare(baseline, tmp_path / "t", CompareOptions(sites=(":out",))).findings
+    assert [f.verdict for f in alone] == [Verdict.DIFFERS]
