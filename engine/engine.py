@@ -1,6 +1,7 @@
 """Engine: requests in, tokens out, over one rank or several. Knows token ids only; LLM adds text."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class Engine:
         )
         tokenizer = Path(config.model) / "tokenizer.json"
         vocab, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
-        grammars = Grammars(tokenizer, vocab, eos)
-        self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, grammars)
+        self._grammars = Grammars(tokenizer, vocab, eos)
+        self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
         self.scheduler = Scheduler(policy)
 
     @property
@@ -77,14 +78,25 @@ class Engine:
         """Raise RankLostError, from now on always, when a rank has failed or ended."""
         self._job.check()
 
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        """What :meth:`submit` would wait for: the request's grammar, still being compiled; None for nothing.
+
+        Raises what :meth:`submit` does for everything else about the request.
+        """
+        self._check(request)
+        return self._grammars.prepare(request.params)
+
     def submit(self, request: Request) -> None:
         """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
-        self._job.require_usable()
-        check_request(request, self.model_config, is_observed=self.runner.observer is not None)
-        self.scheduler.validate(request)
+        self._check(request)
         self.sampler.enter(request)
         self.scheduler.add(request)
         self._live[request.id] = request
+
+    def _check(self, request: Request) -> None:
+        self._job.require_usable()
+        check_request(request, self.model_config, is_observed=self.runner.observer is not None)
+        self.scheduler.validate(request)
 
     def step(self) -> list[Output]:
         """Compute one step over all running requests; returns what is new of each, none when nothing is live.
@@ -177,6 +189,7 @@ class Engine:
             "kv_pages_evicted": scheduler.paging.num_evicted,
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
+            "num_grammars_compiling": self._grammars.num_compiling,
             "num_steps": scheduler.num_steps,
             "startup_s": self.runner.stages.seconds,
             "startup_bytes": self.runner.stages.grown_bytes,
@@ -185,6 +198,7 @@ class Engine:
 
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice."""
+        self._grammars.close()
         self._job.close()
 
     def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:

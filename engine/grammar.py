@@ -7,24 +7,25 @@ the tokens of requests. Rank 0 only.
 import functools
 import importlib
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tapscope.engine.ebnf import translate
+from tapscope.engine.grammar_trial import GrammarTrial, first_line
 from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.structural_tag import lark_of
 from tapscope.errors import UsageError
 from tapscope.text import short
 
 if TYPE_CHECKING:
     import llguidance
 
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, so that a model cannot spend its tokens on it
-_CACHED = 256  # compiled constraints kept
+_CACHED = 256  # compiled constraints kept, and reasons why one is invalid
+_THREADS = 4  # grammars that are compiled at a time
 
 
 class Constraint:
@@ -46,17 +47,17 @@ class Constraint:
         if not self.error:
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
             if self._matcher.is_error() or not self._mask.any():
-                self.error = _first_line(self._matcher.get_error()) or "no token of the vocabulary may follow"
+                self.error = first_line(self._matcher.get_error()) or "no token of the vocabulary may follow"
         return self._mask
 
     def accept(self, token: int) -> None:
         """Go on by one token."""
         if not self.error and not self._matcher.consume_token(token):
-            self.error = f"token {token} may not follow: {_first_line(self._matcher.get_error())}"
+            self.error = f"token {token} may not follow: {first_line(self._matcher.get_error())}"
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer; what was compiled is kept for requests to come."""
+    """Compiles constraints for one tokenizer, in threads; what was compiled is kept for requests to come."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """``vocab_size``: columns of the logits, which may be more than the tokenizer has tokens."""
@@ -65,20 +66,56 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._special: dict[str, int] = {}
         self._marks: dict[str, int] = {}
-        self._compiled = functools.lru_cache(_CACHED)(self._compile)
+        self._tokenizer_lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
+        self._trials: list[GrammarTrial] = []
+        self._compiling: set[Future[llguidance.LLMatcher]] = set()
+        self._of_thread = threading.local()
+        self._future = functools.lru_cache(_CACHED)(self._begin)
+
+    @property
+    def num_compiling(self) -> int:
+        """Grammars that are not compiled yet."""
+        return len(self._compiling)
+
+    def prepare(self, params: SamplingParams) -> "Future[llguidance.LLMatcher] | None":
+        """What is still to be compiled before :meth:`start` answers at once; None where nothing is."""
+        if params.constraint is None or (future := self._future(*params.constraint)).done():
+            return None
+        return future
 
     def start(self, params: SamplingParams) -> Constraint | None:
-        """The beginning of what ``params`` ask for; raises UsageError when nothing can satisfy it."""
+        """The beginning of what ``params`` ask for; waits until it is compiled.
+
+        Raises UsageError when nothing can satisfy it, or it takes too long to compile.
+        """
         if params.constraint is None:
             return None
-        return Constraint(self._compiled(*params.constraint).deep_copy(), self._mask_words)
+        return Constraint(self._future(*params.constraint).result().deep_copy(), self._mask_words)
+
+    def close(self) -> None:
+        """End the threads and their processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
+
+    def _begin(self, kind: str, text: str) -> "Future[llguidance.LLMatcher]":
+        future = self._threads.submit(self._compile, kind, text)
+        self._compiling.add(future)
+        future.add_done_callback(self._compiling.discard)
+        return future
 
     @property
     def _mask_words(self) -> int:
         return -(-self._tokenizer.vocab_size // 32)
 
-    @functools.cached_property
+    @property
     def _tokenizer(self) -> "llguidance.LLTokenizer":
+        with self._tokenizer_lock:
+            return self._made_tokenizer
+
+    @functools.cached_property
+    def _made_tokenizer(self) -> "llguidance.LLTokenizer":
         """Made when it is first needed: a large vocabulary takes a second."""
         if not self._path.exists():
             raise UsageError(f"{self._path.parent} has no tokenizer.json; a constrained output needs one")
@@ -100,23 +137,26 @@ class Grammars:
     def _compile(self, kind: str, text: str) -> "llguidance.LLMatcher":
         try:
             tokenizer = self._tokenizer
-            matcher: llguidance.LLMatcher = _llguidance().LLMatcher(tokenizer, self._grammar(kind, text), log_level=0)
-        except (ValueError, RecursionError) as error:
+            form = self._trial.form_of(kind, text, self._special, self._marks)
+            matcher: llguidance.LLMatcher = _llguidance().LLMatcher(tokenizer, form, log_level=0)
+        except (ValueError, UsageError) as error:
             raise UsageError(f"{kind}={short(text)}: {error}") from None
         if matcher.is_error():
-            raise UsageError(f"{kind}={short(text)}: {_first_line(matcher.get_error())}")
+            raise UsageError(f"{kind}={short(text)}: {first_line(matcher.get_error())}")
         probe = Constraint(matcher.deep_copy(), self._mask_words)
         probe.mask()
         if probe.error:
             raise UsageError(f"{kind}={short(text)}: no text of this model's tokens satisfies it")
         return matcher
 
-    def _grammar(self, kind: str, text: str) -> str:
-        """In llguidance's own form."""
-        if kind == "structural_tag":
-            text = lark_of(json.loads(text), self._special, self._marks, _WHITESPACE)
-            return str(_llguidance().LLMatcher.grammar_from_lark(text))
-        return _grammar(kind, text)
+    @property
+    def _trial(self) -> GrammarTrial:
+        """This thread's."""
+        if not hasattr(self._of_thread, "trial"):
+            self._of_thread.trial = GrammarTrial()
+            self._trials.append(self._of_thread.trial)
+        trial: GrammarTrial = self._of_thread.trial
+        return trial
 
 
 def _llguidance() -> Any:
@@ -125,26 +165,3 @@ def _llguidance() -> Any:
         return importlib.import_module("llguidance")
     except ImportError:
         raise UsageError("a constrained output needs llguidance; pip install llguidance") from None
-
-
-def _grammar(kind: str, text: str) -> str:
-    """In llguidance's own form."""
-    matcher = _llguidance().LLMatcher
-    if kind == "ebnf":
-        form = translate(text)
-        kind, text = ("grammar" if form.kind == "lark" else form.kind), form.text
-    if kind == "regex":
-        return str(matcher.grammar_from_regex(text))
-    if kind == "grammar":
-        return str(matcher.grammar_from_lark(text))
-    schema = json.loads(text)
-    if schema is not True and not isinstance(schema, dict):
-        raise ValueError("a schema that anything satisfies is a JSON object or true")
-    schema = {} if schema is True else schema
-    return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE}))
-
-
-def _first_line(text: str) -> str:
-    """The first line; of a regular expression's error, drawn over several lines, also the one that gives the reason."""
-    first, *rest = text.strip().split("\n")
-    return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])

@@ -1,5 +1,6 @@
 """One request cannot ask for more than the server's limits, and what is long is worked on in other threads."""
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ from engine_http import served
 
 from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.model import ServedModel
+from tapscope.engine.grammar_trial import GrammarTrial
 from tapscope.engine.sampling_params import SamplingParams
-from tapscope.errors import RequestError
+from tapscope.errors import RequestError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +178,68 @@ def test_the_same_fields_are_refused_where_they_would_change_the_answer(
 ) -> None:
     body = {"prompt": "ab", "max_tokens": 2, **field}
     assert f"{next(iter(field))} is not supported" in message(client.post("/v1/completions", json=body))
+
+
+OVERLAPPING = {
+    "type": "object",
+    "patternProperties": {f"^a{i}[a-z]*$": {"type": "string", "pattern": f"x{i}y*"} for i in range(1000)},
+}
+"""A schema of 60 kB that takes llguidance hours: each property's name may match every other's pattern."""
+SLOW = {"type": "object", "patternProperties": dict(list(OVERLAPPING["patternProperties"].items())[:150])}
+"""Takes part of a second."""
+
+
+def constrained(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"input_ids": [5, 6], "sampling_params": {"json_schema": json.dumps(schema), "max_new_tokens": 4, **more}}
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_nobody_waits_for_it(client: httpx.Client) -> None:
+    free = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+    with ThreadPoolExecutor() as pool:
+        hostile = [pool.submit(client.post, "/generate", json=constrained(OVERLAPPING)) for _ in range(3)]
+        while not client.get("/get_server_info").json()["num_grammars_compiling"]:
+            time.sleep(0.01)
+        served = 0
+        while not any(each.done() for each in hostile):
+            client.post("/generate", json=free).raise_for_status()
+            served += 1
+        assert served > 3
+        for each in hostile:
+            assert "it takes more than 3 s to compile; use a smaller grammar" in message(each.result())
+    again = time.monotonic()
+    assert "3 s to compile" in message(client.post("/generate", json=constrained(OVERLAPPING)))
+    assert time.monotonic() - again < 3  # the reason is kept
+
+
+def test_requests_of_one_new_grammar_share_its_compilation_and_follow_it(client: httpx.Client) -> None:
+    body = constrained(SLOW) | {"input_ids": [[5, 6], [7], [8, 9]]}
+    answers = client.post("/generate", json=body, timeout=60).raise_for_status().json()
+    assert [answer["text"].lstrip()[:1] for answer in answers] == ["{"] * 3
+
+
+def test_a_request_whose_client_left_while_its_grammar_compiled_is_dropped(client: httpx.Client) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/generate", json=constrained({**OVERLAPPING, "title": "another"}), timeout=0.5)
+    while client.get("/get_server_info").json()["num_grammars_compiling"]:
+        time.sleep(0.01)
+    assert client.get("/get_server_info").json()["num_running"] == 0
+
+
+def test_an_aborted_request_whose_grammar_was_being_compiled_ends_as_aborted(client: httpx.Client) -> None:
+    schema = {"type": "object", "patternProperties": dict(list(OVERLAPPING["patternProperties"].items())[:140])}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.post, "/generate", json=constrained(schema, max_new_tokens=200) | {"rid": "one"})
+        while not client.get("/get_server_info").json()["num_grammars_compiling"]:
+            time.sleep(0.001)
+        client.post("/abort_request", json={"rid": "one"})
+        assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_grammar_that_takes_too_much_memory_or_ends_the_process_is_one_error() -> None:
+    trial = GrammarTrial()
+    assert trial.form_of("regex", "[ab]+", {}, {})
+    trial._process.kill()
+    with pytest.raises(UsageError, match="it takes more than 2 GiB of memory to compile; use a smaller grammar"):
+        trial.form_of("regex", "[ab]+", {}, {})
+    assert trial.form_of("regex", "[ab]+", {}, {})
+    trial.close()

@@ -25,6 +25,7 @@ _COUNTERS = {
 _GAUGES = {
     "num_running": "Requests in the running batch.",
     "num_waiting": "Requests that wait to run.",
+    "num_grammars_compiling": "Grammars that are being compiled.",
     "kv_pages_used": "Pages of the KV cache that requests hold.",
     "kv_pages_cached": "Pages that only the prefix cache holds, and that may be taken back.",
     "kv_pages_total": "Pages of the KV cache.",

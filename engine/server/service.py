@@ -5,7 +5,11 @@ Clients (the HTTP process, or an asyncio program in this one) send ``submit``, `
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from socket import socketpair
 from typing import Any
 
 import zmq
@@ -23,6 +27,15 @@ _log = logging.getLogger(__name__)
 
 Owner = tuple[bytes, int]
 """A client's identity on the socket, and its number for the request."""
+
+
+@dataclass(slots=True)
+class _Preparing:
+    """A request that waits for its grammar."""
+
+    owner: Owner
+    request: Request
+    is_aborted: bool = False
 
 
 class EngineService:
@@ -45,6 +58,9 @@ class EngineService:
         self._max_waiting = max_waiting
         self._on_failure = on_failure
         self._owners: dict[str, Owner] = {}
+        self._preparing: dict[str, _Preparing] = {}
+        self._prepared: deque[str] = deque()
+        self._wake, self._woken = socketpair()
         self._clients: dict[bytes, None] = {}
         self._watched: dict[int | zmq.Socket[bytes], Callable[[], None]] = {}
         self._poller = zmq.Poller()
@@ -54,6 +70,7 @@ class EngineService:
         """Why the engine can compute no more; None while it can."""
         for descriptor in engine.rank_sentinels:
             self.watch(descriptor, self._look_at_ranks)
+        self.watch(self._woken.fileno(), self._submit_prepared)
 
     def watch(self, source: "int | zmq.Socket[bytes]", on_readable: Callable[[], None]) -> None:
         """Have ``on_readable`` called between two steps whenever ``source`` has something to read."""
@@ -81,6 +98,9 @@ class EngineService:
                 self._step()
         self._engine.runner.pulse.now(Doing.CLOSING)
         self._drop_all(RankLostError("the engine has been stopped and takes no more requests"))
+        self.unwatch(self._woken.fileno())
+        self._wake.close()
+        self._woken.close()
 
     def _attend(self, timeout_ms: int | None) -> None:
         """Handle everything that has arrived, waiting ``timeout_ms`` (None: for ever) for the first."""
@@ -100,11 +120,15 @@ class EngineService:
         if message.kind == "submit":
             self._submit(identity, message)
         elif message.kind == "drop":
-            for name in [name for name, owner in self._owners.items() if owner == (identity, message["number"])]:
+            owner = (identity, message["number"])
+            for name in [name for name, preparing in self._preparing.items() if preparing.owner == owner]:
+                del self._preparing[name]
+            for name in [name for name, other in self._owners.items() if other == owner]:
                 del self._owners[name]
                 self._engine.abort(name)
         elif message.kind == "abort":
-            self._abort([message["request"]] if message["request"] is not None else list(self._owners))
+            everybody = [*self._owners, *self._preparing]
+            self._abort([message["request"]] if message["request"] is not None else everybody)
         elif message.kind == "call":
             self._answer(identity, message)
         elif message.kind == "stop":
@@ -115,25 +139,50 @@ class EngineService:
         try:
             if self.failure is not None:
                 raise self.failure
-            if self._max_waiting is not None and self._engine.num_waiting >= self._max_waiting:
-                raise OverloadedError(f"{self._engine.num_waiting} requests are waiting already; try again later")
+            num_waiting = self._engine.num_waiting + len(self._preparing)
+            if self._max_waiting is not None and num_waiting >= self._max_waiting:
+                raise OverloadedError(f"{num_waiting} requests are waiting already; try again later")
             given = message["options"].items()
             options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given}
-            self._engine.submit(
-                Request(
-                    id=name,
-                    prompt_ids=tuple(message["prompt_ids"]),
-                    params=SamplingParams.build(message["params"]),
-                    **options,
-                )
-            )
+            params = SamplingParams.build(message["params"])
+            request = Request(id=name, prompt_ids=tuple(message["prompt_ids"]), params=params, **options)
+            if (grammar := self._engine.prepare(request)) is not None:
+                self._preparing[name] = _Preparing(owner, request)
+                grammar.add_done_callback(lambda _: self._note_prepared(name))
+                return
+            self._engine.submit(request)
         except Exception as error:  # noqa: BLE001  (it belongs to whoever sent the request)
             self._refuse(owner, error)
         else:
             self._owners[name] = owner
 
+    def _note_prepared(self, name: str) -> None:
+        """A request's grammar is compiled, or is refused; called in any thread."""
+        self._prepared.append(name)
+        with suppress(OSError):  # the service has ended
+            self._wake.send(b"\0")
+
+    def _submit_prepared(self) -> None:
+        """Submit the requests whose grammars are compiled, each if its client still wants it."""
+        self._woken.recv(4096)
+        while self._prepared:
+            name = self._prepared.popleft()
+            if (preparing := self._preparing.pop(name, None)) is None:
+                continue
+            try:
+                self._engine.submit(preparing.request)
+            except Exception as error:  # noqa: BLE001  (it belongs to whoever sent the request)
+                self._refuse(preparing.owner, error)
+                continue
+            self._owners[name] = preparing.owner
+            if preparing.is_aborted:
+                self._abort([name])
+
     def _abort(self, names: list[str]) -> None:
-        """Drop live requests and tell their clients."""
+        """Drop live requests and tell their clients; one whose grammar is being compiled ends after that."""
+        for name in names:
+            if name in self._preparing:
+                self._preparing[name].is_aborted = True
         outputs = [self._engine.abort(name) for name in names if name in self._owners]
         self._deliver([output for output in outputs if output is not None])
 
@@ -192,6 +241,9 @@ class EngineService:
         self._drop_all(error)
 
     def _drop_all(self, error: Exception) -> None:
+        preparing, self._preparing = self._preparing, {}
+        for each in preparing.values():
+            self._refuse(each.owner, error)
         owners, self._owners = self._owners, {}
         for name, owner in owners.items():
             self._engine.abort(name)
