@@ -446,8 +446,9 @@ def test_name_in_an_expression_is_what_a_value_was_dumped_as(tmp_path: Path, exp
 
 def test_an_expression_that_never_held_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rules = ["*:out=full when=path == 'layers.9'", "*:out=full when=numel > 1000000000", "*:in*=stats when=step == 0"]
-    with Dumper(build(), tmp_path / "run", keep="off", rules=rules) as dumper:
-        dumper._watches.models[0](torch.ones(1, 8))
+    model = build()
+    with Dumper(model, tmp_path / "run", keep="off", rules=rules):
+        model(torch.ones(1, 8))
     never = ["numel > 1000000000", "path == 'layers.9'"]
     assert sorted(open_run(tmp_path / "run").ledger().never_held) == never
     assert "expressions that never held: " in caplog.text

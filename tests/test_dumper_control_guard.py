@@ -7,6 +7,8 @@ import random
 import resource
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,90 @@ def test_a_guard_in_another_app_lets_the_hosts_own_names_in() -> None:
     Guard().check({"host": "gpu7.example:8000"})
     with pytest.raises(Refusal):
         Guard().check({"host": "gpu7.example:8000", "origin": "http://other.example"})
+
+
+HALF_OPEN = (
+    b"",
+    b"POST /dumper/configure HTTP/1.1\r\nHost: localhost\r\n",
+    b"POST /dumper/configure HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+)
+
+
+def test_a_thousand_half_open_requests_stop_neither_capture_nor_control(tmp_path: Path) -> None:
+    """The recorder has 256 files at most; each step here opens a new segment."""
+    code = """
+import resource, sys, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from tapscope import Dumper
+model = torch.nn.Linear(64, 64)
+with Dumper(model, "run", keep="full", control="127.0.0.1:0", segment_bytes=4096) as dumper:
+    print(dumper.http, flush=True)
+    for line in sys.stdin:
+        with dumper.step():
+            model(torch.randn(64, 64))
+        print(dumper.flush(), flush=True)
+"""
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdin is not None
+    assert program.stdout is not None
+    with program, contextlib.ExitStack() as stack:
+        address = program.stdout.readline().strip()
+        host, port = address.split(":")
+        wait_until(lambda: send(address, "/dumper/state")[0] == 200, "it is served")
+        for number in range(1010):
+            client = stack.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT_S))
+            client.sendall(HALF_OPEN[number % 3])
+            if number % 101 == 0:
+                program.stdin.write("step\n")
+                program.stdin.flush()
+                assert program.stdout.readline() == "True\n"
+        assert send(address, "/dumper/state")[0] == 200
+        recorder = json.loads((tmp_path / "run/recorder.json").read_text())["pid"]
+        wait_until(lambda: len(os.listdir(f"/proc/{recorder}/fd")) < 120, "the others were sent away")
+        program.stdin.close()
+    assert program.returncode == 0
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert len(run.steps) == 10
+
+
+@pytest.mark.parametrize("begun", HALF_OPEN)
+def test_a_request_that_does_not_come_in_time_is_a_408_and_an_answer_that_nobody_reads_ends(begun: bytes) -> None:
+    """In this process, with shorter times: the deadlines of a recorder are ten seconds and a minute."""
+    code = f"""
+import socket, time
+from tapscope.dumper.control import connection
+connection.REQUEST_S, connection.ANSWER_S = 0.5, 1.0
+from fastapi import Response
+from fastapi.routing import APIRoute
+from tapscope.dumper.control.control import ControlServer, Guard, make_app
+from tapscope.dumper.control.guard import bind
+async def long():
+    return Response(b"x" * 50_000_000)
+app = make_app(lambda: None, Guard())
+app.router.routes.insert(0, APIRoute("/long", long))
+bound = bind("127.0.0.1", 0)
+server = ControlServer(lambda: app, bound)
+server.start()
+with socket.create_connection(bound.getsockname()[:2], timeout=30) as client:
+    client.sendall({begun!r})
+    assert client.recv(100).startswith(b"HTTP/1.1 408 "), "no 408"
+with socket.create_connection(bound.getsockname()[:2], timeout=30) as client:
+    client.sendall(b"GET /long HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+    time.sleep(2.5)
+    read = 0
+    try:
+        while piece := client.recv(1 << 20):
+            read += len(piece)
+    except ConnectionResetError:
+        pass
+    assert read < 50_000_000, read
+server.stop()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_long_body_is_a_413_however_it_comes(open_job: Job) -> None:

@@ -88,6 +88,7 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
     """A route that lets in whom the guard lets in, and answers every refusal as ``{"error": ...}``."""
     from fastapi.responses import JSONResponse
     from fastapi.routing import APIRoute
+    from starlette.requests import ClientDisconnect
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> _Handler:
@@ -99,6 +100,8 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
                     return await inner(request)
                 except Refusal as refusal:
                     return JSONResponse({"error": refusal.error}, refusal.status, refusal.headers)
+                except ClientDisconnect:
+                    return JSONResponse({"error": "the client has gone"}, 400)  # which nobody reads
 
             return handler
 
@@ -154,9 +157,18 @@ class ControlServer:
         try:
             import uvicorn
 
+            from tapscope.dumper.control.connection import BACKLOG, BoundedConnection
+
             # Warnings are about bytes that are no HTTP: anyone could fill the log with them.
             config = uvicorn.Config(
-                self._make(), log_level="error", lifespan="off", access_log=False, server_header=False
+                self._make(),
+                http=BoundedConnection,
+                ws="none",
+                backlog=BACKLOG,
+                log_level="error",
+                lifespan="off",
+                access_log=False,
+                server_header=False,
             )
             self._server = uvicorn.Server(config)
             if not self._is_stopped:
