@@ -113,6 +113,53 @@ def test_none_takes_a_tag_away() -> None:
             assert current() == {}
 
 
+def test_a_generator_has_its_tags_while_it_runs_and_hands_on_all_that_is_sent() -> None:
+    seen: list[Any] = []
+
+    @ctx(lambda first: {"a": first})
+    def items(first: int) -> Any:
+        for number in range(3):
+            try:
+                seen.append((dict(current()), (yield number)))
+            except KeyError as error:
+                seen.append((dict(current()), repr(error)))
+        return "end"
+
+    found = items(7)
+    with ctx(b=1):
+        assert next(found) == 0
+        assert dict(current()) == {"b": 1}
+        assert found.send("x") == 1
+        assert found.throw(KeyError("k")) == 2
+        with pytest.raises(StopIteration) as stopped:
+            next(found)
+    assert stopped.value.value == "end"
+    assert dict(current()) == {}
+    assert seen == [({"a": 7, "b": 1}, "x"), ({"a": 7, "b": 1}, "KeyError('k')"), ({"a": 7, "b": 1}, None)]
+    stale = items(8)
+    next(stale)
+    stale.close()
+    assert dict(current()) == {}
+
+
+def test_an_async_generator_has_its_tags_while_it_runs() -> None:
+    seen: list[Any] = []
+
+    @ctx(a=1)
+    async def items() -> Any:
+        for number in range(2):
+            await asyncio.sleep(0)
+            seen.append(dict(current()))
+            yield number
+
+    async def work() -> None:
+        async for number in items():
+            seen.append((number, dict(current())))
+
+    asyncio.run(work())
+    assert seen == [{"a": 1}, (0, {}), {"a": 1}, (1, {})]
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -551,6 +551,41 @@ def test_threads_that_call_the_model_at_once_lose_nothing(tmp_path: Path) -> Non
     assert (account.complete, account.seen) == (True, len(run.records))
 
 
+def test_calls_that_overlap_in_threads_are_told_apart(tmp_path: Path) -> None:
+    """Each call is one group of records: what one module gives out there is what the next one gets."""
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            barrier.wait(10)
+            return x + 1
+
+    barrier = threading.Barrier(3)
+    model = nn.Sequential(nn.Identity(), Slow(), nn.Identity(), Slow(), nn.Identity())
+    with Dumper(model, tmp_path / "run", keep="full") as dumper:
+        for _ in range(3):
+            starts = [torch.tensor(100.0 * number) for number in range(3)]
+            workers = [threading.Thread(target=lambda x: [model(x + i) for i in range(5)], args=(x,)) for x in starts]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        dumper.flush()
+    run = open_run(tmp_path / "run")
+    groups: dict[Any, dict[str, float]] = {}
+    for record in run.records:
+        key = record.key
+        sites = groups.setdefault((key.step, key.micro, key.occurrence), {})
+        assert key.site not in sites
+        sites[key.site] = float(run.array(record))
+        assert (record.tags or {}).get("call", 0) == key.micro
+    assert len(groups) == 45
+    for sites in groups.values():
+        start = sites[":in[input]"]
+        assert [sites[f"{i}:out"] - start for i in range(5)] == [0, 1, 1, 2, 2]
+        assert sites[":out"] == start + 2
+    assert run.ledger().complete
+
+
 def test_what_is_called_by_forward_is_named_as_silent(tmp_path: Path) -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:

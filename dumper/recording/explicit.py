@@ -152,9 +152,9 @@ class Explicit:
             origin = self._collector.origins.find()
             if origin is not None:
                 return origin.step, origin.micro, RECOMPUTE
-            return (step := self._schedule.current()), step.micro, RECOMPUTE
+            return (step := self._schedule.current()), step.micro_here, RECOMPUTE
         step = self._schedule.current()
-        return step, step.micro, FORWARD
+        return step, step.micro_here, FORWARD
 
     def _is_wanted(self, place: Place, stamp: Stamp) -> bool:
         """Whether a value that is not computed yet may be kept."""

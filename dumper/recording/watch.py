@@ -11,6 +11,7 @@ from torch import nn
 from tapscope.dumper.device.laterows import LateRows
 from tapscope.dumper.job.forks import Forked
 from tapscope.dumper.selection.selection import Selection
+from tapscope.dumper.steps.calls import Calls
 from tapscope.dumper.steps.passes import graph_task
 from tapscope.dumper.steps.rows import call_of, described, host_values, is_on_device, outlined
 from tapscope.dumper.steps.steps import Described, OpenStep
@@ -43,6 +44,7 @@ class Watch:
         self._hooks = Hooks(model, self.taps, self._fire)
         self._wrapper: weakref.ref[CallWrapper] | None = None
         self._recording: Recording | None = None
+        self._calls = Calls()
         self._key = self.taps[0].key
         self._warned: list[str] = []
 
@@ -166,7 +168,8 @@ class Watch:
             return self._watched(forward, args, kwargs)
         step = recording.schedule.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:
-            output = self._watched(forward, args, kwargs)
+            with self._calls.entered(recording.collector):
+                output = self._watched(forward, args, kwargs)
         except BaseException as error:
             if step is not None:
                 recording.schedule.leave_call(step, type(error).__name__)

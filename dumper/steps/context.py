@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -35,6 +35,8 @@ def merged(tags: Tags, more: Tags) -> Tags:
 
 class ctx:
     """Tags for a block or for every call of a function; what was in force before is restored, also on an exception.
+
+    Of a coroutine or a generator they hold while it runs, and not while whoever asked it for an item does.
 
     ::
 
@@ -78,7 +80,21 @@ class ctx:
             finally:
                 _leave()
 
-        return tagged_later if inspect.iscoroutinefunction(function) else tagged  # type: ignore[return-value]
+        @functools.wraps(function)
+        def tagged_items(*args: Any, **kwargs: Any) -> Any:
+            return _driven(function(*args, **kwargs), self._of(args))
+
+        @functools.wraps(function)
+        def tagged_items_later(*args: Any, **kwargs: Any) -> Any:
+            return _driven_later(function(*args, **kwargs), self._of(args))
+
+        kinds: list[tuple[Callable[[Any], bool], Any]] = [
+            (inspect.iscoroutinefunction, tagged_later),
+            (inspect.isgeneratorfunction, tagged_items),
+            (inspect.isasyncgenfunction, tagged_items_later),
+        ]
+        found: Any = next((wrapper for is_kind, wrapper in kinds if is_kind(function)), tagged)
+        return found  # type: ignore[no-any-return]
 
     def __enter__(self) -> Tags:
         if self._extract is not None:
@@ -95,6 +111,48 @@ class ctx:
             return dict(self._extract(args[0]))
         except Exception:  # noqa: BLE001 - it runs in the model's forward
             return NO_TAGS
+
+
+def _driven(items: Generator[Any, Any, Any], tags: Tags) -> Generator[Any, Any, Any]:
+    """The generator, with the tags in force while it runs, and not while whoever asked for an item does."""
+    resume: Callable[[], Any] = lambda: next(items)  # noqa: E731
+    while True:
+        _enter(tags)
+        try:
+            item = resume()
+        except StopIteration as end:
+            return end.value
+        finally:
+            _leave()
+        try:
+            sent = yield item
+            resume = functools.partial(items.send, sent)
+        except GeneratorExit:
+            items.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 - thrown in by whoever asks for the items
+            resume = functools.partial(items.throw, error)
+
+
+async def _driven_later(items: AsyncGenerator[Any, Any], tags: Tags) -> AsyncGenerator[Any, Any]:
+    """As :func:`_driven`; the tags hold while it awaits, too, as in a coroutine."""
+    resume: Callable[[], Any] = lambda: anext(items)  # noqa: E731
+    while True:
+        _enter(tags)
+        try:
+            item = await resume()
+        except StopAsyncIteration:
+            return
+        finally:
+            _leave()
+        try:
+            sent = yield item
+            resume = functools.partial(items.asend, sent)
+        except GeneratorExit:
+            await items.aclose()
+            raise
+        except BaseException as error:  # noqa: BLE001 - thrown in by whoever asks for the items
+            resume = functools.partial(items.athrow, error)
 
 
 def _enter(tags: Tags) -> Tags:

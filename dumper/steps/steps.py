@@ -1,5 +1,6 @@
 """Steps: the step that is open on a rank, and what was counted in it."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class OpenStep:
     halted: bool = False
     """A budget is reached: what the rules would keep from here on is left out and counted."""
     micro: int = 0
+    calls: dict[int, int] = field(default_factory=dict)
+    """Thread -> number of its call of the model, where it began while that of another thread was under way."""
+    num_calls: int = 0
+    """Numbers given to such calls."""
     counts: StepCounts = field(default_factory=StepCounts)
     """Of what came before it ended."""
     late: StepCounts = field(default_factory=StepCounts)
@@ -54,6 +59,11 @@ class OpenStep:
 
     def __post_init__(self) -> None:
         self.row_ranges = {name: slots_as_ranges(slots) for name, slots in self.info.row_sets.items()}
+
+    @property
+    def micro_here(self) -> int:
+        """The micro-batch that what fires in this thread belongs to."""
+        return self.calls.get(threading.get_ident(), self.micro) if self.calls else self.micro
 
     @property
     def tally(self) -> StepCounts:

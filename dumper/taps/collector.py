@@ -152,13 +152,14 @@ class Collector:
             if not step.announced:
                 self.account.announce(step)
             tap.fired = True
+            micro = step.micro_here
             with self.account.lock:
-                occurrence = tap.occurrence(step.serial, kind, step.micro)
+                occurrence = tap.occurrence(step.serial, kind, micro)
             first = self._first
-            is_first = not (occurrence or step.micro) and tags() is NO_TAGS and first is not None and first.step is step
-            stamp = first if is_first and first else Stamp(step, occurrence, step.micro, FORWARD, tags())
+            is_first = not (occurrence or micro) and tags() is NO_TAGS and first is not None and first.step is step
+            stamp = first if is_first and first else Stamp(step, occurrence, micro, FORWARD, tags())
             if tap.has_grads:
-                step.nodes.setdefault((tap, kind, step.micro), []).append(next_node())
+                step.nodes.setdefault((tap, kind, micro), []).append(next_node())
             self._give(tap, kind, value, stamp)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self.account.fail(step, tap.path, error)
@@ -185,7 +186,7 @@ class Collector:
             return
         origin = self.origins.find()
         if origin is None and (step := open_step or self.last) is not None:
-            origin = Origin(step, step.micro)
+            origin = Origin(step, step.micro_here)
         if origin is None or origin.step.serial < self._run_began:
             self.num_outside += 1
         elif not origin.step.skipped and (origin.step.announced or origin.step is open_step):

@@ -1,0 +1,54 @@
+"""Calls: of the calls of one model that overlap, in several threads, each is told apart from the others."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tapscope.dumper.steps.context import ctx
+from tapscope.dumper.steps.steps import OpenStep
+
+if TYPE_CHECKING:
+    from tapscope.dumper.taps.collector import Collector
+
+
+class Calls:
+    """The calls of one model that are under way.
+
+    A call that begins while another thread's is under way has a number of its own in the step, from 1. What fires in it
+    counts as that micro-batch, within which occurrences are counted, and carries the number as the tag ``call``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depths: dict[int, int] = {}  # of threads; a model may call itself
+
+    @contextmanager
+    def entered(self, collector: "Collector") -> Iterator[None]:
+        """Around one call, when its step is open."""
+        thread, step = threading.get_ident(), collector.step
+        with self._lock:
+            depth = self._depths[thread] = self._depths.get(thread, 0) + 1
+            overlaps = depth == 1 and len(self._depths) > 1
+        try:
+            if not overlaps or step is None:
+                yield
+                return
+            with ctx(call=_number(step, thread, collector)):
+                try:
+                    yield
+                finally:
+                    step.calls.pop(thread, None)
+        finally:
+            with self._lock:
+                self._depths[thread] -= 1
+                if not self._depths[thread]:
+                    del self._depths[thread]
+
+
+def _number(step: OpenStep, thread: int, collector: "Collector") -> int:
+    with collector.account.lock:
+        step.num_calls += 1
+        number = step.calls[thread] = step.num_calls
+    collector.origins.note(step, number)
+    return number
