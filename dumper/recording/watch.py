@@ -168,7 +168,7 @@ class Watch:
             return self._watched(forward, args, kwargs)
         step = recording.schedule.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:
-            with self._calls.entered(recording.collector):
+            with self._calls.entered(recording.collector.step, recording.collector.origins):
                 output = self._watched(forward, args, kwargs)
         except BaseException as error:
             if step is not None:

@@ -3,13 +3,12 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from tapscope.dumper.steps.context import ctx
+from tapscope.dumper.steps.passes import Origins
 from tapscope.dumper.steps.steps import OpenStep
 
-if TYPE_CHECKING:
-    from tapscope.dumper.taps.collector import Collector
+_lock = threading.Lock()
 
 
 class Calls:
@@ -20,35 +19,34 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._depths: dict[int, int] = {}  # of threads; a model may call itself
 
     @contextmanager
-    def entered(self, collector: "Collector") -> Iterator[None]:
-        """Around one call, when its step is open."""
-        thread, step = threading.get_ident(), collector.step
-        with self._lock:
+    def entered(self, step: OpenStep | None, origins: Origins) -> Iterator[None]:
+        """Around one call in the open step; ``origins`` is told which part of the graph it makes."""
+        thread = threading.get_ident()
+        with _lock:
             depth = self._depths[thread] = self._depths.get(thread, 0) + 1
             overlaps = depth == 1 and len(self._depths) > 1
         try:
             if not overlaps or step is None:
                 yield
                 return
-            with ctx(call=_number(step, thread, collector)):
+            with ctx(call=_number(step, thread, origins)):
                 try:
                     yield
                 finally:
                     step.calls.pop(thread, None)
         finally:
-            with self._lock:
+            with _lock:
                 self._depths[thread] -= 1
                 if not self._depths[thread]:
                     del self._depths[thread]
 
 
-def _number(step: OpenStep, thread: int, collector: "Collector") -> int:
-    with collector.account.lock:
+def _number(step: OpenStep, thread: int, origins: Origins) -> int:
+    with _lock:
         step.num_calls += 1
         number = step.calls[thread] = step.num_calls
-    collector.origins.note(step, number)
+    origins.note(step, number)
     return number
