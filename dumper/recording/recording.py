@@ -96,6 +96,7 @@ class Recording:
         self._watches.last_look(self.collector)
         unused, why_empty = self.regime.unused(), self._why_empty()
         silent, compiled = self._never_fired(), self._watches.compiled()
+        was_on = self.regime.is_on
         self.stop()
         link, collector = self.link, self.collector
         if link is None:
@@ -113,6 +114,7 @@ class Recording:
         link.put_event("close", **fields)
         lost = link.close()
         news = [] if self._watches.have_warned else compiled
+        empty = empty if was_on else None  # with capture off, as a server starts, that is what was asked for
         say(collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty, never_held=never_held)
         return lost
 
