@@ -26,8 +26,9 @@ demo: $(VENV)/.installed  ## Capture two runs, name the culprit, steer a live en
 test: $(VENV)/.installed  ## Run the tests, JOBS files at a time, the short files of the kernels last
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off; and properties on new examples (15 minutes)
+soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off, damage files; and properties on new examples (30 minutes)
 	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/fuzz_files.py --cases 2000 --seed $(shell date +%s)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile -m hypothesis --hypothesis-seed=$(shell date +%s)
 
 lint: $(VENV)/.installed  ## ruff: rules and format; clang-format: the C++

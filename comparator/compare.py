@@ -119,7 +119,15 @@ def _compare(
         reasons += [(one.site, one.apart) for one in seen.everything if one.apart]
         reason = "".join(f"; {site}: {why}" for site, why in reasons[:1])
         raise NothingInCommonError(f"no site of {baseline.path} can be compared with {target.path}{reason}")
-    coverage = cover((baseline, target), seen.rows, seen.everything, findings, sum(seen.num_objects), seen.notes)
+    coverage = cover(
+        (baseline, target),
+        seen.rows,
+        seen.everything,
+        findings,
+        sum(seen.num_objects),
+        seen.notes,
+        verified=options.verify,
+    )
     coverage = with_damage(coverage, damage)
     headers = header_of(baseline, seen.num_records[0]), header_of(target, seen.num_records[1])
     return Comparison(Report(*headers, tuple(findings), tuple(divergences), coverage, options), seen)

@@ -83,7 +83,9 @@ def see(
     given = override_dims((baseline, target), given, dims)
     chosen = select((baseline, target), given, options)
     runs = (baseline, target)
-    kept = [filled(run, damage[i].sound(without_objects(chosen[i]))) for i, run in enumerate(runs)]
+    kept = [
+        filled(run, damage[i].sound(without_objects(chosen[i]), verify=options.verify)) for i, run in enumerate(runs)
+    ]
     rows = map_rows(baseline, target, options)
     series = series_of(baseline, kept[0]), series_of(target, kept[1])
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)

@@ -102,7 +102,9 @@ def test_a_run_beside_itself_says_so(here: Path, tmp_path: Path, capsys: pytest.
     assert why == "why       baseline and target are one directory"
     shutil.copytree("base", tmp_path / "copy")
     assert main(["diff", "base", str(tmp_path / "copy")]) == 0
-    assert "\nwhy       every compared value is equal\n" in capsys.readouterr().out
+    assert (
+        "\nwhy       every compared value is equal, by recorded hash; --verify reads them\n" in capsys.readouterr().out
+    )
 
 
 def test_what_is_no_run_says_where_one_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,8 +97,17 @@ def _how_close(report: "Report") -> str:
         if any(f.verdict is Verdict.CLOSE for f in report.findings):
             by_rule = any(f.test == "rule" for f in report.findings)
             return "everything obeys the rules" if by_rule else "everything within the tolerance"
-        return "every compared value is equal"
+        return f"every compared value is equal{_by_hash(report)}"
     return f"the largest error is {share(closest.ratio)} of what rounding explains, at {closest.site}"
+
+
+def _by_hash(report: "Report") -> str:
+    """What was taken for equal because its recorded hashes are."""
+    unread, matched = report.coverage.sites_unread, report.coverage.sites_matched
+    if not unread:
+        return ""
+    some = "" if unread == matched else f"{text.plural(unread, 'site')} "
+    return f", {some}by recorded hash; --verify reads them"
 
 
 def cause(divergence: Divergence) -> str:

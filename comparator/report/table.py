@@ -121,4 +121,6 @@ def _judged(report: "Report") -> str:
         "tolerance": "" if tolerance is None else f"atol {tolerance[0]:g} + rtol {tolerance[1]:g} × |baseline|",
     }
     sources = Counter(words.get(f.judged_by, f.judged_by.partition(" ")[0]) for f in report.findings if f.judged_by)
-    return " · ".join(f"{n:,} by {name}" for name, n in sources.most_common())
+    said = [f"{n:,} by {name}" for name, n in sources.most_common()]
+    said += [f"{unread:,} equal by recorded hash, unread"] if (unread := report.coverage.sites_unread) else []
+    return " · ".join(said)

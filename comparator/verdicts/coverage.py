@@ -13,6 +13,7 @@ from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.models import differences
 from tapscope.ledger import Ledger
+from tapscope.manifest import FORMAT
 from tapscope.run import Run
 from tapscope.site import layer_of
 
@@ -42,6 +43,8 @@ class Coverage(Struct, frozen=True):
     """What is missing, so that agreement of the rest is no verdict on the whole."""
     warnings: tuple[str, ...]
     """What was assumed or left out without making the verdict weaker than it says."""
+    sites_unread: int = 0
+    """Sites that are equal by the hashes that were recorded; their values were not read."""
     damaged: tuple[str, ...] = ()
     """Values of a run whose bytes are gone or are not those that were recorded; part of :attr:`partial`."""
 
@@ -58,9 +61,11 @@ def cover(
     findings: Sequence[Finding],
     num_objects: int,
     notes: Sequence[str] = (),
+    *,
+    verified: bool = False,
 ) -> Coverage:
     """Account for a comparison; ``num_objects`` records held objects that have no value to compare, and ``notes`` say
-    what else was assumed."""
+    what else was assumed. ``verified``: every value was read."""
     counts = Counter(f.verdict for f in findings)
     ledgers = runs[0].ledger(), runs[1].ledger()
     told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
@@ -91,7 +96,12 @@ def cover(
         ledgers,
         tuple(partial),
         tuple(warnings),
+        0 if verified or not all(run.manifest.get("format") == FORMAT for run in runs) else _unread(findings),
     )
+
+
+def _unread(findings: Sequence[Finding]) -> int:
+    return sum(f.basis == "hash" and f.verdict is Verdict.SAME for f in findings)
 
 
 def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[str]:

@@ -12,8 +12,8 @@ from tapscope.comparator.verdicts.localise import Divergence
 from tapscope.dims import parse
 from tapscope.errors import DataError, DimsError, RunCorruptError
 from tapscope.kernels.native import summarize_array
-from tapscope.manifest import HASH_VERSION
-from tapscope.record import Key, Record
+from tapscope.manifest import FORMAT, HASH_VERSION
+from tapscope.record import Entry, Key, Record
 from tapscope.records import Records
 from tapscope.run import Run
 from tapscope.text import plural
@@ -32,13 +32,20 @@ class Damage(Struct):
     """Records left out, sound ones of the same firing included."""
     num_copied: int = 0
     """Of those, damaged ones of which another rank holds a copy."""
+    num_unchecked: int = 0
+    """Payloads that :meth:`sound` was to check, and that nothing can be checked against."""
     _compared: Records = field(default_factory=Records)
+    _is_verified: bool = False
 
-    def sound(self, records: Records) -> Records:
+    def sound(self, records: Records, *, verify: bool = False) -> Records:
         """Without what is damaged; raises RunCorruptError when nothing is left.
 
-        Here only what need not be read is looked at: whether the bytes are there.
+        Only what need not be read is looked at, whether the bytes are there; with ``verify`` all of them are read and
+        checked.
         """
+        if verify and not self._is_verified:
+            self._is_verified = True
+            self._check_all(records)
         for record in self.run.suspects(records):
             if reason := self.run.lacks(record):
                 self.reasons.setdefault(record.key, reason)
@@ -85,8 +92,6 @@ class Damage(Struct):
 
         Where one is not, every record that is compared is read: damage seldom comes alone.
         """
-        if self.run.hash_version != HASH_VERSION:
-            return False
         before = len(self.reasons)
         for series in suspects:
             for source in recorded(series):
@@ -95,25 +100,44 @@ class Damage(Struct):
                         self._check(record)
         if len(self.reasons) == before:
             return False
-        for record in self._compared:
-            self._check(record)
+        self._check_all(self._compared)
         return True
 
+    def _check_all(self, records: Records) -> None:
+        found: dict[tuple[int, Entry, str | None], str | None] = {}  # shared bytes are read once
+        for record in records:
+            if record.entry is None:
+                continue
+            place = record.key.rank, record.entry, record.hash
+            if place not in found:
+                found[place] = self._flaw(record)
+            self.num_unchecked += found[place] is None
+            if reason := found[place]:
+                self.reasons.setdefault(record.key, reason)
+
     def _check(self, record: Record) -> None:
-        if record.entry is None or record.hash is None:
-            return
-        try:
-            found = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
-        except DataError as error:
-            self.reasons.setdefault(record.key, str(error))
-            return
-        if found != record.hash:
-            key = record.key
-            reason = (
-                f"{record.entry.file} of rank {key.rank}: the bytes of {key.site} at step {key.step} are not those "
-                "that were recorded"
-            )
+        if record.entry is not None and (reason := self._flaw(record)):
             self.reasons.setdefault(record.key, reason)
+
+    def _flaw(self, record: Record) -> str | None:
+        """What is wrong with the bytes of a record that has some; empty for nothing, None where nobody can tell."""
+        key, entry = record.key, record.entry
+        assert entry is not None
+        try:
+            if record.hash is None or self.run.hash_version != HASH_VERSION or not self._has_hashes:
+                flaw = self.run.flaw(record)
+            else:
+                found = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
+                flaw = "are not those that were recorded" if found != record.hash else ""
+        except DataError as error:
+            return str(error)
+        where = f"{entry.file} of rank {key.rank}: the bytes of {key.site} at step {key.step}"
+        return f"{where} {flaw}" if flaw else flaw
+
+    @property
+    def _has_hashes(self) -> bool:
+        """Whether the run's hashes were recorded; those of a dump are made of the bytes that it has now."""
+        return bool(self.run.manifest.get("format") == FORMAT)
 
     def sentences(self) -> list[str]:
         """What is damaged, in one sentence; none when nothing is."""
@@ -139,6 +163,10 @@ def look(damage: tuple[Damage, Damage], divergences: Sequence[Divergence], exami
 
 def with_damage(coverage: Coverage, damage: tuple[Damage, Damage]) -> Coverage:
     """The account, with what was left out."""
+    unchecked = sum(one.num_unchecked for one in damage)
+    if unchecked:
+        warning = f"{plural(unchecked, 'value')} could not be checked: no hash of this version was recorded with them"
+        coverage = structs.replace(coverage, warnings=(*coverage.warnings, warning))
     said = tuple(sentence for one in damage for sentence in one.sentences())
     return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
 

@@ -130,7 +130,7 @@ class DumpPayloads:
             return None
         tensor = self._tensor(record)
         bad = [member for begin, end, member in found if begin < tensor.end and tensor.offset < end]
-        return f"its bytes do not have the CRC-32 that its file says ({bad[0]})" if bad else ""
+        return f"do not have the CRC-32 that their file says ({bad[0]})" if bad else ""
 
     def missing(self, records: Records) -> list[str]:
         """Nothing: every file was opened when the directory was read."""

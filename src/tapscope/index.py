@@ -15,6 +15,7 @@ from tapscope.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.records import Records
 from tapscope.regular import reading
 from tapscope.site import compact_ranges
+from tapscope.text import plural
 
 MAX_TOLD = 8
 """Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
@@ -100,6 +101,9 @@ def read_index(folder: Path, rank: int) -> RankIndex:
         index.problems.append(f"{path}: {num_unreadable - MAX_TOLD:,} more unreadable lines skipped")
     for name, said in _tables(index.events).items():
         _add_table(index, folder / name, rank, said)
+    odd = set(index.records.sites).difference(index.sites)
+    if 0 < len(odd) < len(index.sites):  # a writer that declares its sites declares all of them
+        index.problems.append(f"{path}: records of {plural(len(odd), 'site')} that no line declares, e.g. {min(odd)!r}")
     return index
 
 

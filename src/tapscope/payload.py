@@ -44,8 +44,11 @@ class Payloads(Protocol):
         ...
 
     def flaw(self, record: Record) -> str | None:
-        """What a checksum that the file itself has says against the bytes of a record that has an entry: empty for
-        nothing, None where there is no checksum. The file is read. Raises RunCorruptError where it cannot be."""
+        """What the bytes of a record that has an entry do wrong by a checksum that the file itself has, as the end of a
+        sentence about them: empty for nothing, None where there is no checksum.
+
+        The file is read. Raises RunCorruptError where it cannot be.
+        """
         ...
 
     def missing(self, records: Records) -> list[str]:

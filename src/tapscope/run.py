@@ -204,8 +204,8 @@ class Run:
         return self._payloads.suspects(records)
 
     def flaw(self, record: Record) -> str | None:
-        """What a checksum in its file says against the bytes of a record that has an entry: empty for nothing, None
-        where there is none; the file is read. Raises RunCorruptError."""
+        """What the bytes of a record that has an entry do wrong by a checksum in their file, as the end of a sentence
+        about them: empty for nothing, None where there is no checksum; the file is read. Raises RunCorruptError."""
         return self._payloads.flaw(record)
 
     def tokens(self) -> dict[str, dict[int, int]]:

@@ -135,7 +135,7 @@ def _check_payloads(
             report.damaged.append(Damage(record, str(error)))
         else:
             if flaw:
-                report.damaged.append(Damage(record, flaw))
+                report.damaged.append(Damage(record, f"its bytes {flaw}"))
             report.num_summed += flaw is not None
             hashed = record.hash is not None and run.hash_version == HASH_VERSION
             report.num_hashed += hashed

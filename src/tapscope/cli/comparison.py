@@ -90,6 +90,11 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="sites that may differ, such as '*:in[position_ids]': reported, not counted (repeatable)",
     )
+    judge.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every value and check it against its recorded hash, also where both runs recorded the same one",
+    )
     judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
 
 
@@ -129,6 +134,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         margin=MARGIN if args.margin is None else args.margin,
         rules=tuple(map(parse_rule, args.rule)),
         allow_differ=tuple(args.allow_differ),
+        verify=args.verify,
         detail=args.detail,
         allow_partial=args.allow_partial,
     )
