@@ -31,6 +31,8 @@ class Outcome:
     out: str
     err: str
     seconds: float
+    cpu: float
+    """Processor seconds."""
     rss: int
     """Most memory it had, in bytes."""
     hung: bool
@@ -122,7 +124,12 @@ def _attempt(request: dict[str, Any]) -> dict[str, Any]:
             texts.append(file.read().decode(errors="replace"))
     code = os.waitstatus_to_exitcode(status)
     told = {"words": request["words"], "code": code, "out": texts[0], "err": texts[1]}
-    return told | {"seconds": seconds, "rss": usage.ru_maxrss * 1024, "hung": hung}
+    return told | {
+        "seconds": seconds,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "rss": usage.ru_maxrss * 1024,
+        "hung": hung,
+    }
 
 
 def _be_child(request: dict[str, Any], out: int, err: int) -> None:

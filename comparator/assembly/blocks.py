@@ -41,8 +41,13 @@ class Block(Struct, frozen=True):
         """[n, columns]: some of the rows; a copy unless :attr:`values` are there and ``rows`` is a slice."""
         if self.values is not None:
             return self.values[rows]
-        index = np.arange(*rows.indices(self.num_rows)) if isinstance(rows, slice) else rows
         shape = self.piece.shape
+        if isinstance(rows, slice) and len(self.axes) == 1 and rows.indices(self.num_rows)[2] == 1:
+            (axis,), (first, stop, _) = self.axes, rows.indices(self.num_rows)
+            some = tuple(slice(first, stop) if i == axis else slice(0, n) for i, n in enumerate(shape))
+            found = np.moveaxis(read(self.piece, self.run, some), axis, 0)  # nothing is gathered
+            return _real(np.ascontiguousarray(found.reshape(len(found), math.prod(shape) // max(shape[axis], 1))))
+        index = np.arange(*rows.indices(self.num_rows)) if isinstance(rows, slice) else rows
         if self.axes:
             at = dict(zip(self.axes, np.unravel_index(index, [shape[i] for i in self.axes]), strict=True))
             select: Select = tuple(at[i] if i in at else slice(0, n) for i, n in enumerate(shape))

@@ -123,9 +123,11 @@ def _read_placed_slice(piece: Placed, run: Run, select: Select, at: Array) -> Ar
 def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
     arrays = [read(part, run, select) for part in piece.parts]
     wide = sum_dtype(a.dtype for a in arrays)
-    total = arrays[0].astype(wide)
-    for other in arrays[1:]:
-        total += other.astype(wide)
+    if len(arrays) == 1:
+        return arrays[0].astype(wide)
+    total: Array = np.add(arrays[0], arrays[1], dtype=wide, casting="unsafe")  # cast in pieces that stay in the cache
+    for other in arrays[2:]:
+        np.add(total, other, out=total, dtype=wide, casting="unsafe")
     return total
 
 

@@ -1,17 +1,22 @@
 """Filled: statistics and digests of records whose source keeps the values alone."""
 
+import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tapscope.errors import RunCorruptError
-from tapscope.kernels.native.summary import summarize_array
+from tapscope.kernels.native.summary import BRIEF, summarize_array
 from tapscope.parts import Kind
 from tapscope.record import Record
 from tapscope.records import Records
 
 if TYPE_CHECKING:
     from tapscope.run import Run
+
+
+_MAX_THREADS = 4
 
 
 def filled(run: "Run", records: Records) -> Records:
@@ -21,7 +26,15 @@ def filled(run: "Run", records: Records) -> Records:
     """
     if not len(records.which(_is_bare)):
         return records
-    return Records(fill(run, record) for record in records)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    large = [record for record in records if record.hash is None and record.nbytes >= BRIEF]
+    if min(threads, len(large)) < 2:
+        return Records(fill(run, record) for record in records)
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(threads, _MAX_THREADS), "tapscope-fill") as pool:  # which sum without the GIL
+        done = dict(zip((record.key for record in large), pool.map(partial(fill, run), large), strict=True))
+    return Records(done.get(record.key) or fill(run, record) for record in records)
 
 
 def _is_bare(kind: Kind) -> bool:

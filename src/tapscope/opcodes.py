@@ -73,23 +73,52 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        data, stack, memo = self.data, self.stack, self.memo
+        data, stack, memo, push = self.data, self.stack, self.memo, self.stack.append
+        at, left, size = 0, self.left, len(self.data)
         while True:
-            code = data[self.at]
-            self.at += 1
-            self.left -= 1
-            if self.left < 0:
+            self.at = at
+            code = data[at]
+            left -= 1
+            if left < 0:
                 raise PickleProblem(f"its pickle asks for more than {MAX_OPERATIONS:,} operations")
-            if code in _PUTS:
-                memo[self.unsigned(_PUTS[code])] = stack[-1]
-            elif code in _GETS:
-                stack.append(self.remembered(self.unsigned(_GETS[code])))
-            elif code == 0x94:  # memoize
-                memo[len(memo)] = stack[-1]
+            if code == 0x71:  # q: these six are nearly all that torch.save writes, and calls would take longer
+                memo[data[at + 1]] = stack[-1]
+                at += 2
+            elif code == 0x58:  # X
+                end = at + 5 + int.from_bytes(data[at + 1 : at + 5], "little")
+                if end > size:
+                    raise IndexError
+                push(str(data[at + 5 : end], "utf-8", "surrogatepass"))
+                at = end
+            elif code == 0x4B:  # K
+                push(data[at + 1])
+                at += 2
+            elif code == 0x28:  # mark
+                push(_MARK)
+                at += 1
+            elif code == 0x68:  # h
+                push(self.remembered(data[at + 1]))
+                at += 2
             elif code == 0x2E:  # stop
                 return stack.pop()
-            elif not (self.literal(code) or self.container(code) or self.object(code)):
-                raise PickleProblem(f"its pickle has an opcode that torch.save never writes, {code:#04x}")
+            else:
+                self.at, self.left = at + 1, left
+                self.other(code)
+                at, left = self.at, self.left
+
+    def other(self, code: int) -> None:
+        """What is rarer."""
+        if code in _NEW:
+            self.stack.append(_NEW[code]())
+            self.left -= _SET_COST if code == 0x8F else 0
+        elif code in _PUTS:
+            self.memo[self.unsigned(_PUTS[code])] = self.stack[-1]
+        elif code in _GETS:
+            self.stack.append(self.remembered(self.unsigned(_GETS[code])))
+        elif code == 0x94:  # memoize
+            self.memo[len(self.memo)] = self.stack[-1]
+        elif not (self.literal(code) or self.container(code) or self.object(code)):
+            raise PickleProblem(f"its pickle has an opcode that torch.save never writes, {code:#04x}")
 
     def literal(self, code: int) -> bool:
         """Push a constant, a number, a text or bytes; whether ``code`` is one of these."""
@@ -117,12 +146,9 @@ class _Machine:
         return True
 
     def container(self, code: int) -> bool:
-        """Make or fill a container; whether ``code`` does that."""
+        """Make a tuple or fill a container; whether ``code`` does that."""
         stack = self.stack
-        if code in _NEW:
-            stack.append(_NEW[code]())
-            self.left -= _SET_COST if code == 0x8F else 0
-        elif code in _TUPLES:
+        if code in _TUPLES:
             count = _TUPLES[code]
             if len(stack) < count:
                 raise IndexError
