@@ -29,6 +29,7 @@ from tapscope.comparator.verdicts.damage import Damage
 from tapscope.comparator.verdicts.flips import Flip, explain_flips
 from tapscope.comparator.verdicts.implied import implied_flips
 from tapscope.comparator.verdicts.rules import Rule, check_rules
+from tapscope.comparator.verdicts.sampled import BASIS, with_tokens
 from tapscope.comparator.verdicts.set_aside import set_aside
 from tapscope.index import SiteInfo
 from tapscope.kernels.native import filled
@@ -57,7 +58,8 @@ class Seen(Struct, frozen=True):
 
     def up_to(self, step: int) -> "Seen":
         """The same of the target's steps up to one, that included, with what the baseline has of their rows."""
-        pairs = [early for one in self.everything if (early := _up_to(one.pair, step)) is not None]
+        recorded = [one.pair for one in self.everything if one.basis != BASIS]
+        pairs = [early for pair in recorded if (early := _up_to(pair, step)) is not None]
         own = self.examiner.preparer
         preparer = Preparer(own.baseline, own.target, self.rows, own.shift_steps, self.options.ranks)
         everything = without_branches(_examine(self.examiner.anew(preparer), pairs, None))
@@ -107,9 +109,10 @@ def see(
 
 
 def _with_flips(seen: Seen) -> Seen:
-    everything, preparer = seen.everything, seen.examiner.preparer
+    preparer = seen.examiner.preparer
+    everything = with_tokens(seen.everything, preparer)
     flips = {**implied_flips(everything, preparer), **explain_flips(everything, preparer)}
-    return structs.replace(seen, flips=flips)
+    return structs.replace(seen, everything=everything, flips=flips)
 
 
 def _up_to(pair: Pair, step: int) -> Pair | None:

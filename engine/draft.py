@@ -48,6 +48,7 @@ class Draft:
             samples=samples,
             prompt_length=len(request.prompt_ids),
             capture=request.capture,
+            seed=None if request.params.is_greedy else request.seed,
         )
         self.planned.append((request, share))
         self.num_left -= end - start

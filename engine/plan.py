@@ -32,6 +32,9 @@ class Share:
     capture: str = ""
     """What the request wants observers to keep of its rows: ``stats``, ``full``, or nothing of its own."""
 
+    seed: int | None = None
+    """Of the request where its token is drawn at random; None where it takes the most likely one."""
+
     def runs(self, slot: int) -> Iterator[RowRun]:
         """The share as observers see it, its first row being row ``slot``."""
         done = 0
@@ -85,6 +88,7 @@ class StepPlan:
             rows=tuple(rows),
             token_ids=tuple(token for share in self.shares for token in share.tokens),
             row_sets={"logits": self.logit_rows},
+            seeds={s.request: s.seed for s in self.shares if s.seed is not None and s.samples},
             epoch=self.epoch,
             asked={share.request: share.capture for share in self.shares if share.capture},
         )

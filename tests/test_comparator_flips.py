@@ -55,12 +55,83 @@ def test_a_flip_behind_wrong_logits_is_not_excused(tmp_path: Path) -> None:
     assert report.first_divergence.module == "lm_head"
 
 
-def test_a_flip_behind_which_the_request_forks_is_explained(tmp_path: Path) -> None:
-    report, found = diff(tmp_path, (BASE, [0, 1, 1], [1, 2]), (BASE, [0, 1, 2], [2, 2]))
+TIED = np.array([[3.0, 1.0, 2.0], [2.0, 2.0005, -1.0], [0.5, 4.0, 3.999]], np.float32)
+TURNED = TIED + np.array([[0.0, 0.002, 0.0], [0.003, 0.0, 0.0], [0.0, -0.002, 0.002]], np.float32)
+
+
+def test_a_near_tie_behind_which_the_request_forks_is_explained(tmp_path: Path) -> None:
+    report, found = diff(tmp_path, (TIED, [0, 1, 1], [1, 2]), (TURNED.astype(ml_dtypes.bfloat16), [0, 1, 2], [2, 2]))
     assert found.verdict is Verdict.CLOSE
-    assert "tokens part" in found.notes[0]
+    assert "near tie" in found.notes[0]
     assert report.coverage.forks[0].position == 3
     assert report.exit_code == 0
+
+
+def unsampled(path: Path, logits: np.ndarray, generated: list[int], *, last: bool = False) -> Path:
+    """A run that holds no sampled tokens but those that come next; ``last`` keeps the logits of the last row alone."""
+    with RunFactory(path) as run:
+        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
+        run.put("model.norm:out", np.ones((3, 4), np.float32), dims="t h")
+        run.put("lm_head:out", logits[2:] if last else logits, dims="t v", rows=[(2, 1)] if last else None)
+        for position, token in enumerate(generated, 3):
+            run.step(phase="decode", grid=(1,), rows=[RowRun("a", position, 1, 0, 0)], token_ids=[token])
+            run.put("model.norm:out", np.ones((1, 4), np.float32), dims="t h")
+            run.put("lm_head:out", logits[2:], dims="t v")
+    return path
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_fork_at_equal_logits_is_the_samplers(tmp_path: Path, last: bool) -> None:
+    one = unsampled(tmp_path / "b", BASE, [1, 2], last=last)
+    two = unsampled(tmp_path / "t", BASE, [2, 2], last=last)
+    for baseline, target in ((one, two), (two, one)):
+        report = compare(baseline, target)
+        assert report.exit_code == 1
+        assert report.first_divergence is not None
+        assert report.first_divergence.module == "sampler"
+        assert report.first_divergence.step == 0
+        side = "target" if baseline is one else "baseline"
+        assert (
+            f"the {side} took token 2 (logit 1) behind position 2 of request a"
+            in report.first_divergence.finding.notes[0]
+        )
+        assert "its likeliest is 1 (4)" in report.first_divergence.finding.notes[0]
+
+
+def test_a_fork_of_recorded_tokens_at_equal_logits_is_the_samplers(tmp_path: Path) -> None:
+    report, found = diff(tmp_path, (BASE, [0, 1, 1], [1, 2]), (BASE, [0, 1, 2], [2, 2]))
+    assert found.verdict is Verdict.DIFFERS
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "sampler"
+
+
+def test_two_runs_that_draw_at_random_do_not_agree(tmp_path: Path) -> None:
+    report = compare(unsampled(tmp_path / "b", BASE, [0, 1]), unsampled(tmp_path / "t", BASE, [2, 1]))
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "sampler"
+    assert "draw at random" in report.first_divergence.finding.notes[0]
+
+
+def test_a_fork_at_a_near_tie_is_explained_without_sampled_tokens(tmp_path: Path) -> None:
+    one, two = (
+        unsampled(tmp_path / "b", TIED, [1, 2]),
+        unsampled(tmp_path / "t", TURNED.astype(ml_dtypes.bfloat16), [2, 2]),
+    )
+    for baseline, target in ((one, two), (two, one)):
+        report = compare(baseline, target)
+        assert report.exit_code == 0
+        assert next(f for f in report.findings if f.site == "sampler:out").verdict is Verdict.CLOSE
+
+
+def test_a_fork_behind_wrong_logits_is_downstream(tmp_path: Path) -> None:
+    report = compare(
+        unsampled(tmp_path / "b", BASE, [1, 2]), unsampled(tmp_path / "t", BASE[:, [0, 2, 1]].copy(), [2, 2])
+    )
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "lm_head"
+    assert [each.module for each in report.divergences] == ["lm_head"]
 
 
 @pytest.mark.parametrize("rows", [65])

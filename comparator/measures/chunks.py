@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 
 def columns(ready: Prepared) -> Iterator[Chunk]:
     """Every joined row that hashes do not call equal, in pieces of whatever columns lie together."""
-    for join, left, right in _unequal(ready):
+    for join, left, right in _joined(ready):
         for offset, one, two in overlaps(left, right):
             for start, stop in _spans(join, left, max(one.stop - one.start, 1)):
                 sides = (
@@ -40,18 +40,18 @@ def columns(ready: Prepared) -> Iterator[Chunk]:
                 yield Chunk(join, start, offset, *sides)
 
 
-def rows(ready: Prepared) -> Iterator[Chunk]:
-    """The same in whole rows, put together over shards."""
-    for join, left, right in _unequal(ready):
+def rows(ready: Prepared, *, every: bool = False) -> Iterator[Chunk]:
+    """The same in whole rows, put together over shards; with ``every`` also those that hashes call equal."""
+    for join, left, right in _joined(ready, every=every):
         width = sum(block.width for block in left)
         for start, stop in _spans(join, left, max(width, 1)):
             one = _whole(left, part_of(join.baseline_rows, start, stop))
             yield Chunk(join, start, 0, one, _whole(right, part_of(join.target_rows, start, stop)))
 
 
-def _unequal(ready: Prepared) -> Iterator[tuple[Join, list[Block], list[Block]]]:
+def _joined(ready: Prepared, *, every: bool = False) -> Iterator[tuple[Join, list[Block], list[Block]]]:
     for join in ready.plan.joins:
-        if ready.equal_by_hash(join):
+        if not every and ready.equal_by_hash(join):
             continue
         one, two = ready.left[join.baseline], ready.right[join.target]
         assert one.piece is not None

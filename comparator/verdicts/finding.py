@@ -113,7 +113,8 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def basis(self) -> str:
-        """What was compared: ``values``, ``hash``, ``stats``, ``value`` (no tensor), or ``none``."""
+        """What was compared: ``values``, ``hash``, ``stats``, ``value`` (no tensor), ``tokens`` (those that came next,
+        beside the logits), or ``none``."""
         return self.seen.read.basis
 
     @property

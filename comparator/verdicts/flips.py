@@ -23,6 +23,7 @@ from tapscope.comparator.runs.routers import ROUTERS, Choosers
 from tapscope.comparator.runs.series import identity
 from tapscope.comparator.verdicts.choices import are_copies, rule_of
 from tapscope.comparator.verdicts.chosen import Array, Rows, masked, numbers_of, rows_of, vectors_of
+from tapscope.comparator.verdicts.sampled import BASIS, explained, parted
 
 _BY_MORE = "a bias or groups decide beside"
 _NOT_TOLD = "a near tie cannot be told"
@@ -59,7 +60,13 @@ def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping
     found: dict[str, Flip] = {}
     seen: dict[object, str] = {}
     choosers = Choosers(map(_path, everything))
+    forks = parted(preparer)
+    tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
     for i, one in enumerate(examined):
+        if one.basis == BASIS:
+            said, logits, is_excused = explained(preparer, examined[:i], tokens)
+            found[one.site] = Flip(said, logits, width=1, is_doubt=not is_excused)
+            continue
         # Rows without a place are tensors compared whole.
         has_place = one.more.unequal and min(one.more.unequal) >= 0 if one.is_exact else _may_be_masked(one)
         of_experts = choosers.may_choose(one.site)
@@ -85,24 +92,20 @@ def _flip(
     rows = rows_of(preparer, one) if one.is_exact else masked(preparer, one)
     if rows is None:
         return None
-    parted = {(f.index, f.position - 1) for f in preparer.row_map.forks if not f.in_prompt}
-    requests, positions = preparer.row_map.pair_request[rows.pairs], preparer.row_map.pair_position[rows.pairs]
-    rest = np.array([place not in parted for place in zip(requests.tolist(), positions.tolist(), strict=True)])
-    count = len(rest)
-    if not rest.any() and not of_experts:
-        return Flip(f"{count} unequal, each where its request's tokens part")
-    rows = Rows(rows.pairs[rest], *map(numbers_of, (rows.baseline[rest], rows.target[rest])))
+    rows = Rows(rows.pairs, numbers_of(rows.baseline), numbers_of(rows.target))
+    if not of_experts:
+        return _of_tokens(examined[:index], rows, preparer)
+    count = len(rows.pairs)
     doubt: Flip | None = None
     before = examined[:index] if one.is_exact else [e for e in examined[: index + _NEAR] if e is not one]
-    for scores in _scores(before, one, of_experts=of_experts):
+    for scores in _scores(before, one):
         beside = rows_of(preparer, scores, rows.pairs)
         if beside is None:
             continue
         if _are_near_ties(rows, beside) or (
             _are_sets(preparer, one, scores) and _are_near_ties(rows, beside, are_sets=True)
         ):
-            said = "a near tie: the scores of" if rows.baseline.shape[1] > 1 else "a near tie: the logits of"
-            return _turned(f"{count} unequal, each {said} {scores.site} {_CLOSE}", scores, rows)
+            return _turned(f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSE}", scores, rows)
         if not (beside.baseline != beside.target).any(1).all() or not _are_chosen_by_more(preparer, one, scores):
             continue
         if rule := _same_rule(preparer, rows, beside, (one, scores, _bias_of(vectors, one, scores))):
@@ -113,8 +116,6 @@ def _flip(
 
 def _turned(sentence: str, scores: Examined, rows: Rows) -> Flip:
     """The flip of ``rows``, whose choices the errors of ``scores`` turned."""
-    if _is_logits(scores):
-        return Flip(sentence, scores.site, width=rows.baseline.shape[1])
     return Flip(sentence, scores.site, _moved(rows), frozenset(rows.pairs.tolist()), rows.baseline.shape[1])
 
 
@@ -160,19 +161,22 @@ def _choices(preparer: Preparer, one: Examined, beside: Examined) -> tuple[Array
     return numbers, given
 
 
-def _scores(before: Sequence[Examined], one: Examined, *, of_experts: bool) -> Iterator[Examined]:
-    """What it may have been chosen from: of experts another output of its module, or of one beside it; of tokens the
-    logits."""
+def _of_tokens(before: Sequence[Examined], rows: Rows, preparer: Preparer) -> Flip | None:
+    """Of tokens, one a row, that differ; None where nothing is known of why they do."""
+    if rows.baseline.shape[1:] != (1,) or rows.target.shape[1:] != (1,):
+        return None
+    sides = zip(rows.baseline[:, 0].tolist(), rows.target[:, 0].tolist(), strict=True)
+    said, logits, is_excused = explained(preparer, before, dict(zip(rows.pairs.tolist(), sides, strict=True)))
+    return Flip(said, logits, width=1, is_doubt=not is_excused) if said else None
+
+
+def _scores(before: Sequence[Examined], one: Examined) -> Iterator[Examined]:
+    """What experts may have been chosen from: another output of its module, or of one beside it."""
     path = _path(one)
     near = [e for e in reversed(before) if e.spread is not None and not e.is_exact and e.pair.target is not None]
     beside = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
     beside.sort(key=lambda e: _path(e) != path)
-    yield from beside[:_NEAR] if of_experts else ()
-    yield from [e for e in near if _is_logits(e)][:1] if _may_be_sampled(one) else ()
-
-
-def _is_logits(one: Examined) -> bool:
-    return one.site.rpartition(":")[2] == "out[logits]" or _path(one).endswith("lm_head")
+    yield from beside[:_NEAR]
 
 
 def _path(one: Examined) -> str:
@@ -207,8 +211,7 @@ def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> boo
         if are_sets or _rises(mine):
             mine, other = np.sort(mine, axis=1), np.sort(other, axis=1)
         gap = mine - other
-        gap = np.abs(gap) if gap.shape[1] > 1 else gap  # a token that was sampled need not be the likeliest
-        return bool((gap.max(1) <= 2.0 * error).all())
+        return bool((np.abs(gap).max(1) <= 2.0 * error).all())
 
 
 def _are_chosen_by_more(preparer: Preparer, one: Examined, beside: Examined) -> bool:

@@ -77,6 +77,8 @@ def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str
         "token_ids": list(info.token_ids),
         "row_sets": {name: list(slots) for name, slots in info.row_sets.items()},
     }
+    if info.seeds:
+        line["seeds"] = dict(info.seeds)
     if info.kind is not None:
         line["kind"] = info.kind
     if skipped:
@@ -144,6 +146,7 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
         rows=rows,
         token_ids=array("q", ids) if ids else (),
         row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
+        seeds=_seeds(begin.get("seeds", {})),
         kind=member.text(begin, "kind", None),
     )
     counts = None
@@ -167,6 +170,12 @@ def _slots(slots: Any) -> tuple[int, ...]:
     if type(slots) is not list or not all(type(slot) is int and 0 <= slot < member.MAX_ROWS for slot in slots):
         raise ValueError(f"row_sets hold {member.short(slots)}, no list of slots")
     return tuple(slots)
+
+
+def _seeds(given: Any) -> dict[str, int]:
+    if type(given) is not dict or not all(type(seed) is int for seed in given.values()):
+        raise ValueError(f"seeds are {member.short(given)}, no integer for each request")
+    return given
 
 
 def _counts(line: dict[str, Any]) -> StepCounts:

@@ -47,6 +47,8 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     """Token id of every valid row, in the order of :attr:`rows`; empty when unknown."""
     row_sets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Named subsets of slots, e.g. ``{"logits": (6, 11)}``: the rows whose logits are computed."""
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    """Request id -> seed, of the requests whose next token is drawn at random in this step."""
     kind: str | None = None
     """``warmup`` or ``dummy`` for a step whose values mean nothing; None for an ordinary one."""
     epoch: int | None = None
