@@ -57,6 +57,7 @@ class Port:
         "may_keep",
         "model",
         "model_text",
+        "placed",
         "row_set",
         "site",
         "site_text",
@@ -81,6 +82,8 @@ class Port:
         self.about = about
         self.dims = annotation
         self.row_set = row_set
+        self.placed: Placed | None = None
+        """How the whole lies over the mesh, where plain tensors here are shards; settled before the first comes."""
         self.announced = False
         """Whether its ``site`` line was sent."""
         self.complained = False
@@ -132,7 +135,7 @@ class Port:
         if found is None:
             if len(self.layouts) >= _MAX_LAYOUTS:
                 self.layouts.clear()
-            found = self._make(part, cap, complain, placed)
+            found = self._make(part, cap, complain, placed or self.placed)
             if whole and self.keep is not None and self.choice.sentinel is None:
                 found = found._replace(stencil=stencil_of(self, found))
             self.layouts[key] = found

@@ -23,6 +23,7 @@ from tapscope.dumper.steps.steps import OpenStep
 from tapscope.dumper.taking.taker import Taker
 from tapscope.dumper.taps.gradients import Gradients
 from tapscope.dumper.taps.pattern import learn, pattern_of
+from tapscope.dumper.taps.sharding import axes_of
 from tapscope.dumper.taps.taps import Tap
 from tapscope.observe import StepInfo
 from tapscope.record import FORWARD, RECOMPUTE
@@ -171,6 +172,8 @@ class Collector:
         for path, leaf in _leaves(tap, kind, value):
             port = ports.get((kind, path)) or tap.port(kind, path, self.selection)
             met.append(port)
+            if tap.sharding is not None and isinstance(leaf, torch.Tensor):
+                _note_placement(tap, kind, port, leaf, stamp.step)
             if port.may_keep or in_full:
                 self.take(port, leaf, stamp)
             if port.grad is not None and isinstance(leaf, torch.Tensor):
@@ -212,6 +215,18 @@ class Collector:
         if port.may_keep and not stamp.step.skipped:
             self.account.announce(stamp.step)
             self.take(port, leaf, stamp)
+
+
+def _note_placement(tap: Tap, kind: str, port: Port, leaf: torch.Tensor, step: OpenStep) -> None:
+    """What the model's placements tell of the tensors at a port is settled when the first one comes."""
+    assert tap.sharding is not None
+    placed = tap.sharding.placed(tap.path, kind, leaf, step.serial)
+    if port.layouts or not (placed or hasattr(leaf, "placements")):  # a DTensor says the rest itself
+        return
+    for each in (port, port.grad):
+        if each is not None:
+            each.placed = placed
+            each.dims = each.dims or axes_of(leaf.shape, step.info.grid)
 
 
 def _leaves(tap: Tap, kind: str, value: Any) -> Iterable[tuple[str, Any]]:

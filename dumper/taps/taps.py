@@ -9,6 +9,7 @@ from torch import nn
 
 from tapscope.dumper.records.port import Port
 from tapscope.dumper.selection.selection import Choice, Selection
+from tapscope.dumper.taps.sharding import Sharding, sharding_of
 from tapscope.dumper.taps.traced import new_key
 from tapscope.dumper.taps.tree import members
 from tapscope.site import layer_of
@@ -49,6 +50,8 @@ class Tap:
     """Name of its model, where there are several."""
     key: str = field(default_factory=new_key)
     """Its own, see dumper/taps/traced.py."""
+    sharding: Sharding | None = None
+    """What is known of tensors that hold shards, of the whole model."""
     ports: dict[tuple[str, str], Port] = field(default_factory=dict)
     fired: bool = False
     """Whether the module was called."""
@@ -146,7 +149,11 @@ def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     found = members(model)
     classes = {path: type(member.core).__name__ for path, member in found.items()}
     worth = ((path, member) for path, member in found.items() if path == "" or _is_worth_a_tap(member.core))
-    return [_tap(path, member.core, aliases[id(member.shell)], classes, name) for path, member in worth]
+    taps = [_tap(path, member.core, aliases[id(member.shell)], classes, name) for path, member in worth]
+    sharding = sharding_of(model)
+    for tap in taps:
+        tap.sharding = sharding
+    return taps
 
 
 def heads(taps: Sequence[Tap]) -> frozenset[str]:
@@ -197,11 +204,13 @@ def vectors(taps: Sequence[Tap]) -> frozenset[str]:
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """(positional, keyword-only, open) of the module's forward; open when nothing is known of it."""
+    kinds = inspect.Parameter
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = list(inspect.signature(module.forward).parameters.values())
+        if "forward" in module.__dict__ and [p.kind for p in parameters] == [kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD]:
+            parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # what it hands on to
     except (ValueError, TypeError, AttributeError):
         return (), (), True
-    kinds = inspect.Parameter
     positional = tuple(p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD))
     keywords = tuple(p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY)
     return positional, keywords, any(p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD) for p in parameters)
