@@ -212,8 +212,8 @@ def test_a_request_that_does_not_come_in_time_is_a_408_and_an_answer_that_nobody
     """In this process, with shorter times: the deadlines of a recorder are ten seconds and a minute."""
     code = f"""
 import socket, time
-from tapscope.dumper.control import connection
-connection.REQUEST_S, connection.ANSWER_S = 0.5, 1.0
+from tapscope.dumper.control import control
+control.LIMITS = {{"max_connections": 64, "request_s": 0.5, "answer_s": 1.0, "read_s": 1.0}}
 from fastapi import Response
 from fastapi.routing import APIRoute
 from tapscope.dumper.control.control import ControlServer, Guard, make_app

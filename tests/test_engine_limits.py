@@ -1,6 +1,10 @@
 """One request cannot ask for more than the server's limits, and what is long is worked on in other threads."""
 
+import asyncio
+import contextlib
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +21,8 @@ from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.grammar_trial import GrammarTrial
 from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.server import ServerSettings
+from tapscope.engine.server.listen import listen, make_server
 from tapscope.errors import RequestError, UsageError
 
 
@@ -243,3 +249,92 @@ def test_a_grammar_that_takes_too_much_memory_or_ends_the_process_is_one_error()
         trial.form_of("regex", "[ab]+", {}, {})
     assert trial.form_of("regex", "[ab]+", {}, {})
     trial.close()
+
+
+@pytest.fixture
+def bounded_server(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+    """Some app behind the server's listener, for at most 8 clients who have half a second for a request (or as long
+    as the test says)."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        size, more = 0, True
+        while more:
+            part = await receive()
+            size, more = size + len(part.get("body", b"")), part.get("more_body", False)
+        await asyncio.sleep(1.5 if scope["path"] == "/slow" else 0)
+        headers = [(b"content-length", b"%d" % len(str(size)))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": str(size).encode()})
+
+    with listen("127.0.0.1", 0) as listener:
+        server = make_server(app, ServerSettings(max_connections=8, request_timeout_s=getattr(request, "param", 0.5)))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield listener.getsockname()[:2]
+        server.should_exit = True
+        thread.join()
+
+
+BEGUN = (
+    b"",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+)
+
+
+@pytest.mark.parametrize("begun", BEGUN)
+def test_a_request_that_does_not_come_in_time_is_a_408(bounded_server: tuple[str, int], begun: bytes) -> None:
+    with socket.create_connection(bounded_server, timeout=30) as client:
+        client.sendall(begun)
+        assert client.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_sends_a_byte_now_and_then_earns_no_time(bounded_server: tuple[str, int]) -> None:
+    with socket.create_connection(bounded_server, timeout=0.1) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        for _ in range(100):
+            client.sendall(b"x")
+            try:
+                assert client.recv(100).startswith(b"HTTP/1.1 408 ")
+                return
+            except TimeoutError:
+                continue
+        pytest.fail("it was let go on")
+
+
+def test_a_long_body_that_keeps_coming_and_a_long_answer_are_not_cut_off(bounded_server: tuple[str, int]) -> None:
+    with socket.create_connection(bounded_server, timeout=30) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 240000\r\n\r\n")
+        for _ in range(8):  # 100 kB/s for longer than the deadline
+            client.sendall(b"x" * 30_000)
+            time.sleep(0.15)
+        assert b"240000" in client.recv(1000)
+        client.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("bounded_server", [60.0], indirect=True)
+def test_more_clients_than_the_limit_close_the_oldest_that_asked_nothing(bounded_server: tuple[str, int]) -> None:
+    with contextlib.ExitStack() as stack:
+        slow = stack.enter_context(socket.create_connection(bounded_server, timeout=30))
+        slow.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        idle = [stack.enter_context(socket.create_connection(bounded_server, timeout=30)) for _ in range(100)]
+        asking = stack.enter_context(socket.create_connection(bounded_server, timeout=30))
+        asking.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert asking.recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert idle[0].recv(100).startswith(b"HTTP/1.1 408 ")
+        assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")  # what is being answered stays
+
+
+@pytest.mark.parametrize("bounded_server", [60.0], indirect=True)
+def test_when_every_client_is_being_answered_one_more_is_a_503(bounded_server: tuple[str, int]) -> None:
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(bounded_server, timeout=30)) for _ in range(8)]
+        for client in slow:
+            client.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.4)
+        late = stack.enter_context(socket.create_connection(bounded_server, timeout=30))
+        assert late.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert all(client.recv(1000).startswith(b"HTTP/1.1 200 ") for client in slow)

@@ -19,6 +19,11 @@ __all__ = ["ControlClient", "ControlServer", "Guard", "bind", "make_app", "make_
 Client = ControlClient | Callable[[], ControlClient]
 _Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 
+LIMITS: dict[str, Any] = {"max_connections": 64, "answer_s": 60.0}
+"""Of :class:`~tapscope.connection.ConnectionLimits`, which needs the server's packages."""
+BACKLOG = 32
+"""Connections that are accepted in one go: each is an open file until it is refused."""
+
 
 Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
@@ -157,12 +162,12 @@ class ControlServer:
         try:
             import uvicorn
 
-            from tapscope.dumper.control.connection import BACKLOG, BoundedConnection
+            from tapscope.connection import ConnectionLimits, bounded
 
             # Warnings are about bytes that are no HTTP: anyone could fill the log with them.
             config = uvicorn.Config(
                 self._make(),
-                http=BoundedConnection,
+                http=bounded(ConnectionLimits(**LIMITS)),
                 ws="none",
                 backlog=BACKLOG,
                 log_level="error",

@@ -90,7 +90,7 @@ def _run(
 async def _serve(
     app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState, watched: dict[str, Any]
 ) -> int:
-    server = _FrontServer(make_server(_cut_off_quietly(app), state.settings.drain_timeout_s).config)
+    server = _FrontServer(make_server(_cut_off_quietly(app), state.settings).config)
     channel.setblocking(False)
     loop, code, lines = asyncio.get_running_loop(), 0, _Lines()
 

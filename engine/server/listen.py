@@ -1,5 +1,6 @@
 """Listening: a socket, and uvicorn on it until a signal."""
 
+import resource
 import signal
 import socket
 import threading
@@ -10,7 +11,11 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from tapscope.connection import ConnectionLimits, bounded
+from tapscope.engine.server.settings import ServerSettings
 from tapscope.errors import ListenError
+
+_OTHER_FILES = 128  # open files that are no connections
 
 
 def serve(
@@ -18,7 +23,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 30000,
     *,
-    drain_timeout_s: float = 30.0,
+    settings: ServerSettings | None = None,
     on_listen: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGTERM (returns) or Ctrl-C (KeyboardInterrupt), finishing the requests under way.
@@ -29,7 +34,7 @@ def serve(
     if on_listen is not None:
         on_listen(url_of(listener))
     with listener, _quiet_sigterm():
-        make_server(app, drain_timeout_s).run(sockets=[listener])
+        make_server(app, settings or ServerSettings()).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,13 +52,32 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{name}]:{bound}" if ":" in name else f"http://{name}:{bound}"
 
 
-def make_server(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Server:
+def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
     """uvicorn for ``app``; its own logging would write accesses to stdout, which belongs to data."""
-    timeout = max(1, round(drain_timeout_s))
+    limits = ConnectionLimits(
+        max_connections=_affordable(settings.max_connections), request_s=settings.request_timeout_s
+    )
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=timeout
+        app,
+        http=bounded(limits),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
     )
     return uvicorn.Server(config)
+
+
+def _affordable(connections: int) -> int:
+    """So many connections, or as many as the limit of open files allows, which is raised as far as it can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(soft - _OTHER_FILES, 1)
+    return connections
 
 
 @contextmanager

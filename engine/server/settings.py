@@ -9,6 +9,14 @@ from tapscope.errors import ConfigError
 
 _MIB = 1 << 20
 _LIMITS = Limits()
+_COUNTS = (
+    "max_body_bytes",
+    "max_weights_bytes",
+    "max_waiting",
+    "max_generations",
+    "max_answer_values",
+    "max_connections",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,11 @@ class ServerSettings:
     """Generations that one request may ask for (prompts times ``n``); more are a 400."""
     max_answer_values: int = _LIMITS.max_answer_values
     """Log-probabilities and elements of hidden states in one answer; more are a 400 before anything is computed."""
+    max_connections: int = 4096
+    """Clients at once, as far as the limit of open files allows; for one more, the oldest connection whose request has
+    not come as a whole is closed, or where there is none the new one is a 503."""
+    request_timeout_s: float = 10.0
+    """Time for the headers and the body of a request; a longer body may take as long as 10 kB/s need. Else a 408."""
     tool_format: str = "auto"
     """How the model writes tool calls: ``hermes`` (Qwen too), ``llama3``, ``none``, or what its chat template says."""
     reasoning_format: str = "auto"
@@ -39,7 +52,7 @@ class ServerSettings:
     """Time that requests under way have to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_weights_bytes", "max_waiting", "max_generations", "max_answer_values"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is None and name == "max_waiting":
                 continue
@@ -52,9 +65,10 @@ class ServerSettings:
         for name, choices in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
-        timeout = self.drain_timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-            raise ConfigError(f"drain_timeout_s={timeout!r}: must be a number of seconds from 0")
+        for name in ("drain_timeout_s", "request_timeout_s"):
+            timeout = getattr(self, name)
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+                raise ConfigError(f"{name}={timeout!r}: must be a number of seconds from 0")
 
     @property
     def limits(self) -> Limits:

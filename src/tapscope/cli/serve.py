@@ -103,6 +103,10 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-generations", type=int, metavar="N", default=None, help=text)
     text = "log-probabilities and hidden-state elements in one answer; more are a 400 (default: 1000000)"
     parser.add_argument("--max-answer-values", type=int, metavar="N", default=None, help=text)
+    text = "clients at once, as far as the limit of open files allows (default: 4096)"
+    parser.add_argument("--max-connections", type=int, metavar="N", default=None, help=text)
+    text = "time for the headers and the body of a request; longer bodies get 1 s per 10 kB (default: 10)"
+    parser.add_argument("--request-timeout", type=float, metavar="SECONDS", default=None, help=text)
     text = "time that requests have to finish after SIGTERM (default: 30)"
     parser.add_argument("--drain-timeout", type=float, metavar="SECONDS", default=None, help=text)
 
@@ -137,6 +141,8 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
         "max_waiting": args.max_waiting,
         "max_generations": args.max_generations,
         "max_answer_values": args.max_answer_values,
+        "max_connections": args.max_connections,
+        "request_timeout_s": args.request_timeout,
         "drain_timeout_s": args.drain_timeout,
     }
     return ServerSettings(**{name: value for name, value in given.items() if value is not None})

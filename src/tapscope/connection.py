@@ -1,43 +1,56 @@
 """Connection: HTTP of uvicorn with deadlines for what a client sends and reads, and a limit of clients."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-REQUEST_S = 10.0
-"""Within this time a request has come as a whole, its headers and its body."""
-ANSWER_S = 60.0
-"""Within this time the client has read its answer."""
-MAX_CONNECTIONS = 64
-"""Clients at once; for one more, the oldest of those that are not being answered has to go."""
-BACKLOG = 32
-"""Connections that are accepted in one go: each is an open file until it is refused."""
 
-_unanswered: "dict[BoundedConnection, None]" = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What the clients of one server may take."""
+
+    max_connections: int
+    """Clients at once; for one more, the oldest of those that are not being answered has to go."""
+    request_s: float = 10.0
+    """Within this time a request has come as a whole, headers and body; it is longer by what ``min_rate`` gives."""
+    min_rate: float = 10_000.0
+    """Bytes per second with which a long body earns its client more time."""
+    answer_s: float | None = None
+    """Within this time the client has its answer; None: an answer may be streamed for as long as it takes."""
+    read_s: float = 60.0
+    """Within this time the client has read the rest of an answer that is complete."""
 
 
 class BoundedConnection(H11Protocol):
-    """One client. All of this comes before anybody looks at a token."""
+    """One client. All of this comes before anybody looks at a token; :func:`bounded` makes the class of a server."""
 
+    limits: ClassVar[ConnectionLimits]
+    unanswered: "ClassVar[dict[BoundedConnection, None]]"
+    """Those whose request has not come as a whole, the oldest first."""
     _deadline: asyncio.TimerHandle | None = None
     _is_refused = False
+    _num_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Let it in, and where there are too many, another one out."""
-        if len(self.connections) >= MAX_CONNECTIONS:
-            if not _unanswered:
+        if len(self.connections) >= self.limits.max_connections:
+            if not self.unanswered:
                 self._is_refused = True
                 _refuse(transport, b"503 Service Unavailable", b"too many connections; try again")
                 return
-            next(iter(_unanswered)).give_up()
+            next(iter(self.unanswered)).give_up()
         super().connection_made(transport)
-        _unanswered[self] = None
-        self._wait(REQUEST_S)
+        self.unanswered[self] = None
+        self._wait_for_request()
 
     def data_received(self, data: bytes) -> None:
         """A piece of a request."""
         if not self._is_refused:
+            self._num_bytes += len(data)
             super().data_received(data)
             self._look()
 
@@ -45,7 +58,7 @@ class BoundedConnection(H11Protocol):
         """An answer is sent; the next request may be there already."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():  # nothing comes from the client before it has read that
-            self._wait(ANSWER_S)
+            self._wait(self.limits.read_s)
         else:
             self._wait(None)
             self._look()
@@ -53,14 +66,14 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone, or was sent away."""
         self._wait(None)
-        _unanswered.pop(self, None)
+        self.unanswered.pop(self, None)
         if not self._is_refused:
             super().connection_lost(exc)
 
     def give_up(self) -> None:
         """It has taken too long, or others want in."""
         self.connections.discard(self)
-        _unanswered.pop(self, None)
+        self.unanswered.pop(self, None)
         if self.cycle is not None and self.cycle.response_started and self.transport.get_write_buffer_size():
             self.transport.abort()
         elif self.cycle is not None and self.cycle.response_started:
@@ -74,20 +87,37 @@ class BoundedConnection(H11Protocol):
             return
         state = self.conn.their_state
         if state in (h11.IDLE, h11.SEND_BODY):
-            if self not in _unanswered:
-                _unanswered[self] = None
+            if self not in self.unanswered:
+                self.unanswered[self] = None
                 self._wait(None)
             has_begun = state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
             if has_begun and self._deadline is None:  # uvicorn itself closes those that send nothing
-                self._wait(REQUEST_S)
-        elif self in _unanswered:
-            del _unanswered[self]
-            self._wait(ANSWER_S)
+                self._wait_for_request()
+        elif self in self.unanswered:
+            del self.unanswered[self]
+            self._wait(self.limits.answer_s)
 
-    def _wait(self, time_s: float | None) -> None:
+    def _wait_for_request(self) -> None:
+        self._num_bytes = 0
+        self._wait(self.limits.request_s, self._look_at_progress)
+
+    def _look_at_progress(self) -> None:
+        """The time is up but for what the client has earned by sending."""
+        earned, self._num_bytes = self._num_bytes / self.limits.min_rate, 0
+        if earned < 1:
+            self.give_up()
+        else:
+            self._wait(earned, self._look_at_progress)
+
+    def _wait(self, time_s: float | None, then: Callable[[], None] | None = None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if time_s is None else self.loop.call_later(time_s, self.give_up)
+        self._deadline = None if time_s is None else self.loop.call_later(time_s, then or self.give_up)
+
+
+def bounded(limits: ConnectionLimits) -> type[BoundedConnection]:
+    """The protocol of one server, for ``uvicorn.Config(http=...)``."""
+    return type("BoundedConnection", (BoundedConnection,), {"limits": limits, "unanswered": {}})
 
 
 def _refuse(transport: asyncio.Transport, status: bytes, reason: bytes) -> None:
