@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from factories import RunFactory
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -156,3 +158,51 @@ def test_a_clip_that_is_missing_is_every_gradients_matter(tmp_path: Path) -> Non
     report = diff(run(tmp_path / "b", Stack(), train="clipped"), run(tmp_path / "t", Stack(), train="whole"))
     assert report.first_divergence is not None
     assert report.first_divergence.finding.test in ("gain", "typical")
+
+
+class Resnet(nn.Module):
+    """As diffusers' ResnetBlock2D: one activation for the image, the embedding of its time, and the image again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.emb = nn.SiLU(), nn.Linear(24, 8)
+        self.conv1, self.conv2 = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.reshape(-1, 8, 6, 7)[:3]
+        time = x[:3, 0]
+        hidden = self.conv1(self.act(image))
+        hidden = hidden + self.emb(self.act(time))[:, :, None, None]
+        found: Tensor = image + self.conv2(self.act(hidden))
+        return found
+
+
+def scaled(parameter: nn.Parameter) -> None:
+    parameter.data *= 1.2
+
+
+def test_calls_of_several_shapes_are_told_apart(tmp_path: Path) -> None:
+    base = run(tmp_path / "b", Resnet())
+    report = diff(base, run(tmp_path / "t", Resnet(), damage=lambda m: scaled(m.conv1.weight)))
+    first = report.first_divergence
+    assert first is not None
+    assert (first.module, first.site, first.is_certain) == ("conv1", "conv1:out", True)
+    roles = {f.site: f.role for f in report.findings}
+    assert [roles[f"act:in[input]{call}"] for call in ("", "#1", "#2")] == ["", "", "downstream"]
+    assert diff(base, run(tmp_path / "s", Resnet())).exit_code == 0
+
+
+def test_the_next_command_shows_the_first_call_that_is_not_equal(tmp_path: Path) -> None:
+    base, other = (tmp_path / name for name in ("b", "t"))
+    for path, harm, more in ((base, 0.0, 0), (other, 1.0, 1)):
+        with RunFactory(path) as made:
+            for _ in range(2):
+                made.step()
+                for width in (4, 6, 8):
+                    made.put("act:out", np.ones((3, width), np.float32) + np.float32(harm * (width == 6)))
+                if more:
+                    made.put("act:out", np.ones((5, 4), np.float32))
+    report = compare(base, other)
+    assert report.first_divergence is not None
+    assert not report.first_divergence.is_certain
+    assert following(report).endswith("act:out --step 0 --occurrence 1")

@@ -3,7 +3,9 @@
 T5 has one dropout for what its encoder begins with and what it ends with, an RNN one cell for every token, ALBERT one
 layer for all depths: what such a module is given the second time was made of what it gave the first time. So each call
 is a site of its own, where both runs call it as often: ``in[input]`` the first, ``in[input]#1`` the next, as the dumper
-numbers occurrences, and its gradient ``in[input]#1.grad``.
+numbers occurrences, and its gradient ``in[input]#1.grad``. Calls of several shapes (one activation for an image and for
+the embedding of its time) are told apart where both runs have the same shapes in the same order; but what a loop over
+experts calls has the rows of a choice, which meet by token and expert (:mod:`~..alignment.routed`).
 """
 
 from bisect import bisect_right
@@ -13,6 +15,7 @@ from msgspec import structs
 
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.runs.firings import Firing
+from tapscope.comparator.runs.routers import is_of_experts
 from tapscope.comparator.runs.series import Series
 from tapscope.records import Records
 
@@ -43,32 +46,48 @@ def _calls(pair: Pair) -> list[Pair]:
     one, two = pair.baseline, pair.target
     if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
         return [pair]
-    if one.site.rpartition(":")[2].startswith(_STATE) or (count := _count(one)) < 2 or count != _count(two):
+    if one.site.rpartition(":")[2].startswith(_STATE):
         return [pair]
-    each = zip(_split(one, count), _split(two, count), strict=True)
+    calls = _by_step(one), _by_step(two)
+    counts = [{len(step) for step in side} for side in calls]
+    if max(max(side) for side in counts) > MOST or counts == [{1}, {1}]:
+        return [pair]
+    is_alike = counts[0] == counts[1] and len(counts[0]) == 1 and all(map(_are_alike, (*calls[0], *calls[1])))
+    if not is_alike and (_is_routed(one) or list(map(_shapes, calls[0])) != list(map(_shapes, calls[1]))):
+        return [pair]
+    each = zip(_split(one, calls[0]), _split(two, calls[1]), strict=True)
     site = pair.site or one.site
     return [structs.replace(pair, baseline=a, target=b, site=_named(site, i)) for i, (a, b) in enumerate(each)]
 
 
-def _count(series: Series) -> int:
-    """Calls in each step and micro-batch, all of one shape; 0 where that is not so of all."""
-    if not any(firing.turn[1] for firing in series.firings):
-        return 1
+def _by_step(series: Series) -> list[list[Firing]]:
+    """The calls of each step and micro-batch, in order."""
     calls: dict[tuple[int, int], list[Firing]] = {}
     for firing in series.firings:
         calls.setdefault((firing.step, firing.turn[0]), []).append(firing)
-    counts = {len(each) for each in calls.values()}
-    alike = all(len({_shapes(firing) for firing in each}) == 1 for each in calls.values())
-    return min(counts) if len(counts) == 1 and alike and max(counts) <= MOST else 0
+    return list(calls.values())
 
 
-def _shapes(firing: Firing) -> tuple[tuple[int, ...], ...]:
-    return tuple(record.shape for record in firing.records)
+def is_mixed(series: Series) -> bool:
+    """Whether the series holds several calls of one step, which are not told apart."""
+    return any(len(step) > 1 for step in _by_step(series))
 
 
-def _split(series: Series, count: int) -> Iterator[Series]:
-    for i in range(count):
-        yield structs.replace(series, firings=tuple(series.firings[i::count]))
+def _are_alike(calls: Sequence[Firing]) -> bool:
+    return len(set(_shapes(calls))) == 1
+
+
+def _shapes(calls: Sequence[Firing]) -> list[tuple[tuple[int, ...], ...]]:
+    return [tuple(record.shape for record in firing.records) for firing in calls]
+
+
+def _is_routed(series: Series) -> bool:
+    return any(map(is_of_experts, series.site.partition(":")[0].split(".")))
+
+
+def _split(series: Series, steps: Sequence[Sequence[Firing]]) -> Iterator[Series]:
+    for i in range(max(map(len, steps))):
+        yield structs.replace(series, firings=tuple(step[i] for step in steps if len(step) > i))
 
 
 def _named(site: str, call: int) -> str:

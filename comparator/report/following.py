@@ -12,6 +12,7 @@ from tapscope.site import Glob, split_call
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.outcome import Header, Report
+    from tapscope.comparator.verdicts.localise import Divergence
 
 _PREFIX = re.compile(r"is removed: --strip-prefix (\S+)$")
 _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
@@ -28,6 +29,7 @@ def following(report: "Report") -> str:
             side, run = divergence.finding.baseline, report.baseline
         site = side.site if side else divergence.site
         _, call = split_call(divergence.site)
+        call = call or _first_unequal(divergence)
         which = ["--occurrence", str(call)] if call else []
         return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step), *which])
     if again := _with_dims_that_fit(report):
@@ -35,6 +37,21 @@ def following(report: "Report") -> str:
     if report.num_bad or report.coverage.partial:
         return shlex.join(["tapscope", "info", _in_question(report).path])
     return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])
+
+
+def _first_unequal(divergence: "Divergence") -> int:
+    """Which call of the step is the first that is not equal, where calls were not told apart; 0 where they were."""
+    pair, place = divergence.finding.seen.pair, divergence.place
+    if pair.baseline is None or pair.target is None or place is None:
+        return 0
+    sides = (pair.baseline, place.baseline_step), (pair.target, divergence.step)
+    mine, other = ([firing for firing in side.firings if firing.step == step] for side, step in sides)
+    unequal = (
+        two.turn[1]
+        for one, two in zip(mine, other, strict=False)
+        if [record.hash for record in one.records] != [record.hash for record in two.records]
+    )
+    return next(unequal, 0)
 
 
 def _in_question(report: "Report") -> "Header":

@@ -7,6 +7,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.facts import Place, StepResult
+from tapscope.comparator.matching.repeats import is_mixed
 from tapscope.comparator.rounding.conditions import CONDITION
 from tapscope.comparator.rounding.graph import Graph
 from tapscope.comparator.rounding.node import Inputs, Node
@@ -195,12 +196,31 @@ def _divergence(
         module = graph.blamed(near)[0]
         at = findings[matched[near]]
         evidence += f"; {at.site} before it is at {at.ratio:.2g} of its own floor, so it may begin there"
+    mixed = [each for n in (node, *inputs[node].nodes) if _is_mixed(each := findings[matched[n]])]
+    if mixed:
+        evidence += (
+            f"; {mixed[0].site} was called several times in a step, and the runs do not tell which call is which"
+        )
     said = _SAID.get(how, "unknown")
     said = "not compared" if apart else "equal" if said == "close" and equal else said
     rest = tuple(name for name in dict.fromkeys(others) if name != module)
     return Divergence(
-        module, finding.site, finding, step, finding.worst, said, evidence, bool(how) and not apart, others=rest
+        module,
+        finding.site,
+        finding,
+        step,
+        finding.worst,
+        said,
+        evidence,
+        bool(how) and not apart and not mixed,
+        others=rest,
     )
+
+
+def _is_mixed(finding: Finding) -> bool:
+    """Whether it is of several calls of a module in one step, compared whole: one of them may be made of another."""
+    pair, rows = finding.seen.pair, finding.rows.compared
+    return not rows and any(is_mixed(side) for side in (pair.baseline, pair.target) if side is not None)
 
 
 def _one_sided(findings: Sequence[Finding], module: str) -> str:
