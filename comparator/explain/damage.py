@@ -55,6 +55,11 @@ class Damage:
         return found
 
     @property
+    def is_everywhere_in_rows(self) -> bool:
+        """Whether no row is spared."""
+        return len(self.rows) == len(self.sample.baseline)
+
+    @property
     def is_everywhere(self) -> bool:
         """Whether no row and no column is spared."""
         return len(self.rows) * len(self.columns) == self.sample.baseline.size

@@ -14,18 +14,20 @@ from tapscope.comparator.explain.attended import attended
 from tapscope.comparator.explain.casts import casts, overflow
 from tapscope.comparator.explain.damage import Damage, find_damage
 from tapscope.comparator.explain.extent import describe
-from tapscope.comparator.explain.heads import Sites
 from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
 from tapscope.comparator.explain.masks import masks
 from tapscope.comparator.explain.moves import moves, shifts
 from tapscope.comparator.explain.norms import norms
 from tapscope.comparator.explain.order import orders
+from tapscope.comparator.explain.positions import positions
 from tapscope.comparator.explain.relatives import relatives, summands, unsummed
 from tapscope.comparator.explain.rotary import tables, turns
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
-from tapscope.comparator.explain.trial import Trial, share_of
+from tapscope.comparator.explain.trained import trained
+from tapscope.comparator.explain.trial import Trial, remains, share_of
+from tapscope.comparator.explain.weights import other_weights
 from tapscope.comparator.rounding.node import Inputs
 from tapscope.comparator.runs.modules import is_within
 from tapscope.comparator.verdicts.explanation import Explanation, Tested
@@ -38,6 +40,10 @@ WINS = 0.9
 """Share of the error that a hypothesis must remove to be reported."""
 MARGIN = 2.0
 """What a less flexible hypothesis leaves over may be this many times what a more flexible one leaves."""
+MAX_LEFT = 2.5
+"""What a hypothesis leaves over may be this many times what rounding leaves: else something else is wrong, too."""
+ALL = 0.999
+"""A share of the error beyond which that does not matter: what errors of inputs become is not known so well."""
 SLACK = 0.01
 """Share that is left over anyhow, so that two hypotheses that both leave less are equally good."""
 MAX_EXPLAINED = 6
@@ -86,17 +92,22 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
     if not ready.plan.joins:
         return None
     try:
-        if (found := masks(one.site, ready)) is not None:
+        runs = context.preparer.baseline, context.preparer.target
+        found = masks(one.site, ready) or trained(one, runs, divergence.step)
+        if found is not None:
             return found
         if "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
             return None
         if not has_one_width(ready):
             return None
         sample = take(ready, context.preparer.row_map, divergence.place, is_integer=one.is_exact)
+        sample = replace(sample, site=one.site)
         kin = Kin(
             context.preparer, context.examined, [context.matched[i] for i in context.inputs[node].nodes], one, sample
         )
-        known = attended(one, Sites(context.preparer, context.examined), kin)
+        if (counted := positions(sample, context.preparer.row_map.requests)) is not None:
+            return counted
+        known = attended(one, kin.sites, kin)
         return known or _try_all(sample, _inherited(context, node), kin)
     except DataError:  # bytes that cannot be read are a finding of their own
         return None
@@ -164,6 +175,7 @@ def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
     yield from relatives(damage, others)
     yield from norms(damage, others)
     yield from activations(damage, others)
+    yield from other_weights(damage, kin.sites)
     for axis, parts in kin.summands():
         yield from summands(damage, parts, axis)
     for axis, parts in kin.replicas():
@@ -177,6 +189,13 @@ class _Judged(Struct, frozen=True):
     sentence: str
     share: float
     freedom: int
+    left: float
+    """See :func:`.trial.remains`."""
+
+    @property
+    def explains_all(self) -> bool:
+        """Whether nothing is left that rounding does not explain."""
+        return self.left <= MAX_LEFT or self.share > ALL
 
 
 def choose(damage: Damage, trials: Iterable[Trial]) -> tuple[Tested | None, tuple[Tested, ...]]:
@@ -187,7 +206,8 @@ def choose(damage: Damage, trials: Iterable[Trial]) -> tuple[Tested | None, tupl
     """
     best: dict[str, _Judged] = {}
     for trial in trials:
-        judged = _Judged(trial.name, trial.sentence, trial.discount * share_of(damage, trial.values), trial.freedom)
+        share = trial.discount * share_of(damage, trial.values)
+        judged = _Judged(trial.name, trial.sentence, share, trial.freedom, remains(damage, trial.values))
         if judged.share > (best[judged.name].share if judged.name in best else 0.0):
             best[judged.name] = judged
     ranked = sorted(best.values(), key=lambda j: (-j.share, j.freedom))
@@ -195,7 +215,8 @@ def choose(damage: Damage, trials: Iterable[Trial]) -> tuple[Tested | None, tupl
     if not ranked or ranked[0].share <= WINS:
         return None, tested
     limit = max(MARGIN * (1.0 - ranked[0].share), SLACK)
-    good = sorted((j for j in ranked if j.share > WINS and 1.0 - j.share <= limit), key=lambda j: (j.freedom, -j.share))
-    if len(good) > 1 and good[1].freedom == good[0].freedom:
+    good = [j for j in ranked if j.share > WINS and 1.0 - j.share <= limit and j.explains_all]
+    good.sort(key=lambda j: (j.freedom, -j.share))
+    if not good or (len(good) > 1 and good[1].freedom == good[0].freedom):
         return None, tested
     return Tested(good[0].name, good[0].sentence, good[0].share), tested

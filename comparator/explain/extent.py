@@ -33,7 +33,9 @@ def _columns(damage: Damage) -> str:
     if last - first + 1 == len(columns):
         return f"columns {first}–{last}{_rank(damage) or _head(damage, first, last)}"
     strides = np.unique(np.diff(columns))
-    if len(strides) == 1:
+    if len(columns) == 2:
+        return f"columns {first} and {last}{_rank(damage)}"
+    if len(strides) == 1:  # of three columns or more: two have one distance, whatever they are
         return f"every {_ordinal(int(strides[0]))} column from {first} on"
     return f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
 

@@ -9,6 +9,7 @@ from tapscope.comparator.alignment.rowmap import PADDING
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.pieces import Piece, Summed, leaves
 from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.explain.heads import Sites
 from tapscope.comparator.explain.relatives import Relative, Summand
 from tapscope.comparator.explain.sample import Sample, read_like, read_parts
 from tapscope.comparator.runs.names import is_partial, reduced
@@ -31,6 +32,7 @@ class Kin:
         runs = preparer.baseline, preparer.target
         self.sizes = {axis: n for run in runs for axis, n in run.mesh.items() if n > 1}
         self.requests = preparer.row_map.requests
+        self.sites = Sites(preparer, examined)
         self.configs = [run.manifest.get("model_config") or {} for run in runs]
         self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
         self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))

@@ -52,6 +52,19 @@ def caps(damage: Damage) -> Iterator[Trial]:
         yield Trial("soft cap", say or f"target = {cap:.4g} × tanh(baseline / {cap:.4g}) (a soft cap)", values, 1)
 
 
+def uncapped(value: Array, before: Array, noise: float) -> str:
+    """What to add where ``before`` is a soft cap of ``value``: that it is missing; else nothing."""
+    largest = float(np.abs(value).max(initial=0.0))
+    if value.size < 4 * MIN_VALUES or largest == 0.0 or (np.abs(before) > np.abs(value) * (1 + 1e-6)).mean() > 0.01:
+        return ""
+    cap = _fit(value, before)
+    left = float(((cap * np.tanh(value / cap) - before) ** 2).sum())
+    off = float(((value - before) ** 2).sum())
+    if left > max(16 * noise**2 * float((before**2).sum()), 0.0) or off < 100 * left:
+        return ""
+    return f", without baseline's soft cap ({cap:.4g} × tanh(x / {cap:.4g}))"
+
+
 def _fit(one: Array, two: Array) -> float:
     """The cap that turns ``one`` into ``two`` best: a coarse search on a grid, then finer ones around its best."""
     low, high = float(np.abs(two).max()) * (1 + 1e-9), 100.0 * float(np.abs(one).max())

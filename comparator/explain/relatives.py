@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.limits import uncapped
 from tapscope.comparator.explain.trial import Trial
 
 Array = np.ndarray[Any, Any]
@@ -35,13 +36,19 @@ class Summand(NamedTuple):
 
 def relatives(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
     """The target is another site's baseline; or that was added once more, or left out."""
+    others = list(others)
+    own = _own(damage, others) if damage.sample.site.rpartition(":")[2].startswith("in[") else ""
     for other in others:
         value = damage.cut(other.values)
         if not np.isfinite(value).all() or not value.any() or _is_copy(value, damage.before, damage.noise):
             continue
         what = "its own input" if other.is_input else "the baseline of"
         skipped = ", so the module did nothing" if other.is_input else ""
-        yield Trial("stand-in", f"target = {what} {other.site}{skipped}", value)
+        yield Trial(
+            "stand-in",
+            f"target = {what} {other.site}{skipped}{own}{uncapped(value, damage.before, damage.noise)}",
+            value,
+        )
         error = np.nan_to_num(damage.after - damage.before)
         energy = float((value * value).sum())
         factor = float((error * value).sum()) / energy if energy > TINY else 0.0
@@ -51,6 +58,15 @@ def relatives(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
                 f"target = baseline {'+' if plus else '−'} {other.site} ({'added once more' if plus else 'left out'})"
             )
             yield Trial("summand", sentence, damage.before + np.sign(factor) * value)
+
+
+def _own(damage: Damage, others: Iterable[Relative]) -> str:
+    """Whose value the baseline of an input is."""
+    for other in others:
+        value = damage.cut(other.values)
+        if ":out" in other.site and np.isfinite(value).all() and _is_copy(value, damage.before, damage.noise):
+            return f", baseline = that of {other.site}"
+    return ""
 
 
 def _is_copy(value: Array, before: Array, noise: float) -> bool:

@@ -50,6 +50,8 @@ class Sample:
     """[columns] target rank that holds the column, -1 where no single one does."""
     dtypes: tuple[str, str]
     is_integer: bool
+    site: str = ""
+    """As the baseline calls it."""
 
     @cached_property
     def size(self) -> Array:

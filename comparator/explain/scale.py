@@ -15,6 +15,12 @@ Array = np.ndarray[Any, Any]
 
 MIN_RATE = 0.005
 """Share of zeroed values that is no accident."""
+PATTERNS = 6
+"""Largest patterns of the values that are taken out, one after the other."""
+BESIDE = 2.0
+"""The error beside the largest pattern of the values must be this many times the noise."""
+BESIDE_SHARE = 0.8
+"""Share of it that a factor for each line must remove."""
 MIN_FIT = 4
 """Values that each half must have for every fitted number, at least."""
 
@@ -61,12 +67,16 @@ def scales(damage: Damage) -> Iterator[Trial]:
     if board.sum() >= MIN_VALUES:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
-        yield Trial("scale", f"target = {_number(factor)} × baseline{_known(factor, damage)}", values, 1)
+        said = f"target = {_number(factor, damage.noise)} × baseline{_known(factor, damage)}"
+        yield Trial("scale", said, values, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
             factors = _factor(before, after, axis)
             sentence = f"target = baseline × a factor of its own for each {what} ({_range(factors)})"
-            yield Trial(f"{what} scale", sentence, _crossed(before, after, axis, _factor, np.multiply), 2)
+            values = _crossed(before, after, axis, _factor, np.multiply)
+            spared = axis == 0 and len(damage.rows) < len(damage.sample.baseline)  # a weight spares no row
+            if not spared and _holds_beside(damage, before, after, values):
+                yield Trial(f"{what} scale", sentence, values, 2)
 
 
 def offsets(damage: Damage) -> Iterator[Trial]:
@@ -84,6 +94,22 @@ def offsets(damage: Damage) -> Iterator[Trial]:
                 f"target = baseline + a summand of its own for each {what} ({_range(_summand(before, after, axis))})"
             )
             yield Trial(f"{what} offset", sentence + note, _crossed(before, after, axis, _summand, np.add), 2)
+
+
+def _holds_beside(damage: Damage, before: Array, after: Array, values: Array) -> bool:
+    """Whether the values explain the error beside the baseline's largest patterns, too: of values that are a few
+    patterns and little else, whatever differs looks like a factor for each line."""
+    weight = damage.weight
+    patterns = np.linalg.svd(before * weight, full_matrices=False)[0][:, :PATTERNS]
+    parts = [part * weight for part in (before, after - before, after - values)]
+    for count in range(1, patterns.shape[1] + 1):
+        first = patterns[:, :count]
+        size, old, new = (float(((part - first @ (first.T @ part)) ** 2).sum()) for part in parts)
+        if old <= (BESIDE * damage.noise) ** 2 * size:
+            return count > 3
+        if new > (1.0 - BESIDE_SHARE) * old:
+            return False
+    return True
 
 
 def _clean(damage: Damage) -> tuple[Array, Array]:
@@ -122,9 +148,9 @@ def _known(factor: float, damage: Damage) -> str:
     return ""
 
 
-def _number(value: float) -> str:
-    """Four digits, or as many more as it takes to see that it is not 1."""
-    short = f"{value:.4g}"
+def _number(value: float, noise: float = 0.0) -> str:
+    """Four digits, three of coarsely rounded values, or as many more as it takes to see that it is not 1."""
+    short = f"{value:.{3 if noise > 1e-3 else 4}g}"
     return f"(1 {'-' if value < 1 else '+'} {abs(value - 1.0):.2g})" if short == "1" and value != 1.0 else short
 
 

@@ -55,3 +55,12 @@ def share_of(damage: Damage, values: Array) -> float:
         return 1.0
     whole = min(total - floor, float((after**2).sum()))
     return max(1.0 - (rest - floor) / whole, 0.0) if whole > 0.0 else 0.0
+
+
+def remains(damage: Damage, values: Array) -> float:
+    """What is left of the error beside what rounding leaves, as root mean squares over all rows alike."""
+    said = np.isfinite(values) & np.isfinite(damage.after) & np.isfinite(damage.before)
+    before, after, guess = (np.where(said, v, 0.0) * damage.weight for v in (damage.before, damage.after, values))
+    floor = damage.noise * float(np.sqrt((before**2).sum()))
+    rest = float(np.sqrt(((after - guess) ** 2).sum()))
+    return rest / floor if floor > 0.0 else (0.0 if rest == 0.0 else float("inf"))

@@ -21,6 +21,7 @@ class Explanation(Struct, frozen=True):
     sentence: str
     """``target = 1.041 × baseline``, without the extent and the share."""
     share: float
+    """Share of the error's energy that it removes; 0 where the cause was read off other values than the site's."""
     extent: str
     """Where in the tensor the error is, where that is not everywhere: ``columns 32–63 (rank 1)``; else empty."""
     tested: tuple[Tested, ...]
@@ -39,7 +40,7 @@ class Explanation(Struct, frozen=True):
         if not self.name:
             return ""
         where = f"in {self.extent}: " if self.extent else ""
-        return f"{where}{self.sentence} (removes {percent(self.share)} of the error)"
+        return f"{where}{self.sentence}" + (f" (removes {percent(self.share)} of the error)" if self.share else "")
 
 
 def percent(share: float) -> str:

@@ -5,7 +5,7 @@ from benchmarks.verdict.tools import around
 FAMILY = ["llama", "qwen2"]
 EXPECT = "model.layers.2.mlp"
 VISIBILITY = "strong"
-CAUSE = r"silu\(up|up_proj .*gate_proj|gate_proj .*up_proj|gate and up .*exchanged"
+CAUSE = r"silu\(up|up_proj\b.*gate_proj|gate_proj\b.*up_proj|gate and up .*exchanged"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

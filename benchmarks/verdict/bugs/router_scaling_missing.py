@@ -3,7 +3,7 @@
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.1.mlp.gate"
 VISIBILITY = "strong"
-CAUSE = r"scaling|/ 1\.5|1\.5|0\.6667"
+CAUSE = r"scaling|/ 1\.5|1\.5|0\.667|0\.6667"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

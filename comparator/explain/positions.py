@@ -1,0 +1,43 @@
+"""Positions: how many places further the target counts its tokens."""
+
+import numpy as np
+
+from tapscope.comparator.explain.sample import Sample
+from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.text import plural
+
+MIN_ROWS = 2
+"""Rows that must differ."""
+_NAMED = 3
+
+
+def positions(sample: Sample, requests: tuple[str, ...]) -> Explanation | None:
+    """One offset for all rows that differ, or one for each request; None where the site holds no positions, or theirs
+    follow neither."""
+    if "position" not in sample.site.rpartition(":")[2] or not sample.is_integer or sample.request[0] < 0:
+        return None
+    off = (sample.target - sample.baseline).astype(np.int64)
+    rows = np.asarray(off.any(axis=1))
+    if int(rows.sum()) < MIN_ROWS:
+        return None
+    found: dict[str, int] = {}
+    for request in np.unique(sample.request[rows]):
+        here = np.unique(off[rows & (sample.request == request)])
+        if len(here) != 1 or not here[0]:
+            return None
+        found[requests[int(request)]] = int(here[0])
+    said = sorted(set(found.values()))
+    if len(said) == 1:
+        text = f"target's positions are {_more(said[0])} ({'+' if said[0] > 0 else '−'}{abs(said[0])})"
+    else:
+        named = [f"{_more(offset)} in request {name}" for name, offset in list(found.items())[:_NAMED]]
+        text = f"target's positions are {', '.join(named)}: as if padding, or what came before, were counted"
+    steps = np.unique(sample.step[rows])
+    where = (
+        f" in {plural(len(steps), 'step')} from step {steps[0]} on" if len(steps) < len(np.unique(sample.step)) else ""
+    )
+    return Explanation("positions", text + where, 1.0, "", (), len(sample.baseline))
+
+
+def _more(offset: int) -> str:
+    return f"{abs(offset)} {'higher' if offset > 0 else 'lower'}"

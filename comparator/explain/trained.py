@@ -1,0 +1,122 @@
+"""Trained: why a parameter or its gradient differs after steps of an optimizer, from what both runs recorded of it."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.explain.optimizer import Trajectory, explained
+from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.run import Run
+
+Array = np.ndarray[Any, Any]
+
+MAX_VALUES = 1 << 16
+"""Values of a parameter that are looked at, spread evenly."""
+MAX_STEPS = 16
+"""Steps that are read; moments of later ones depend on what lies before."""
+FACTORS = 0.01
+"""Relative error of a norm that is the one gradients were clipped to."""
+MIN_CLIPPED = 3
+"""Steps, or tensors, that have the norm which a clip leaves: two may agree by chance."""
+GRADIENT = ".grad"
+
+
+def trained(one: Examined, runs: tuple[Run, Run], step: int) -> Explanation | None:
+    """What explains a parameter or its gradient; None where the site shows neither, or nothing does."""
+    port = one.site.rpartition(":")[2]
+    if not port.startswith("param[") or one.baseline is None or one.target is None or len(runs[1].ranks) > 1:
+        return None
+    sites = one.baseline.site, one.target.site
+    if port.endswith(GRADIENT):
+        said = _clipped(runs, step) or _accumulated(runs, sites, step)
+    else:
+        sides = [_trajectory(run, site) for run, site in zip(runs, sites, strict=True)]
+        known = [side for side in sides if side is not None]
+        said = explained(known[0], known[1], max(step, 1)) if len(known) == len(sides) else ""
+    return Explanation("optimizer", said, 0.0, "", (), 0) if said else None
+
+
+def _trajectory(run: Run, site: str) -> Trajectory | None:
+    """Some values of a parameter behind each step and their gradients; None where a step lacks either."""
+    values, gradients = _by_step(run, site), _by_step(run, site + GRADIENT)
+    steps = sorted(values)
+    if not steps or steps != sorted(gradients) or steps != list(range(len(steps))) or len(steps) > MAX_STEPS:
+        return None
+    sides = [[_some(side[step]) for step in steps] for side in (values, gradients)]
+    return Trajectory(*sides) if len({len(one) for side in sides for one in side}) == 1 else None
+
+
+def _by_step(run: Run, site: str) -> dict[int, Array]:
+    """A site's values by step, where it has one record in each."""
+    records = list(run.records.of(None, None, {site}))
+    found = {record.key.step: run.array(record) for record in records if record.dtype}
+    return found if len(found) == len(records) else {}
+
+
+def _some(values: Array) -> Array:
+    flat = np.asarray(values).ravel()
+    return flat[:: max(len(flat) // MAX_VALUES, 1)].astype(np.float64)
+
+
+def _norms(run: Run) -> dict[int, dict[str, float]]:
+    """Step -> site of a parameter's gradient -> its norm, as the recorded statistics have it."""
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    sites = {site for site in run.records.sites if site.endswith(GRADIENT) and ":param[" in site}
+    for record in run.records.of(None, None, sites):
+        if record.stats is None or record.stats.rms is None:
+            continue
+        number = int(np.prod(record.shape))
+        found[record.key.step][record.key.site] = float(record.stats.rms) * number**0.5
+    return found
+
+
+def _common(norms: dict[str, float]) -> float:
+    return float(np.sqrt(sum(norm**2 for norm in norms.values())))
+
+
+def _clipped(runs: tuple[Run, Run], step: int) -> str:
+    """Whether the baseline's gradients have one common norm in every step, and what the target's have."""
+    sides = [_norms(run) for run in runs]
+    if any(step not in side or len(side[step]) < MIN_CLIPPED for side in sides):
+        return ""
+    common = [[_common(side[at]) for at in sorted(side)] for side in sides]
+    limit = float(np.median(common[0]))
+    if len(common[0]) < MIN_CLIPPED or limit == 0.0 or any(abs(norm / limit - 1) > FACTORS for norm in common[0]):
+        return ""
+    own = list(sides[1][step].values())
+    each = sum(abs(norm / limit - 1) <= FACTORS for norm in own)
+    here = _common(sides[1][step])
+    if each >= MIN_CLIPPED and max(own) <= limit * (1 + FACTORS):
+        return f"each gradient of target is clipped by its own norm ({limit:.4g}), baseline's by their common one"
+    if here > limit * (1 + FACTORS) and _is_one_factor(sides[0][step], sides[1][step]):
+        text = f"their common norm is {here:.4g}, baseline's {limit:.4g} in every step"
+        return f"target's gradients are not clipped: {text}"
+    return ""
+
+
+def _is_one_factor(one: dict[str, float], two: dict[str, float]) -> bool:
+    """Whether the gradients that count differ by one factor, as scaling all by their common norm leaves."""
+    largest = max(one.values())
+    factors = [two[site] / norm for site, norm in one.items() if site in two and norm > 1e-3 * largest]
+    middle = float(np.median(factors)) if factors else 0.0
+    return middle > 0 and float(np.median(np.abs(np.array(factors) / middle - 1))) < 5 * FACTORS
+
+
+def _accumulated(runs: tuple[Run, Run], sites: tuple[str, str], step: int) -> str:
+    """Whether the target's gradient is a multiple of the baseline's plus its own of the step before."""
+    one, two = _by_step(runs[0], sites[0]), _by_step(runs[1], sites[1])
+    if step not in one or step not in two or step - 1 not in two:
+        return ""
+    here, own, before = _some(two[step]), _some(one[step]), _some(two[step - 1])
+    if not len(here) == len(own) == len(before):
+        return ""
+    parts = np.stack([own, before], axis=1)
+    factors = np.linalg.lstsq(parts, here, rcond=None)[0]
+    left = float(((here - parts @ factors) ** 2).sum())
+    alone = float(((here - own * (own @ here) / max(float(own @ own), 1e-300)) ** 2).sum())
+    energy = float((here**2).sum())
+    if left > 2e-3 * energy or alone < 30 * left or min(factors) <= 0.0:
+        return ""
+    return "target adds the gradient of the step before (gradients are not zeroed)"

@@ -1,0 +1,57 @@
+"""Weights: the target's norm has the weight of another norm of the model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.heads import Sites
+from tapscope.comparator.explain.slots import Slots
+from tapscope.comparator.explain.trial import Trial
+
+Array = np.ndarray[Any, Any]
+
+MAX_NORMS = 256
+"""Norms whose weights are read."""
+SCATTER = 0.02
+"""Relative scatter of a channel's weight over rows beyond which a module is no norm of that kind."""
+_INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
+
+
+def other_weights(damage: Damage, sites: Sites) -> Iterator[Trial]:
+    """The baseline with the weight of each other norm of its width, as far as both are seen from rows in and out."""
+    path, _, port = damage.sample.site.rpartition(":")
+    if "norm" not in path.rpartition(".")[2] or not port.startswith("out") or not damage.is_everywhere_in_rows:
+        return
+    own = _weight(path, sites)
+    if own is None or len(own) != damage.sample.baseline.shape[1] or not np.abs(own).min() > 0.0:
+        return
+    for site in list(sites.ending("norm:out"))[:MAX_NORMS]:
+        other = site.rpartition(":")[0]
+        weight = None if other == path else _weight(other, sites)
+        if weight is not None and len(weight) == len(own):
+            text = f"target has the weight of {other}, another norm"
+            yield Trial("other weight", text, damage.before * (weight / own)[damage.columns])
+
+
+def _weight(path: str, sites: Sites) -> Array | None:
+    """[width] the weight of an RMS norm of the baseline."""
+    out = sites.slots(f"{path}:out")
+    given = next((found for port in _INPUTS if (found := sites.slots(f"{path}:{port}")) is not None), None)
+    if out is None or given is None or out[0].values.shape != given[0].values.shape:
+        return None
+    return weight_of(given[0], out[0])
+
+
+def weight_of(given: Slots, out: Slots) -> Array | None:
+    """[width] what every channel of the normalised input was multiplied by; None where rows do not agree on it."""
+    real = given.pair >= 0
+    x, y = given.values[real], out.values[real]
+    x = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), 1e-300))
+    energy = (x * x).sum(axis=0)
+    if not len(x) or not energy.min() > 0.0:
+        return None
+    weight: Array = (x * y).sum(axis=0) / energy
+    off = float(((y - x * weight) ** 2).sum()) / max(float((y * y).sum()), 1e-300)
+    return weight if off**0.5 < SCATTER else None

@@ -1,0 +1,133 @@
+"""Causes read off what was recorded beside the culprit: updates of optimizers, positions, weights of other norms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tapscope.comparator.explain.damage import find_damage
+from tapscope.comparator.explain.explain import choose
+from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.limits import uncapped
+from tapscope.comparator.explain.optimizer import Trajectory, explained
+from tapscope.comparator.explain.positions import positions
+from tapscope.comparator.explain.sample import Sample
+from tapscope.comparator.explain.scale import scales
+from tapscope.comparator.explain.slots import Slots
+from tapscope.comparator.explain.weights import weight_of
+
+torch = pytest.importorskip("torch")
+Array = np.ndarray[Any, Any]
+SIZE, STEPS = 400, 3
+
+
+def trained(
+    make: Callable[[list[Any]], Any], *, forget: int = -1, couple: float = 0.0, frozen: bool = False
+) -> Trajectory:
+    """What torch's own optimizer does to one parameter with given gradients."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(SIZE, generator=generator))
+    optimizer = make([parameter])
+    values, gradients = [], []
+    for step in range(STEPS):
+        gradient = torch.randn(SIZE, generator=generator) * 0.01
+        gradients.append(gradient.double().numpy())
+        parameter.grad = gradient + couple * parameter.detach()
+        if step == forget:
+            optimizer.state.clear()
+        if not frozen:
+            optimizer.step()
+        values.append(parameter.detach().double().numpy().copy())
+    return Trajectory(values, gradients)
+
+
+def adamw(lr: float = 1e-3, **how: Any) -> Callable[[list[Any]], Any]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr, **({"weight_decay": 0.1} | how))
+
+
+def sgd(lr: float = 0.05, momentum: float = 0.9, **how: Any) -> Callable[[list[Any]], Any]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=0.1, **how)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target", "at", "said"),
+    [
+        (trained(adamw()), trained(adamw(betas=(0.999, 0.9))), 1, "Adam's betas are swapped"),
+        (trained(adamw()), trained(adamw(), forget=2), 2, "Adam's moments are lost before step 2"),
+        (trained(adamw()), trained(adamw(weight_decay=0.0), couple=0.01), 1, "adds weight decay to the gradient"),
+        (trained(adamw()), trained(adamw(lr=2e-3)), 1, "the learning rate is 2 × baseline's"),
+        (trained(adamw()), trained(adamw(), frozen=True), 1, "the parameter is not updated"),
+        (trained(sgd()), trained(sgd(momentum=0.0)), 1, "momentum is not kept"),
+        (trained(sgd()), trained(sgd(nesterov=True)), 1, "Nesterov's momentum"),
+        (trained(sgd()), trained(sgd(lr=0.1)), 1, "the learning rate is 2 × baseline's"),
+        (trained(adamw()), trained(adamw()), 1, ""),
+        (trained(adamw()), trained(sgd()), 1, ""),
+    ],
+)
+def test_an_update_tells_its_rule(baseline: Trajectory, target: Trajectory, at: int, said: str) -> None:
+    found = explained(baseline, target, at)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def sample(before: Array, after: Array, site: str, name: str) -> Sample:
+    rows, width = before.shape
+    request = np.repeat([0, 1], [rows // 2, rows - rows // 2])
+    position = np.concatenate([np.arange(rows // 2), np.arange(rows - rows // 2)])
+    places = request, position, np.zeros(rows, np.int64)
+    return Sample(before, after, *places, 0, width, rows, np.full(width, -1), (name, name), name == "int64", site)
+
+
+def test_positions_say_by_how_much_they_are_off() -> None:
+    before = np.concatenate([np.arange(6), np.arange(8)])[:, None].astype(np.float64)
+    one = positions(sample(before, before + 1, ":in[position_ids]", "int64"), ("a", "b"))
+    assert one is not None
+    assert "1 higher (+1)" in one.sentence
+    each = positions(
+        sample(before, before + np.repeat([2, 5], [7, 7])[:, None], ":in[position_ids]", "int64"), ("a", "b")
+    )
+    assert each is not None
+    assert "2 higher in request a, 5 higher in request b" in each.sentence
+    assert positions(sample(before, before * 2, ":in[position_ids]", "int64"), ("a", "b")) is None
+
+
+def test_a_norm_shows_its_weight() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((30, 16)), rng.uniform(0.2, 3.0, 16)
+    places = [np.arange(30)] * 5
+
+    def slots(values: Array) -> Slots:
+        return Slots(*places, values)
+
+    y = x / np.sqrt((x * x).mean(axis=1, keepdims=True)) * weight
+    found = weight_of(slots(x), slots(y))
+    assert found is not None
+    np.testing.assert_allclose(found, weight, rtol=1e-6)
+    assert weight_of(slots(x), slots(rng.standard_normal((30, 16)))) is None
+
+
+def test_a_cap_that_is_missing_is_told() -> None:
+    value = np.random.default_rng(0).standard_normal((20, 30)) * 10
+    assert "30 × tanh" in uncapped(value, 30 * np.tanh(value / 30), 1e-6)
+    assert uncapped(value, value * 0.9, 1e-6) == ""
+
+
+def test_another_map_of_few_patterns_is_no_factor_for_each_channel() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((40, 1)) + 0.05 * rng.standard_normal((40, 32))
+    before, after = x @ rng.standard_normal((32, 24)), x @ rng.standard_normal((32, 24))
+    damage = find_damage(sample(before, after, "lm_head:out", "float32"), 0.0, {}, ())
+    assert damage is not None
+    assert choose(damage, scales(damage))[0] is None
+
+
+def test_two_columns_are_no_pattern() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.standard_normal((40, 32))
+    for count, said in ((2, "columns 4 and 7"), (3, "every third column from 4 on")):
+        after = before.copy()
+        after[:, 4 : 4 + 3 * count : 3] *= 3
+        damage = find_damage(sample(before, after, "mlp:out", "float32"), 0.0, {}, ())
+        assert damage is not None
+        assert describe(damage, ("a", "b"), frozenset(), counted=True) == said
