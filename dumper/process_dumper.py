@@ -14,7 +14,7 @@ from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.dumper import Dumper
 from tapscope.dumper.environment import changes_of
 from tapscope.dumper.job import experiment
-from tapscope.dumper.job.compiled import is_compiling, say_skipped
+from tapscope.dumper.job.compiled import is_compiling
 from tapscope.dumper.job.experiment import Experiment, Naming
 from tapscope.dumper.recording.schedule import StepBlock
 from tapscope.dumper.recording.watches import Handle
@@ -115,31 +115,26 @@ class ProcessDumper(Dumper):
         dims: str | None = None,
         dims_grad: str | None = None,
         grad: bool | None = None,
+        save: bool = True,
         **tags: Any,
     ) -> None:
         """See :meth:`Dumper.dump`."""
-        if is_compiling():
-            say_skipped(name)
-            return
-        recording = self._recording
-        if recording is None:
-            if self._is_settled:
+        if self._recording is None and not is_compiling():
+            if self._is_settled and self._forked is None:
                 return
             self._open_in_background()
-            recording = self._recording
-        if recording is not None and recording.regime.explicit is not None:
-            recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
+        super().dump(name, value, dims=dims, dims_grad=dims_grad, grad=grad, save=save, **tags)
 
-    def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
+    def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
         """See :meth:`Dumper.dump_dict`."""
         if not is_compiling():
             self._open_in_background()
-        super().dump_dict(prefix, data, **tags)
+        super().dump_dict(prefix, data, save=save, **tags)
 
-    def dump_model(self, model: nn.Module, *, step: int | None = None, prefix: str = "", **tags: Any) -> int:
+    def dump_model(self, model: nn.Module, **how: Any) -> int:
         """See :meth:`Dumper.dump_model`."""
         self._open_in_background()
-        return super().dump_model(model, step=step, prefix=prefix, **tags)
+        return super().dump_model(model, **how)
 
     def attach(self, model: nn.Module, *, name: str = "") -> Handle:
         """See :meth:`Dumper.attach`."""

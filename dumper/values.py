@@ -1,9 +1,10 @@
 """ValueCalls: the calls of a dumper that bring values by name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from tapscope.dumper.config import DumperConfig
@@ -16,7 +17,10 @@ from tapscope.dumper.recording.watches import Watches
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.sending.captures import Captures
 from tapscope.dumper.steps import context
-from tapscope.dumper.taps.parameters import take_model
+from tapscope.dumper.taps.parameters import gradient_of, take_model
+
+_FOREIGN = frozenset({"step", "get_grad", "grafter_extras"})
+"""Arguments of SGLang's calls that mean nothing in ``dump``, and would be taken for tags."""
 
 
 class ValueCalls:
@@ -39,6 +43,7 @@ class ValueCalls:
         dims: str | None = None,
         dims_grad: str | None = None,
         grad: bool | None = None,
+        save: bool = True,
         **tags: Any,
     ) -> None:
         """Record a value at ``layers.N:tap[name]``, with N from the tag ``layer_id`` or ``layer``, else ``:tap[name]``.
@@ -46,19 +51,26 @@ class ValueCalls:
         ``value`` is a tensor, an array, a number, a text or a container of those; a function of no arguments is called
         once, and only if its value is selected. ``dims`` names the axes; the gradient's are ``dims_grad``, or the same.
         ``grad``: None takes the gradient where a rule names it, True also where only the value is kept, False never.
-        ``tags`` are recorded with it and overrule the context. Never raises.
+        ``save`` False records nothing. ``tags`` are recorded with it and overrule the context; ``step`` and what is
+        SGLang's alone (``get_grad``, ``grafter_extras``) is none, and is complained of in the run. Never raises.
         """
         if is_compiling():
             say_skipped(name)
             return
+        if not save:
+            return
         recording = self._recording
+        if not _FOREIGN.isdisjoint(tags):
+            tags = _without_foreign(name, tags, recording)
         if recording is not None and recording.regime.explicit is not None:
             recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
         elif self._forked is not None:
             self._forked.say()
 
-    def dump_dict(self, prefix: str, data: Any, **tags: Any) -> None:
+    def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
         """Dump every value of a mapping, or of an object's public attributes that are no methods, as ``prefix.KEY``."""
+        if not save:
+            return
         if is_compiling():
             say_skipped(prefix)
             return
@@ -74,25 +86,39 @@ class ValueCalls:
         if failed:
             recording.collector.account.complain(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
 
-    def dump_model(self, model: nn.Module, *, step: int | None = None, prefix: str = "", **tags: Any) -> int:
+    def dump_model(
+        self,
+        model: nn.Module,
+        *,
+        step: int | None = None,
+        prefix: str = "",
+        save: bool = True,
+        get_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        **tags: Any,
+    ) -> int:
         """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
 
         Kept as rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, else as ``keep`` says.
         ``prefix`` goes before the paths, with a dot or without. ``step`` is the number of the open step or of the one
-        that ended last; another number is only noted as a tag. Gives how many there were. Never raises.
+        that ended last; another number is only noted as a tag, and complained of. ``get_grad`` gives the gradient of a
+        parameter in their place; ``save`` False records nothing. Gives how many there were. Never raises.
         """
         recording = self._recording
-        if recording is None or not (recording.regime.config.enabled or recording.collector.taker.captures):
+        if not save or recording is None or not (recording.regime.config.enabled or recording.collector.taker.captures):
             return 0
         where, info = recording.schedule.current(), recording.info
-        tags = tags if step is None or step == where.info.step else {"step": step, **tags}
+        if step is not None and step != where.info.step:
+            text = f"dump_model(step={step}) came in step {where.info.step}, and is recorded there, with the tag step"
+            recording.collector.account.complain(f"{prefix}:param[..]", text)
+            tags = {"step": step, **tags}
         config = recording.collector.selection.config.updated(
             {"params": True, "grads": True, "buffers": True, "mode": "all"}
         )
         selection = Selection.of(config, rank=info.rank, coords=info.coords)
         said = context.merged(context.current(), tags)
         try:
-            return take_model(recording.collector, model, where, selection, prefix=prefix, micro=where.micro, tags=said)
+            how: dict[str, Any] = {"prefix": prefix, "micro": where.micro, "tags": said}
+            return take_model(recording.collector, model, where, selection, get_grad=get_grad or gradient_of, **how)
         except Exception as error:  # noqa: BLE001 - the model must go on
             recording.collector.account.fail(where, f"{prefix}:param[..]", error)
             return 0
@@ -116,3 +142,11 @@ class ValueCalls:
             if lone is not None:
                 self._recording = None
                 lone.close(None)
+
+
+def _without_foreign(name: Any, tags: dict[str, Any], recording: Recording | None) -> dict[str, Any]:
+    """The tags alone; the rest is complained of."""
+    foreign = ", ".join(sorted(_FOREIGN & tags.keys()))
+    if recording is not None:
+        recording.collector.account.complain(f":tap[{name}]", f"dump() takes no {foreign}: left out")
+    return {name: value for name, value in tags.items() if name not in _FOREIGN}

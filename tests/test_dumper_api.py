@@ -472,6 +472,52 @@ def test_a_name_that_no_expression_knows_is_refused_unless_it_is_a_declared_tag(
     assert [r.key.site for r in open_run(tmp_path / "run").records] == [":tap[a]"]
 
 
+def test_what_is_sglangs_alone_is_served_or_complained_of(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Dumper(None, tmp_path / "run", keep="full", grads=True) as dumper, dumper.step():
+        dumper.dump("kept", 1, save=True)
+        dumper.dump("left", 1, save=False)
+        dumper.dump_dict("left", {"a": 1}, save=False)
+        assert dumper.dump_model(model, save=False) == 0
+        dumper.dump("odd", 1, step=7, get_grad=None, user="a")
+        dumper.dump_model(model, get_grad=lambda parameter: parameter * 3, step=9)
+    run = open_run(tmp_path / "run")
+    records = {r.key.site: r for r in run.records}
+    assert sorted(site for site in records if ":tap" in site) == [":tap[kept]", ":tap[odd]"]
+    assert records[":tap[odd]"].tags == {"user": "a"}
+    assert run.array(records[":param[weight].grad"]).tolist() == (model.weight * 3).tolist()
+    reasons = [e.fields["reason"] for e in run.events() if e.kind == "failed"]
+    text = "dump_model(step=9) came in step 0, and is recorded there, with the tag step"
+    assert reasons == ["dump() takes no get_grad, step: left out", text]
+
+
+def test_deep_wide_and_endless_containers_are_recorded_as_far_as_they_go(tmp_path: Path) -> None:
+    deep: Any = torch.ones(2)
+    for _ in range(40):
+        deep = [deep]
+    endless: dict[str, Any] = {"x": torch.ones(1)}
+    endless["self"] = endless
+    doubling: Any = 1.5
+    for _ in range(30):
+        doubling = (doubling, doubling)
+    texts = [f"request-{number}" for number in range(5000)]
+    model = nn.Identity()
+    with Dumper(model, tmp_path / "run", keep="full") as dumper:
+        for name, value in (("deep", deep), ("endless", endless), ("doubling", doubling), ("texts", texts)):
+            dumper.dump(name, value)
+        for _ in range(3):
+            model({"deep": deep, "endless": endless})
+    run = open_run(tmp_path / "run")
+    records = {r.key.site: r for r in run.records}
+    assert run.array(records[f":tap[deep.{'.'.join('0' * 40)}]"]).tolist() == [1, 1]
+    assert records[":tap[endless.self]"].value == {"type": "object", "class": "builtins.dict"}
+    assert 20_000 <= sum(site.startswith(":tap[doubling") for site in records) < 50_000
+    assert records[":tap[texts]"].value["cut"] == 5000
+    assert records[":tap[texts]"].value["value"][:2] == ["request-0", "request-1"]
+    assert records[f":out[deep.{'.'.join('0' * 40)}]"].shape == (2,)
+    assert (run.ledger().failed, run.ledger().complete) == (0, True)
+
+
 def test_reset_goes_on_in_a_new_run_beside_the_old_one(tmp_path: Path) -> None:
     model = build()
     (tmp_path / "taken").mkdir()

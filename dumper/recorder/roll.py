@@ -144,7 +144,7 @@ class Roll:
         try:
             with contextlib.closing(peer.writer):  # sealed as far as it goes, also where the line does not fit any more
                 if why != "closed":  # a rank that closes has sent its own close line
-                    peer.writer.event("lost", reason=reason)
+                    peer.writer.event("lost", reason=reason, cause=why)
         except OSError as error:
             self._recorder.log(f"rank {peer.rank}: sealing failed: {error}")
         self._recorder.steering.changes.rank_left(peer)

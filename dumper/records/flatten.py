@@ -12,7 +12,8 @@ import torch
 from tapscope import plain
 from tapscope.plain import MAX_PLAIN
 
-_MAX_DEPTH = 16
+_MAX_DEPTH = 100
+_MAX_CONTAINERS = 20_000
 _HARMLESS = str.maketrans("[]:", "();")
 _LONG_LIST = 16
 _TOLD = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, slice, range, Enum, PurePath)
@@ -23,11 +24,13 @@ def flatten(value: Any) -> list[tuple[str, Any]]:
     """``(path, leaf)`` of tensors and plain values, each path once; None gives nothing.
 
     Tuples and lists give their index, mappings (ModelOutput too), named tuples and dataclasses their names; a path
-    that comes again (keys ``1`` and ``"1"``) gets ``~2``. A long list of plain numbers is one leaf, and so is what
-    cannot be looked into (a cache object, a cycle).
+    that comes again (keys ``1`` and ``"1"``) gets ``~2``. A long list of plain numbers or texts is one leaf, and so is
+    what cannot be looked into (a cache object, a cycle, what has too many levels or containers).
     """
     found: list[tuple[str, Any]] = []
-    _walk(value, "", 0, found)
+    if isinstance(value, torch.Tensor):
+        return [("", value)]
+    _Walk(found).into(value, "")
     if len(found) > 1 and len({path for path, _ in found}) < len(found):
         return _told_apart(found)
     return found
@@ -47,16 +50,37 @@ def _told_apart(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return apart
 
 
-def _walk(value: Any, path: str, depth: int, found: list[tuple[str, Any]]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append((path, value))
-    elif value is not None:
-        children = _children(value) if depth < _MAX_DEPTH else None
-        if children is None:
-            found.append((path, value))
+class Unseen:
+    """Stands for a container that was not looked into; its record has the class alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value)
+
+
+class _Walk:
+    """Where it is, so that it ends on cycles, and how much it has seen."""
+
+    def __init__(self, found: list[tuple[str, Any]]) -> None:
+        self._found = found
+        self._inside: set[int] = set()
+        self._num_containers = 0
+
+    def into(self, value: Any, path: str) -> None:
+        if value is None:
             return
+        children = None if isinstance(value, torch.Tensor) else _children(value)
+        if children is None:
+            self._found.append((path, value))
+            return
+        self._num_containers += 1
+        inside = self._inside
+        if id(value) in inside or len(inside) >= _MAX_DEPTH or self._num_containers > _MAX_CONTAINERS:
+            self._found.append((path, Unseen(value)))
+            return
+        inside.add(id(value))
         for name, child in children:
-            _walk(child, f"{path}.{name}" if path else name, depth + 1, found)
+            self.into(child, f"{path}.{name}" if path else name)
+        inside.discard(id(value))
 
 
 def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
@@ -69,7 +93,7 @@ def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, tuple | list):
-        if len(value) > _LONG_LIST and all(isinstance(child, bool | int | float) for child in value):
+        if len(value) > _LONG_LIST and all(isinstance(child, bool | int | float | str) for child in value):
             return None
         return [(str(i), child) for i, child in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -90,6 +114,8 @@ def is_container(value: Any) -> bool:
 
 def plain_value(leaf: Any) -> dict[str, Any]:
     """A non-tensor leaf as the typed JSON of docs/format.md, with the text of an object that its text says all of."""
+    if isinstance(leaf, Unseen):
+        return {"type": "object", "class": f"{leaf.kind.__module__}.{leaf.kind.__qualname__}"}
     value = plain.plain_value(leaf)
     if value["type"] == "object" and isinstance(leaf, _TOLD):
         value["text"] = str(leaf)[:MAX_PLAIN]

@@ -8,7 +8,7 @@ a gradient is ``backward``; several uses in one step are numbered.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -158,6 +158,7 @@ def take_model(
     buffers: bool = True,
     micro: int = 0,
     tags: Mapping[str, Any] | None = None,
+    get_grad: Callable[[torch.Tensor], torch.Tensor | None] = lambda parameter: gradient_of(parameter),
 ) -> int:
     """Take the parameters, gradients and buffers of ``model`` now, as ``selection`` says; how many there were.
 
@@ -178,7 +179,7 @@ def take_model(
             port = tap.port(kind, name, selection)
             wanted: list[tuple[Port | None, Any, str]] = [(port, value, FORWARD)] if values or kind == "buffer" else []
             if kind == "param" and grads:
-                wanted.append((port.grad, gradient_of(value), BACKWARD))
+                wanted.append((port.grad, get_grad(value), BACKWARD))
             for each, tensor, pass_ in wanted:
                 if each is not None and each.may_keep and tensor is not None:
                     number = step.claim((each.model, each.site, micro, pass_))

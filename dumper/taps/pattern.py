@@ -43,7 +43,7 @@ def pattern_of(kind: str, value: Any, ports: "Iterator[Port]") -> Any:
     """
     try:
         found = _pattern(value, ports) if kind != "in" else _call(value[0], value[1], ports)
-    except Unknowable:
+    except (Unknowable, RecursionError):  # of a container that is inside itself
         return None
     return None if any(True for _ in ports) else found
 

@@ -72,9 +72,12 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
             when = "before the first step" if step is None else f"at step {step}"
             account.budgets.append(f"rank {rank}: {limit} {value} was reached {when}")
     last = max((n for n, e in enumerate(events) if e.kind == "open"), default=0)
-    ending = {e.kind for e in events[last:]}  # a rank may have found another recorder after it lost one
-    if "lost" in ending:
+    ending = {e.kind: e for e in events[last:]}  # a rank may have found another recorder after it lost one
+    if "lost" in ending and ending["lost"].fields.get("cause", "died") == "died":
         account.lost_ranks.append(rank)
+    elif "lost" in ending:
+        reason = ending["lost"].fields.get("reason")
+        account.cut_off.append(f"recording ended before rank {rank} did, what it took later is not counted: {reason}")
     elif "close" not in ending:
         _without_close(account, run, "repaired" in ending).append(rank)
     elif any(rank not in by_rank and not mates.isdisjoint(by_rank) for by_rank in run.steps.values()):

@@ -207,8 +207,10 @@ class Ledger(Struct):
     """Limits that were reached and ended the capture early, one sentence each."""
     uneven_ranks: list[int] = field(default_factory=list)
     """Ranks that closed without some of the steps that others took."""
+    cut_off: list[str] = field(default_factory=list)
+    """Why the recorder gave up a rank that lived on, one sentence each."""
     lost_ranks: list[int] = field(default_factory=list)
-    """Ranks that died, or whose recorder was stopped."""
+    """Ranks that died."""
     never_fired: list[str] = field(default_factory=list)
     """Sites with a tap through which no tensor ever came."""
     compiled: list[str] = field(default_factory=list)
@@ -237,7 +239,7 @@ class Ledger(Struct):
         """Whether everything that was selected is on disk, on every rank."""
         values = self.dropped or self.failed or self.lost
         steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks or self.budgets
-        ranks = self.lost_ranks or self.killed_ranks or self.missing_ranks or self.interrupted_ranks
+        ranks = self.cut_off or self.lost_ranks or self.killed_ranks or self.missing_ranks or self.interrupted_ranks
         return not (values or steps or ranks or self.problems or self.empty)
 
     def sentences(self) -> list[str]:
@@ -263,7 +265,8 @@ class Ledger(Struct):
             (len(self.compiled), compiled_sentence(self.compiled)),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {some(self.never_fired)}"),
         ]
-        return [sentence for amount, sentence in facts if amount] + self.problems + self.unknown
+        said = [sentence for amount, sentence in facts if amount]
+        return said + self.cut_off + self.problems + self.unknown
 
 
 def _ranks(ranks: list[int]) -> str:
