@@ -61,6 +61,7 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
         app,
         http=bounded(limits),
         ws="none",
+        backlog=min(max(limits.max_connections // 2, 1), 2048),  # fewer at a time than would push each other out
         log_config=None,
         access_log=False,
         server_header=False,
