@@ -1,11 +1,14 @@
 """Causes read off what was recorded beside the culprit: updates of optimizers, positions, weights of other norms."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from tapscope.comparator.explain.columns import chosen
 from tapscope.comparator.explain.damage import find_damage
 from tapscope.comparator.explain.explain import choose
 from tapscope.comparator.explain.extent import describe
@@ -15,6 +18,7 @@ from tapscope.comparator.explain.positions import positions
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.explain.scale import scales
 from tapscope.comparator.explain.slots import Slots
+from tapscope.comparator.explain.tables import table as explain_table
 from tapscope.comparator.explain.weights import weight_of
 
 torch = pytest.importorskip("torch")
@@ -95,10 +99,10 @@ def test_positions_say_by_how_much_they_are_off() -> None:
 def test_a_norm_shows_its_weight() -> None:
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((30, 16)), rng.uniform(0.2, 3.0, 16)
-    places = [np.arange(30)] * 5
+    at = np.arange(30)
 
     def slots(values: Array) -> Slots:
-        return Slots(*places, values)
+        return Slots(at, at, at, at, at, values)
 
     y = x / np.sqrt((x * x).mean(axis=1, keepdims=True)) * weight
     found = weight_of(slots(x), slots(y))
@@ -131,3 +135,37 @@ def test_two_columns_are_no_pattern() -> None:
         damage = find_damage(sample(before, after, "mlp:out", "float32"), 0.0, {}, ())
         assert damage is not None
         assert describe(damage, ("a", "b"), frozenset(), counted=True) == said
+
+
+def test_wrong_columns_of_a_weight_are_found_from_the_input() -> None:
+    rng = np.random.default_rng(0)
+    x, wrong = rng.standard_normal((60, 200)), rng.standard_normal((3, 48))
+    assert chosen(x, x[:, [5, 17, 90]] @ wrong, 1e-9) == [5, 17, 90]
+    assert chosen(x, rng.standard_normal((60, 48)), 1e-3) == []
+
+
+def table(frequency: Array, position: Array) -> Array:
+    return np.tile(np.cos(position[:, None] * frequency[None, :]), 2).astype(np.float32).astype(np.float64)
+
+
+PLAIN = 10000.0 ** (-np.arange(8) / 8)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "move", "said"),
+    [
+        (PLAIN.astype(ml_dtypes.bfloat16).astype(np.float64), 0, "inverse frequencies are rounded to bf16"),
+        (500000.0 ** (-np.arange(8) / 8), 0, "RoPE with theta 5e+05 in target against 1e+04 in baseline"),
+        (PLAIN * 0.25, 0, "RoPE at positions 0.25 times those of baseline"),
+        (PLAIN, 1, "positions are 1 higher in target's table"),
+        (np.where(np.arange(8) == 2, 0.05, PLAIN), 0, "RoPE's frequencies of 1 pair (2) are 0.5 × baseline's"),
+    ],
+)
+def test_a_table_tells_its_frequencies_and_positions(frequency: Array, move: int, said: str) -> None:
+    position = np.tile(np.arange(40), 2).astype(np.float64)
+    some = sample(table(PLAIN, position), table(frequency, position + move), "rotary_emb:out[0]", "float32")
+    damage = find_damage(replace(some, position=position.astype(np.int64)), 0.0, {}, ())
+    assert damage is not None
+    found = explain_table(damage, (10000.0,), ("a", "b"), frozenset())
+    assert found is not None
+    assert said in found.sentence

@@ -12,6 +12,7 @@ from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.attended import attended
 from tapscope.comparator.explain.casts import casts, overflow
+from tapscope.comparator.explain.columns import input_columns
 from tapscope.comparator.explain.damage import Damage, find_damage
 from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.kin import Kin
@@ -22,9 +23,10 @@ from tapscope.comparator.explain.norms import norms
 from tapscope.comparator.explain.order import orders
 from tapscope.comparator.explain.positions import positions
 from tapscope.comparator.explain.relatives import relatives, summands, unsummed
-from tapscope.comparator.explain.rotary import tables, turns
+from tapscope.comparator.explain.rotary import turns
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
+from tapscope.comparator.explain.tables import table
 from tapscope.comparator.explain.trained import trained
 from tapscope.comparator.explain.trial import Trial, remains, share_of
 from tapscope.comparator.explain.weights import other_weights
@@ -128,6 +130,8 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
     lost = overflow(damage.before, damage.after)
     if lost:
         return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
+    if (told := table(damage, kin.thetas, kin.requests, kin.padded)) is not None:
+        return told
     winner, tested = choose(damage, _trials(damage, kin))
     if winner is not None:
         extent = (
@@ -164,7 +168,6 @@ def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float])
     yield from clamps(damage)
     yield from caps(damage)
     yield from turns(damage, thetas)
-    yield from tables(damage)
 
 
 def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
@@ -176,6 +179,7 @@ def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
     yield from norms(damage, others)
     yield from activations(damage, others)
     yield from other_weights(damage, kin.sites)
+    yield from input_columns(damage, kin.sites)
     for axis, parts in kin.summands():
         yield from summands(damage, parts, axis)
     for axis, parts in kin.replicas():

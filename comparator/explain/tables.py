@@ -1,0 +1,181 @@
+"""Tables: what a table of RoPE's cosines, sines or angles shows of its frequencies and positions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.proof import Claim, prove
+from tapscope.comparator.explain.ways import USUAL_THETAS, searched
+from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.text import plural
+
+Array = np.ndarray[Any, Any]
+
+SHIFTS = (1, -1, 2, -2, 3, -3)
+"""Positions."""
+_ANGLE = 2.0**-22
+"""Relative error of an angle made in float32 from a position and a rounded frequency."""
+_CHANGED = 2e-3
+"""Relative difference from which one frequency is another."""
+_MIN_ROWS = 4
+
+
+class _Made(NamedTuple):
+    """What a table holds of its angles."""
+
+    make: Callable[[Array], Array]
+    angle: Callable[[Array, Array], Array]
+    """(values, angles that are about right) -> the angles nearest to these that have the values."""
+
+
+def _cosine(values: Array, about: Array) -> Array:
+    known = np.arccos(np.clip(values, -1.0, 1.0))
+    return _nearest(about, (known, -known))
+
+
+def _sine(values: Array, about: Array) -> Array:
+    known = np.arcsin(np.clip(values, -1.0, 1.0))
+    return _nearest(about, (known, np.pi - known))
+
+
+def _nearest(about: Array, known: Sequence[Array]) -> Array:
+    turns = [one + 2 * np.pi * np.round((about - one) / (2 * np.pi)) for one in known]
+    return np.where(np.abs(turns[0] - about) <= np.abs(turns[1] - about), turns[0], turns[1])
+
+
+_KINDS = (
+    _Made(np.cos, _cosine),
+    _Made(np.sin, _sine),
+    _Made(lambda angle: angle, lambda values, about: values),
+)
+
+
+def table(
+    damage: Damage, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
+) -> Explanation | None:
+    """What explains a table; None where the baseline is none, or nothing does."""
+    sample = damage.sample
+    width = sample.baseline.shape[1]
+    if sample.is_integer or width != sample.width or width % 2 or sample.position.max(initial=0) < _MIN_ROWS:
+        return None
+    position = sample.position.astype(np.float64)
+    angle = _ANGLE * float(position.max())
+    noise = float(np.hypot(damage.noise, angle))
+    noises = [float(np.hypot(max(0.4 * dtypes.epsilon(name), 4e-6), angle)) for name in sample.dtypes]
+    for kind in _KINDS if "rot" in sample.site else _KINDS[:2]:
+        own = frequencies(kind, sample.baseline, position)
+        if own is None or not _fits(kind, own, position, sample.baseline, noises[0]):
+            continue
+        other = frequencies(kind, sample.target, position)
+        values = sample.baseline, sample.target
+        bases = [_theta(kind, *side, position, thetas) for side in zip(values, noises, strict=True)]
+        claims = [
+            Claim(name, text, damage.cut(kind.make(at[:, None] * np.tile(turn, 2)[None, :])), cost)
+            for name, text, at, turn, cost in _guesses(own, other, bases, position)
+        ]
+        proven = prove(damage, claims, noise)
+        if proven is not None:
+            extent = "" if proven.name.startswith("rope") else describe(damage, requests, padded, counted=False)
+            return Explanation(proven.name, proven.sentence, proven.share, extent, (), len(sample.baseline))
+    return None
+
+
+def frequencies(kind: _Made, values: Array, position: Array) -> Array | None:
+    """[width / 2] the angle that each pair turns by from one position to the next, at most 1; None without a start.
+
+    From the second position on: the angle there, then at twice as far and so on, each nearest to what the one before
+    says of it.
+    """
+    if not np.isfinite(values).all() or (kind is not _KINDS[2] and np.abs(values).max() > 1.001):
+        return None
+    half, found, step = values.shape[1] // 2, None, 1
+    while (at := np.flatnonzero(position == step)).size:
+        row = values[at[0], :half]
+        about = found * step if found is not None else np.full(half, 0.5)
+        angle = kind.angle(row, about)
+        found = np.abs(angle) / step
+        step *= 2
+    largest = int(position.argmax())
+    if found is None:
+        return None
+    turns: Array = np.abs(kind.angle(values[largest, :half], found * position[largest])) / position[largest]
+    return turns
+
+
+def _fits(kind: _Made, own: Array, position: Array, values: Array, noise: float) -> bool:
+    made = kind.make(position[:, None] * np.tile(own, 2)[None, :])
+    off = float(((made - values) ** 2).sum()) / max(float((values**2).sum()), 1e-300)
+    return bool(off**0.5 < 4 * noise)
+
+
+def _guesses(
+    own: Array, other: Array | None, bases: Sequence[float | None], position: Array
+) -> Iterator[tuple[str, str, Array, Array, int]]:
+    """(family, sentence, positions, frequencies, cost)."""
+    base, new = bases
+    for dtype, short in ((ml_dtypes.bfloat16, "bf16"), (np.float16, "fp16")):
+        yield "rope positions", f"positions are rounded to {short} in target's table", _cast(position, dtype), own, 0
+        text = f"inverse frequencies are rounded to {short} in target's table"
+        yield "rope frequencies", text, position, _cast(own, dtype), 0
+    for shift in SHIFTS:
+        more = f"{abs(shift)} {'higher' if shift > 0 else 'lower'}"
+        yield "rope shift", f"positions are {more} in target's table", position + shift, own, 1
+    if base is not None and new is not None:
+        text = f"RoPE with theta {_said(new)} in target against {_said(base)} in baseline"
+        yield "rope theta", text, position, _of(new, len(own)), 2
+    elif new is not None:
+        text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_said(new)}"
+        yield "rope scaling", f"{text}, baseline's are scaled", position, _of(new, len(own)), 2
+    elif base is not None and other is not None:
+        text = f"RoPE's frequencies are scaled in target, baseline's are those of theta {_said(base)}"
+        yield "rope scaling", text, position, other, 4
+    if other is None:
+        return
+    changed = np.flatnonzero(np.abs(other / np.maximum(own, 1e-300) - 1.0) > _CHANGED)
+    if 0 < len(changed) < len(own):
+        mixed = own.copy()
+        mixed[changed] = other[changed]
+        pairs = ", ".join(map(str, changed[:4])) + (", …" if len(changed) > 4 else "")
+        factors = other[changed] / own[changed]
+        times = (
+            f"{factors[0]:.4g} × baseline's" if np.ptp(factors) < _CHANGED * factors[0] else "others than baseline's"
+        )
+        text = f"RoPE's frequencies of {plural(len(changed), 'pair')} ({pairs}) are {times} in target"
+        yield "rope frequencies", text, position, mixed, 3
+    factor = float(np.median(other / np.maximum(own, 1e-300)))
+    of = f" (theta {_said(base)})" if base is not None else ""
+    yield "rope scaling", f"RoPE at positions {factor:.4g} times those of baseline{of}", factor * position, own, 2
+
+
+def _theta(kind: _Made, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:
+    """The base of a table, one in use where that fits; None where none does."""
+    size = values.shape[1] // 2
+
+    def off(theta: float) -> float:
+        made = kind.make(position[:, None] * np.tile(_of(theta, size), 2)[None, :])
+        return float(np.sqrt(((made - values) ** 2).sum() / max(float((values**2).sum()), 1e-300)))
+
+    usual = [theta for theta in dict.fromkeys((*thetas, *USUAL_THETAS)) if off(theta) < 4 * noise]
+    if usual:
+        return min(usual, key=off)
+    best, error = searched(off, 1e2, 1e9)
+    return best if error < 4 * noise else None
+
+
+def _of(theta: float, size: int) -> Array:
+    found: Array = theta ** (-np.arange(size) / size)
+    return found
+
+
+def _said(theta: float) -> str:
+    return f"{theta:.4g}"
+
+
+def _cast(values: Array, dtype: Any) -> Array:
+    found: Array = values.astype(np.float32).astype(dtype).astype(np.float64)
+    return found
