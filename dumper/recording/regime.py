@@ -19,6 +19,7 @@ from tapscope.dumper.sending.captures import Captures
 from tapscope.dumper.sending.console import Console
 from tapscope.dumper.sending.link import Link
 from tapscope.dumper.taps.collector import Collector
+from tapscope.garbage import uncollected
 from tapscope.observe import RankInfo, StepInfo
 from tapscope.site import Glob, describe_layers
 from tapscope.wire import Message
@@ -195,6 +196,7 @@ class Regime:
         unmatched = {} if may_be_a_stage or not self._watches else self.unmatched(config)
         return next(iter(unmatched.values()), None)
 
+    @uncollected()
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
         """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
         ports, opened = self._watches.ports()

@@ -117,6 +117,13 @@ class Rule:
         except (SiteError, ExpressionError, ValueError) as error:
             raise RuleError(f"rule {_shown(self)}: {error}") from None
 
+    @property
+    def is_unconditional(self) -> bool:
+        """Whether it holds at every moment."""
+        numbers = (self.steps, self.every, self.first, self.min_bytes, self.max_bytes, self.when)
+        texts = (self.phases, self.passes, self.dtypes, self.requests, self.tags)
+        return all(each is None for each in numbers) and not any(texts)
+
     def __repr__(self) -> str:
         return f"Rule({str(self)!r})"
 

@@ -54,11 +54,13 @@ class CompiledRule(NamedTuple):
 
     rule: Rule
     glob: Glob
+    is_plain: bool
+    """Whether it decides wherever it is about the site: no moment and no expression has a say."""
 
     @classmethod
     def of(cls, rule: Rule) -> "CompiledRule":
         """Compile the glob."""
-        return cls(rule, Glob(rule.glob))
+        return cls(rule, Glob(rule.glob), rule.is_unconditional)
 
     def is_about(self, place: Place) -> bool:
         """Whether the rule is about this site, on some rank at some moment."""

@@ -9,7 +9,7 @@ switches ``grads``, ``params`` and ``buffers`` of the configuration make them or
 small and ordinary sites without a switch. A rule that says ``off`` is about everything that its glob matches.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tapscope.dumper.config import DumperConfig
@@ -55,6 +55,8 @@ class Selection:
         # A trigger reaches the sites that a rule with its glob would.
         self._watched = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
         self._choices: dict[str, Choice] = {}
+        self._alike: dict[tuple[Any, ...], Choice] = {}  # sites that the same plain rules decide have one choice
+        self._kinds: dict[str, bool] = {}
 
     @classmethod
     def of(
@@ -102,7 +104,7 @@ class Selection:
         """
         if self._asked and self._is_ordinary(kind):
             return True
-        if not self._is_open(path, kind):
+        if not (self.may_keep_kind(kind) and self._is_open(path, kind)):
             return False
         if any(self.choice(f"{path}:{port}").may_keep for port in ports):
             return True
@@ -114,6 +116,16 @@ class Selection:
             for each in (*self._here, *(rule for rule, _ in self._watched))
         )
 
+    def may_keep_kind(self, kind: str) -> bool:
+        """Whether anything may be kept at any port of ``kind``; most kinds are out of the question everywhere."""
+        found = self._kinds.get(kind)
+        if found is None:
+            named = any(each.rule.keep != "off" and self._counts(each, kind) for each in self._here)
+            watched = any(self._counts(each, kind) for each, _ in self._watched)
+            found = bool(self._asked) or self._is_ordinary(kind) or named or watched
+            self._kinds[kind] = found = found or (kind == "buffer" and bool(self.vectors))
+        return found
+
     def unmatched(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str] = (), *, taps: bool = False
     ) -> list[Rule | Trigger]:
@@ -122,12 +134,10 @@ class Selection:
         ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named;
         with ``taps`` explicit values may come under any name. A job refuses a rule only when no rank matches it.
         """
-        places = [Place.of(f"{path}:{port}") for path, known in ports.items() for port in known]
-        places += [Place.of(f"{place.site}.grad") for place in places if place.has_grad]
         opened = set(open_paths)
 
         def may_match(each: CompiledRule) -> bool:
-            if any(each.is_about(place) for place in places):
+            if any(each.is_about(place) for place in _places(ports)):
                 return True
             kinds = ("in", "out", "in.grad", "out.grad", *(("tap", "tap.grad") if taps else ()))
             return any(
@@ -149,18 +159,32 @@ class Selection:
     def _choose(self, place: Place) -> Choice:
         if not self._is_open(place.path, place.kind):
             return Choice()
-        known = self._known | place.names()
+        is_ordinary = self._is_ordinary(place.kind, place.site)
+        matched = []
+        for each in self._here:
+            if self._counts(each, place.kind, place.site) and each.is_about(place):
+                matched.append(each)
+                if each.is_plain:
+                    break
+        if self._filters or self._watched or any(each.rule.when is not None for each in matched):
+            return self._choice_of(matched, is_ordinary, self._known | place.names())
+        key = (is_ordinary, *map(id, matched))
+        found = self._alike.get(key)
+        if found is None:
+            found = self._alike[key] = self._choice_of(matched, is_ordinary, {})
+        return found
+
+    def _choice_of(self, matched: Sequence[CompiledRule], is_ordinary: bool, known: Mapping[str, Any]) -> Choice:
+        """What these rules say where the names of expressions are so."""
         filters = [each.bound(known) for each in self._filters]
         settled = [each for each in filters if each.is_constant]
         for expression in settled:
             self._holding.note(expression.text, bool(expression({})))
         if not all(expression({}) for expression in settled):
             return Choice()
-        default = Taking(self.config.keep) if self._is_ordinary(place.kind, place.site) else OFF
+        default = Taking(self.config.keep) if is_ordinary else OFF
         cases: list[Case] = []
-        for each in self._here:
-            if not self._counts(each, place.kind, place.site) or not each.is_about(place):
-                continue
+        for each in matched:
             tests = tests_of(each.rule, known, self._holding)
             if tests == ():
                 default = taking_of(each.rule)
@@ -195,6 +219,16 @@ class Selection:
 
     def _counts(self, each: CompiledRule, kind: str, site: str = "") -> bool:
         return each.rule.keep == "off" or self._is_ordinary(kind, site) or each.says(kind)
+
+
+def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[Place]:
+    """Every port and its gradient, made as they are asked for: most rules fit one of the first."""
+    for path, known in ports.items():
+        for port in known:
+            place = Place.of(f"{path}:{port}")
+            yield place
+            if place.has_grad:
+                yield Place.of(f"{place.site}.grad")
 
 
 def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from tapscope.dumper.taps.copies import PlainCopies
 from tapscope.dumper.taps.parameters import Parameters
 from tapscope.dumper.taps.taps import Tap, find_taps, heads, vectors
 from tapscope.dumper.taps.tree import Member, is_compiled_in_place, is_eager, is_inside, members, outermost
+from tapscope.garbage import uncollected
 
 if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
@@ -64,6 +65,7 @@ class Hooks:
         self.armed: list[Tap] = []
         """Taps in place now, the root's included."""
 
+    @uncollected()
     def install(self, selection: Selection, collector: "Collector | None" = None) -> None:
         """Put hooks where ``selection`` may keep something, and nowhere else; parameters go to ``collector``."""
         if collector is not None:
@@ -201,6 +203,8 @@ def _wants(tap: Tap, kind: str, selection: Selection) -> bool:
 
 
 def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
+    if not selection.may_keep_kind(kind):
+        return False
     base, _, grad = kind.partition(".")
     ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
     return selection.may_keep(tap.path, kind, ports, unnamed=base == "in" and tap.is_open)

@@ -189,6 +189,8 @@ def take_model(
 
 
 def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
+    if not selection.may_keep_kind(kind):
+        return False
     base, _, grad = kind.partition(".")
     ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
     return bool(ports) and selection.may_keep(tap.path, kind, ports, unnamed=False)

@@ -9,7 +9,7 @@ seen to hold a shard does so wherever it comes again; a module without parameter
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     linears = {path: linear for path, each in found.items() if (linear := _linear(each.core)) is not None}
     if not linears:
         return None
-    plain = [path for path, each in found.items() if not (each.core._modules or each.core._parameters)]
+    plain = [path for path, each in found.items() if next(_held(each.core), None) is None]
     return Sharding(linears, frozenset(plain), _num_heads(model))
 
 
@@ -99,8 +99,13 @@ def axes_of(shape: Sequence[int], grid: Sequence[int]) -> str | None:
     return "t h" if len(tokens) == 1 and grid and tokens[0] == math.prod(grid) else None
 
 
+def _held(module: nn.Module) -> Iterator[Any]:
+    yield from module.children()
+    yield from module.parameters(recurse=False)
+
+
 def _linear(module: nn.Module) -> _Linear | None:
-    weight: Any = module._parameters.get("weight")
+    weight: Any = next((each for name, each in module.named_parameters(recurse=False) if name == "weight"), None)
     if weight is None or weight.ndim != 2 or not (hasattr(module, "in_features") and hasattr(weight, "placements")):
         return None
     names, placements = weight.device_mesh.mesh_dim_names or (), weight.placements

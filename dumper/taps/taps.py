@@ -12,6 +12,7 @@ from tapscope.dumper.selection.selection import Choice, Selection
 from tapscope.dumper.taps.sharding import Sharding, sharding_of
 from tapscope.dumper.taps.traced import new_key
 from tapscope.dumper.taps.tree import members
+from tapscope.garbage import uncollected
 from tapscope.site import layer_of
 
 _HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
@@ -69,13 +70,15 @@ class Tap:
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
-        ports = {
-            "in": [f"in[{name}]" for name in (*self.names, *self.keywords)],
-            "out": ["out"],
-            "param": [f"param[{name}]" for name in self.params],
-            "buffer": [f"buffer[{name}]" for name in self.buffers],
-        }
-        return [port for kind in (*self.kinds, "param", "buffer") if not kinds or kind in kinds for port in ports[kind]]
+        found: list[str] = []
+        for kind in kinds or (*self.kinds, "param", "buffer"):
+            if kind == "in" and kind in self.kinds:
+                found += [f"in[{name}]" for name in (*self.names, *self.keywords)]
+            elif kind == "out" and kind in self.kinds:
+                found.append("out")
+            elif kind in ("param", "buffer"):
+                found += [f"{kind}[{name}]" for name in (self.params if kind == "param" else self.buffers)]
+        return found
 
     def occurrence(self, serial: int, kind: str, micro: int) -> int:
         """Number this firing of the forward pass within the step and micro-batch."""
@@ -141,6 +144,7 @@ class Tap:
         return Port(f"{self.path}:{name}", choice, about, dims, rows, self.model)
 
 
+@uncollected()
 def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
     aliases: dict[int, list[str]] = {}
