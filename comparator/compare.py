@@ -28,6 +28,7 @@ from tapscope.comparator.verdicts.localise import Divergence, localise
 from tapscope.comparator.verdicts.models import check_models
 from tapscope.comparator.verdicts.onsets import MOST, early_steps
 from tapscope.comparator.verdicts.pointwise import with_pointwise
+from tapscope.comparator.verdicts.recomputed import with_recomputed
 from tapscope.comparator.verdicts.rules import Rule, compile_rules
 from tapscope.comparator.verdicts.set_aside import sound_flips
 from tapscope.comparator.verdicts.tokens import tokens_of
@@ -90,8 +91,8 @@ def compare_closely(
 ) -> Comparison:
     """Compare two open runs, to look closer afterwards.
 
-    Raises RuleError for a selection that matches nothing and NothingInCommonError when not one row or value of the
-    runs can be compared.
+    Raises RuleError for a selection that matches nothing and NothingInCommonError when the runs have no site, row or
+    value in common. Where they have, but none can be compared, that is a report, whose exit code is 3.
     """
     damage = Damage(baseline), Damage(target)
     with uncollected():
@@ -114,7 +115,7 @@ def _compare(
         findings, divergences = _from_early_steps(judged, rules)
     if look(damage, divergences, seen.examined):  # once more, without what only looked like a culprit
         return _compare(baseline, target, options, damage, progress)
-    if all(f.basis == "none" for f in findings):
+    if all(f.basis == "none" and not f.verdict.is_bad for f in findings):
         reasons = [(f.site, f.notes[0]) for f in findings if f.notes]
         reasons += [(one.site, one.apart) for one in seen.everything if one.apart]
         reason = "".join(f"; {site}: {why}" for site, why in reasons[:1])
@@ -126,7 +127,7 @@ def _compare(
         findings,
         sum(seen.num_objects),
         seen.notes,
-        verified=options.verify,
+        options=options,
     )
     coverage = with_damage(coverage, damage)
     headers = header_of(baseline, seen.num_records[0]), header_of(target, seen.num_records[1])
@@ -169,6 +170,8 @@ def _judge(seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: Comp
     found = with_coarse(found, seen.examined, seen.examiner.preparer)
     pointwise = {node.path for node in judge.graph.nodes if node.is_pointwise}
     found = with_pointwise(found, seen.examined, seen.examiner.preparer, pointwise)
+    chosen = [run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
+    found = with_recomputed(found, runs, (chosen[0], chosen[1]))
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     early = early_steps(findings, divergences, judge)
     placed = [_placed(each, seen) for each in divergences]

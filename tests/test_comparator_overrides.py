@@ -60,12 +60,15 @@ def test_dims_of_the_command_line_replace_what_was_recorded(
     assert "agree" in capsys.readouterr().out
 
 
-def test_dims_of_a_map_file_count_behind_those_of_the_command_line(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_dims_of_a_map_file_count_behind_those_of_the_command_line(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "map.yaml"
     file.write_text("dims:\n  - {site: '*mlp:out', dims: 't h[tp]', side: target}\n")
     assert main(["diff", *map(str, runs), "--map", str(file)]) == 0
     assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "target:norm=t h # tp:replicated"]) == 0
-    assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "mlp=t h"]) == 2  # nothing is left for the file
+    assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "mlp=t h"]) == 1  # which are wrong
+    assert "earlier dims already cover all that is at '*mlp:out'" in capsys.readouterr().out
 
 
 def test_the_first_that_matches_counts(runs: tuple[Path, Path]) -> None:

@@ -15,7 +15,7 @@ from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.alignment.readings import settle
 from tapscope.comparator.alignment.routed import Choices
 from tapscope.comparator.alignment.rowmap import RowMap
-from tapscope.comparator.alignment.turn import turned
+from tapscope.comparator.alignment.turn import flattened, turned
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import Block, blocks
 from tapscope.comparator.assembly.pieces import same_form
@@ -170,6 +170,7 @@ class Preparer:
             plan, left, right = keyed.plan, keyed.left, keyed.right
         if rows := self._left_out.get((key_of(baseline), key_of(target))):
             plan = without_rows(plan, rows)
+        layouts = flattened(left, right, layouts)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
         broken = broken_left + broken_right

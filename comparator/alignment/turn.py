@@ -1,6 +1,7 @@
 """Turn: axes that both sides name alike and hold in another order are laid over each other by their names."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from msgspec import structs
 
@@ -35,6 +36,21 @@ def turned(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple
         right,
         f"axes of '{dims[0]}' and '{dims[1]}' were flattened in another order: no order of axes fits both",
     )
+
+
+def flattened(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
+    """The layouts, with the axes that both sides have in front as rows where there are no token rows and one side has
+    flattened those behind them: ``t n d`` meets ``t (n*d)``."""
+    dims = left[0].dims, right[0].dims
+    if dims[0] is None or dims[1] is None or any(layout.by_rows for layout in layouts):
+        return layouts
+    names = [[_names(dim) for dim in one.dims] for one in (dims[0], dims[1])]
+    if names[0] == names[1] or list(chain(*names[0])) != list(chain(*names[1])):
+        return layouts
+    common = next((i for i, (one, two) in enumerate(zip(*names, strict=False)) if one != two), 0)
+    if not common or any(w.shape[:common] != left[0].shape[:common] for w in (*left, *right)):
+        return layouts
+    return Layout(tuple(range(common)), "annotated"), Layout(tuple(range(common)), "annotated")
 
 
 def _features(dims: Dims, layout: Layout) -> list[int]:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from tapscope import dims as dims_grammar
 from tapscope.comparator.assembly.merge import is_plain, merge
 from tapscope.comparator.assembly.numbered_rows import with_rows
-from tapscope.comparator.assembly.pieces import Leaf, Piece, digest, is_joined, leaves
+from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, digest, is_joined, leaves
 from tapscope.comparator.assembly.shards import IncompleteError, UnassembledError
 from tapscope.comparator.runs.firings import Firing
 from tapscope.comparator.runs.places import Places
@@ -17,6 +17,11 @@ from tapscope.dims import Dims
 from tapscope.errors import DimsError
 from tapscope.record import Record
 from tapscope.run import Run
+
+STACKED = (
+    "neither run says its mesh or dims: each rank was compared with that of its number (--mesh and --dims say more)"
+)
+"""Of values that are compared rank by rank."""
 
 
 class Whole(Struct, frozen=True):
@@ -79,6 +84,9 @@ def assemble(run: Run, places: Places, firing: Firing) -> Whole:
         dims = _dims(records, firing.apart)
         if len(records) == 1 and (dims is None or is_plain(dims, places)):
             return Whole(run, records, Leaf(records[0]), dims)
+        if firing.is_stacked:
+            inorder = tuple(sorted(records, key=lambda record: record.key.rank))
+            return Whole(run, inorder, Joined(0, tuple(map(Leaf, inorder))), dims, warnings=(STACKED,))
         work = merge(run, places, records, dims, is_replicated=firing.is_replicated)
     except (UnassembledError, DimsError) as error:
         return Whole(run, records, None, dims, str(error), lacks_shards=isinstance(error, IncompleteError))

@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 from tapscope.comparator.alignment.prepare import Prepared, Preparer
 from tapscope.comparator.examination.examined import About, Examined, Read
 from tapscope.comparator.examination.kinds import Kind, kind_of
-from tapscope.comparator.examination.replicas import check_replicas, contradicted, held_alike
+from tapscope.comparator.examination.replicas import check_replicas, contradicted, held_alike, rank_by_rank
 from tapscope.comparator.examination.suggest import Suggester
 from tapscope.comparator.examination.summaries import compare_stats, examine_values, unequal_hashes
 from tapscope.comparator.examination.valued import PERMUTED, Begun, Reader, Wanted
@@ -83,6 +83,9 @@ class Examiner:
         if ready.problem and (alike := held_alike(pair)) is not pair:
             pair, kind, form = alike, None, None
             ready = self.preparer.prepare(pair)
+        if ready.problem and self._knows_nothing and (stacked := rank_by_rank(pair)) is not pair:
+            pair, kind, form = stacked, None, None
+            ready = self.preparer.prepare(pair)
         if kind is None:
             is_shared = form is not None and self.preparer.like(form) is not None
             kind = kind_of(pair, ready, is_shared=is_shared)
@@ -95,6 +98,12 @@ class Examiner:
             return self._before_values(kind, ready, one)
         except DataError as error:
             return Look(one.but(problem=str(error)))
+
+    @property
+    def _knows_nothing(self) -> bool:
+        """Whether neither run says which rows its steps hold, or how its ranks lie."""
+        preparer = self.preparer
+        return not (preparer.row_map.known or preparer.baseline.mesh or preparer.target.mesh)
 
     def _alone(self, pair: Pair) -> Examined:
         """What only one run has."""

@@ -97,6 +97,26 @@ def held_alike(pair: Pair) -> Pair:
     return structs.replace(pair, baseline=_replicated(pair.baseline))
 
 
+def rank_by_rank(pair: Pair) -> Pair:
+    """The pair, with the values of each rank beside those of the other run's rank of that number; as it was where the
+    ranks or their shapes are others, or dims say what they hold."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    sides = (pair.baseline, pair.target)
+    if any(one.recipe is not None or one.first.dims is not None for one in sides):
+        return pair
+    held = [[sorted((r.key.rank, r.shape) for r in firing.records) for firing in one.firings] for one in sides]
+    if held[0] != held[1] or any(len(ranks) < 2 or not all(shape for _, shape in ranks) for ranks in held[0]):
+        return pair
+    if any(len({shape[1:] for _, shape in ranks}) > 1 for ranks in held[0]):
+        return pair
+    return structs.replace(pair, baseline=_stacked(pair.baseline), target=_stacked(pair.target))
+
+
+def _stacked(series: Series) -> Series:
+    return structs.replace(series, firings=[structs.replace(f, is_stacked=True) for f in series.firings])
+
+
 def _replicated(series: Series) -> Series:
     return structs.replace(series, firings=[structs.replace(f, is_replicated=True) for f in series.firings])
 

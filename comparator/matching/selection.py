@@ -23,7 +23,7 @@ def select(runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: Com
     every = {*given[0].records.sites, *given[1].records.sites}
     where = f"{runs[0].path} or {runs[1].path}"
     choice = Choice(options)
-    for glob in (*choice.wanted, *choice.unwanted, *map(Glob, options.allow_differ)):
+    for glob in (*choice.wanted, *choice.unwanted, *map(Glob, (*options.allow_differ, *options.allow_missing))):
         if not any(map(glob.matches, every)):
             raise RuleError(
                 f"no site matches {glob.text!r} in {where}; {describe_layers(every)} (see: tapscope ls {runs[0].path})"

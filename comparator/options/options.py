@@ -48,6 +48,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """Conditions that sites must obey instead of the floor; those of the map files come behind these."""
     allow_differ: tuple[str, ...] = ()
     """Globs of sites that may differ: they are compared and reported, and do not count against the target."""
+    allow_missing: tuple[str, ...] = ()
+    """Globs of sites, or of records of a site, that one run may lack: reported, and the data are not partial for it."""
     verify: bool = False
     """Read every payload and check it against its recorded hash first; else equal hashes are taken for equal values."""
     detail: bool = False

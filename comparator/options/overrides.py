@@ -84,13 +84,18 @@ def override_dims(
         return given
     used: set[int] = set()
     left, right = (_overridden(numbered, entries, side, used) for numbered, side in zip(given, SIDES, strict=True))
-    lost = next((entry for i, entry in enumerate(entries) if i not in used), None)
-    if lost is not None:
-        paths = [str(run.path) for run, side in zip(runs, SIDES, strict=True) if lost.side in (side, "both")]
-        sites = {site for numbered in given for site in numbered.records.sites}
+    sites = [{r.key.site for r in numbered.records if r.dtype is not None} for numbered in given]
+    for entry in (entry for i, entry in enumerate(entries) if i not in used):
+        mine = [some for some, side in zip(sites, SIDES, strict=True) if entry.side in (side, "both")]
+        if any(Glob(entry.site).matches(site) for some in mine for site in some):
+            note = f"{entry.where}: earlier dims already cover all that is at {entry.site!r}"
+            left = structs.replace(left, notes=(*left.notes, note))
+            continue
+        paths = [str(run.path) for run, side in zip(runs, SIDES, strict=True) if entry.side in (side, "both")]
+        every = {site for numbered in given for site in numbered.records.sites}
         raise RuleError(
-            f"{lost.where}: no tensor of {' or '.join(paths)} is at {lost.site!r} (or earlier dims already cover it); "
-            f"{describe_layers(sites)} (see: tapscope ls {paths[0]})"
+            f"{entry.where}: no tensor of {' or '.join(paths)} is at {entry.site!r}; {describe_layers(every)} "
+            f"(see: tapscope ls {paths[0]})"
         )
     return left, right
 

@@ -18,7 +18,7 @@ _WORDS = {
     Verdict.ONLY_BASELINE: "only in baseline",
     Verdict.ONLY_TARGET: "only in target",
 }
-_SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function", "plain", "shape")
+_SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function", "plain", "shape", "recompute")
 """Tests of which the first note says what came of them."""
 _CAUSES = ("absent", "grid", "function")
 """Tests whose first note states a cause, not only an observation."""

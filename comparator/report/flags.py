@@ -43,6 +43,7 @@ def _judgement(options: CompareOptions) -> Iterator[str]:
         yield from ("--margin", str(options.margin))
     yield from _repeated("--rule", (f"{rule.site}={rule.require}" for rule in options.rules))
     yield from _repeated("--allow-differ", options.allow_differ)
+    yield from _repeated("--allow-missing", options.allow_missing)
     yield from (
         f"--{name.replace('_', '-')}" for name in ("verify", "detail", "allow_partial") if getattr(options, name)
     )

@@ -79,7 +79,9 @@ class Report(Struct, frozen=True):
     @property
     def exit_code(self) -> int:
         """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1; 3 when bytes
-        of either run are damaged (and that is not allowed)."""
+        of either run are damaged (and that is not allowed), or nothing could be compared."""
+        if not self.divergences and all(finding.basis == "none" for finding in self.findings):
+            return 3
         if self.coverage.damaged and not self.options.allow_partial:
             return 3
         return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))

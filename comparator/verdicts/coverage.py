@@ -1,7 +1,7 @@
 """Coverage: how much of both runs the verdict is about, and what makes the data partial."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -10,12 +10,13 @@ from tapscope.comparator.alignment.forks import Fork
 from tapscope.comparator.alignment.rowmap import RowMap
 from tapscope.comparator.alignment.steps import IN_ORDER
 from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.models import differences
 from tapscope.ledger import Ledger
 from tapscope.manifest import FORMAT
 from tapscope.run import Run
-from tapscope.site import layer_of
+from tapscope.site import Glob, layer_of
 
 UNLIKE = "the models are configured differently"
 """How the sentence on hyperparameters that differ begins."""
@@ -62,16 +63,24 @@ def cover(
     num_objects: int,
     notes: Sequence[str] = (),
     *,
-    verified: bool = False,
+    options: CompareOptions | None = None,
 ) -> Coverage:
     """Account for a comparison; ``num_objects`` records held objects that have no value to compare, and ``notes`` say
-    what else was assumed. ``verified``: every value was read."""
+    what else was assumed."""
+    options = options or CompareOptions()
+    allowed = tuple(map(Glob, options.allow_missing))
     counts = Counter(f.verdict for f in findings)
     ledgers = runs[0].ledger(), runs[1].ledger()
     told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
-    partial = [*rows.problems, *_unaligned(runs, rows), *_prompts(rows.forks), *_orphans(runs, findings, ledgers)]
+    partial = [
+        *rows.problems,
+        *_unaligned(runs, rows),
+        *_prompts(rows.forks),
+        *_orphans(runs, _counted(findings, allowed), ledgers),
+    ]
     partial += [sentence for ledger, sentence in told if not ledger.complete]
-    missing = [one.site for one in examined if one.about.missing]
+    lacking = {one.site: one.pair.names() for one in examined if one.about.missing}
+    missing = [site for site, names in lacking.items() if not _may_lack(names, allowed)]
     if missing:
         lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
         partial.append(f"{lack} records that the other run has, first {missing[0]}")
@@ -79,6 +88,9 @@ def cover(
     warnings += [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
     warnings += [sentence for ledger, sentence in told if ledger.complete]
     warnings += _assumed(examined, findings)
+    left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.seen.pair.names(), allowed)]
+    if left := [*left, *(site for site in lacking if site not in missing)]:
+        warnings.append(f"{text.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
     if num_objects:
         warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
     return Coverage(
@@ -96,8 +108,17 @@ def cover(
         ledgers,
         tuple(partial),
         tuple(warnings),
-        0 if verified or not all(run.manifest.get("format") == FORMAT for run in runs) else _unread(findings),
+        0 if options.verify or not all(run.manifest.get("format") == FORMAT for run in runs) else _unread(findings),
     )
+
+
+def _counted(findings: Sequence[Finding], allowed: tuple[Glob, ...]) -> list[Finding]:
+    """Without the orphans that may be such."""
+    return [f for f in findings if not (f.verdict.is_orphan and _may_lack(f.seen.pair.names(), allowed))]
+
+
+def _may_lack(names: Iterable[str], allowed: tuple[Glob, ...]) -> bool:
+    return bool(allowed) and any(glob.matches(name) for glob in allowed for name in names)
 
 
 def _unread(findings: Sequence[Finding]) -> int:

@@ -141,9 +141,10 @@ class Judge:
         )
         if rule is None:
             return judged
-        return structs.replace(
-            judged, notes=(*judged.notes, f"{rule.text} needs values, which were not kept: the floor decides")
-        )
+        why = "needs values, which were not kept: the floor decides"
+        if one.basis == "value":
+            why = "is about tensors; a plain value must be equal, unless --allow-differ lets it differ"
+        return structs.replace(judged, notes=(*judged.notes, f"{rule.text} {why}"))
 
     def _rule(self, one: Examined) -> Rule | None:
         if not self._standards.rules:

@@ -115,8 +115,9 @@ def _instead(path: Path) -> str:
         return f"it holds {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
     if (path / "config.json").exists():
         return f"it is a checkpoint; make a run of it with: tapscope dump {path} -o RUN"
-    where = "RUN" if any(path.iterdir()) else path  # nothing is recorded between files of others
-    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o {where}"
+    if not any(path.iterdir()):
+        return f"it is empty; a run is made there by: tapscope dump MODEL -o {path}, or by SGLang's dumper"
+    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o RUN"  # not between files of others
 
 
 def is_mesh(value: object) -> bool:

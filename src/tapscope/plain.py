@@ -62,6 +62,8 @@ class _Walk:
 
 def plain_value(leaf: Any) -> dict[str, Any]:
     """A leaf that is no tensor; what has no form there gives its class."""
+    if leaf is None:
+        return {"type": "none", "value": None}
     if isinstance(leaf, bool):
         return {"type": "bool", "value": leaf}
     if isinstance(leaf, int):

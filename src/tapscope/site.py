@@ -145,10 +145,14 @@ def _translate(glob: str) -> str:
 
 def describe_layers(sites: Iterable[Site | str]) -> str:
     """For error messages: ``layers run 0-27``, or the first few paths where nothing is numbered."""
+    sites = list(sites)
     paths = sorted({str(site).rpartition(":")[0] for site in sites})
     layers = sorted({layer for path in paths if (layer := layer_of(path)) is not None})
     if layers:
         return f"layers run {compact_ranges(layers)}"
+    if paths == [""]:  # explicit dumps and arguments alone
+        names = sorted({str(site) for site in sites})
+        return f"sites are {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
     shown = ", ".join(path or "(root)" for path in paths[:6])
     return f"modules are {shown}{', ...' if len(paths) > 6 else ''}" if paths else "there are no sites"
 

@@ -91,6 +91,13 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         help="sites that may differ, such as '*:in[position_ids]': reported, not counted (repeatable)",
     )
     judge.add_argument(
+        "--allow-missing",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="sites that one run may lack, wholly or in some steps: reported, not counted as missing (repeatable)",
+    )
+    judge.add_argument(
         "--verify",
         action="store_true",
         help="read every value and check it against its recorded hash, also where both runs recorded the same one",
@@ -134,6 +141,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         margin=MARGIN if args.margin is None else args.margin,
         rules=tuple(map(parse_rule, args.rule)),
         allow_differ=tuple(args.allow_differ),
+        allow_missing=tuple(args.allow_missing),
         verify=args.verify,
         detail=args.detail,
         allow_partial=args.allow_partial,
