@@ -12,6 +12,7 @@ from tapscope.comparator.alignment.rows import map_rows
 from tapscope.comparator.examination.examine import Examiner
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.examination.pool import examine_all
+from tapscope.comparator.matching.concatenated import concatenated
 from tapscope.comparator.matching.match import Pair, match
 from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, seen_through
 from tapscope.comparator.matching.repeats import call_by_call
@@ -93,6 +94,7 @@ def see(
     hints = hints_of(baseline, given[0].sites), hints_of(target, given[1].sites)
     stripped = (*prefix_renames(options.strip_prefix), *options.mapping.rename)
     pairs = select_pairs(match(*series, structs.replace(options.mapping, rename=stripped), hints), options)
+    pairs = concatenated(pairs) if options.concat_steps and not rows.known else pairs
     check_common(baseline, target, pairs, rows, hint := prefix_hint(pairs))
     check_rules(rules, [(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target])
     sites = {**given[1].sites, **given[0].sites}
@@ -102,7 +104,7 @@ def see(
     examiner.norms, examiner.convolving = norms_of(sites), convolving(sites)
     objects = num_objects(chosen[0], options), num_objects(chosen[1], options)
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
-    notes = (*given[0].notes, *given[1].notes, *_shift_note(options, rows))
+    notes = (*given[0].notes, *given[1].notes, *_step_notes(options, rows))
     notes = (*notes, *seen_through(pairs), *filter(None, [hint]))
     everything = without_branches(_examine(examiner, call_by_call(pairs, kept), progress))
     return _with_flips(Seen(everything, examiner, rows, sites, counts, objects, {}, notes, options))
@@ -129,8 +131,12 @@ def _begun(series: Series, step: int) -> Series | None:
     return structs.replace(series, firings=firings, sources=sources) if firings else None
 
 
-def _shift_note(options: CompareOptions, rows: RowMap) -> list[str]:
-    """What ``shift_steps`` does not do where token rows are known."""
+def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
+    """What flags about steps do, or do not where token rows are known."""
+    if options.concat_steps:
+        meet = "token rows meet by request and position: nothing was laid one behind the other"
+        done = "the steps of each site were laid one behind the other, in the order of their numbers"
+        return [f"--concat-steps: {meet if rows.known else done}"]
     if not options.shift_steps or not rows.known:
         return []
     how = "token rows meet by request and position whatever their steps, unless they were computed again unsaid"

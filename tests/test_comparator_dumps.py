@@ -157,7 +157,7 @@ def test_a_rule_about_a_plain_value_says_that_it_is_no_tensor(tmp_path: Path) ->
 
 def test_an_empty_directory_is_called_empty(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunNotFoundError, match="it is empty; a run is made there by"):
+    with pytest.raises(RunNotFoundError, match="it is empty, and holds no run.json; make a run with"):
         diff([str(tmp_path / "empty")] * 2)
 
 

@@ -15,6 +15,7 @@ from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.pieces import leaves
 from tapscope.comparator.examination.candidates import candidates, fused_candidates, turned_candidates
 from tapscope.comparator.examination.replicas import check_replicas
+from tapscope.comparator.matching.concatenated import FLAG, num_rows
 from tapscope.comparator.matching.fused import annotated
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.measures.measure import Opened, WidthError, measure
@@ -61,6 +62,8 @@ class Suggester(Struct):
         that is could not be put together, also that none do."""
         assert pair.baseline is not None
         assert pair.target is not None
+        if not self.preparer.row_map.known and not broken and (said := _as_many_rows(pair.baseline, pair.target)):
+            return said
         kind = _LAYER.sub("*", pair.target.site)
         if kind not in self._known:
             self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
@@ -147,6 +150,15 @@ class Suggester(Struct):
         except (WidthError, DataError):
             return None
         return None if replicas else _Tried(text, total.rel_l2)
+
+
+def _as_many_rows(baseline: Series, target: Series) -> str:
+    """What would help where both sides hold as many rows in all, in other steps."""
+    counts = num_rows(baseline), num_rows(target)
+    if None in counts or counts[0] != counts[1] or max(len(one.firings) for one in (baseline, target)) < 2:
+        return ""
+    shapes = [[firing.records[0].shape for firing in one.firings] for one in (baseline, target)]
+    return f"both hold {counts[0]:,} rows in all, in other steps: {FLAG}" if shapes[0] != shapes[1] else ""
 
 
 def _said(error: float) -> str:

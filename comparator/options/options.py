@@ -26,6 +26,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """Steps of either run whose records are compared."""
     shift_steps: int = 0
     """How much higher the target's step numbers are; ``steps`` are the baseline's then."""
+    concat_steps: bool = False
+    """Lay the steps of each site one behind the other, where the runs do not say which token rows they hold."""
     ranks: frozenset[int] | None = None
     """Ranks whose records are compared."""
     rtol: float | None = None

@@ -21,6 +21,8 @@ def _selection(options: CompareOptions, sites: bool) -> Iterator[str]:
         numbers = getattr(options, name)
         if numbers is not None:
             yield from (f"--{name}", compact_ranges(numbers))
+    if options.concat_steps:
+        yield "--concat-steps"
     if options.shift_steps:
         yield from ("--shift-steps", str(options.shift_steps))
 

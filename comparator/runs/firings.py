@@ -27,9 +27,9 @@ class Firing(Struct, frozen=True, gc=False):
     """One a rank, in rank order."""
     apart: frozenset[str] = frozenset()
     """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
-    is_replicated: bool = False
     is_stacked: bool = False
     """Whether the ranks hold values of their own, which are laid one behind the other to be compared rank by rank."""
+    is_replicated: bool = False
     """Whether its ranks should hold one value though no dims say so: those of the other run do."""
 
 

@@ -108,7 +108,8 @@ def side_of(one: Series, shape: tuple[int, ...]) -> Side:
     first, sources = one.first, recorded(one)
     ranks = [record.key.rank for firing in one.firings for record in firing.records]
     count = sum(source.num_records for source in sources) if one.sources else len(ranks)
-    parts = tuple(source.site for source in sources) if len(sources) > 1 else ()
+    parts = tuple(dict.fromkeys(source.site for source in sources)) if len(sources) > 1 else ()
+    parts = parts if len(parts) > 1 else ()
     return Side(sources[0].site, first.dtype, shape, count, first.dims, _ordered(frozenset(ranks)), parts)
 
 

@@ -116,7 +116,8 @@ def _instead(path: Path) -> str:
     if (path / "config.json").exists():
         return f"it is a checkpoint; make a run of it with: tapscope dump {path} -o RUN"
     if not any(path.iterdir()):
-        return f"it is empty; a run is made there by: tapscope dump MODEL -o {path}, or by SGLang's dumper"
+        way = f"make a run with: tapscope dump MODEL -o {path}, or dump there with SGLang's dumper"
+        return f"it is empty, and holds no {MANIFEST}; {way}"
     return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o RUN"  # not between files of others
 
 

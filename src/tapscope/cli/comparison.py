@@ -31,6 +31,11 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="the target's numbers are N higher where steps meet by number",
     )
+    choose.add_argument(
+        "--concat-steps",
+        action="store_true",
+        help="of runs without token ids: the steps of each site one behind the other, however they were cut",
+    )
     choose.add_argument("--ranks", metavar="LIST", type=_numbers, help="only these ranks")
 
 
@@ -130,6 +135,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         layers=args.layers,
         steps=args.steps,
         shift_steps=args.shift_steps,
+        concat_steps=args.concat_steps,
         ranks=args.ranks,
         rtol=args.rtol,
         atol=args.atol,

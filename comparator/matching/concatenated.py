@@ -1,0 +1,64 @@
+"""Concatenated: all steps of a site as one tensor, for runs that do not say which token rows their steps hold, and cut
+the same rows into other steps."""
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from tapscope import dims as dims_grammar
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.runs.recipe import Fused, Join
+from tapscope.comparator.runs.series import Series
+from tapscope.errors import DimsError
+
+FLAG = "--concat-steps"
+_ROWS = ("t", "s", "b")
+_WHOLE = ("param[", "buffer[")
+
+
+def concatenated(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs, those of tensors with axes as one firing a side: their steps one behind the other, in order.
+
+    They are joined along the token axis that the dims name (``t``, else ``s``, else ``b``), else along the first.
+    """
+    return [_joined(pair) for pair in pairs]
+
+
+def num_rows(series: Series) -> int | None:
+    """How many rows the steps hold in all; None where they cannot be laid one behind the other."""
+    if not _may_be_joined(series):
+        return None
+    axis = _axis(series)
+    return sum(firing.records[0].shape[axis] for firing in series.firings)
+
+
+def _joined(pair: Pair) -> Pair:
+    sides = (pair.baseline, pair.target)
+    if any(one is None or not _may_be_joined(one) for one in sides):
+        return pair
+    one, two = (_as_one(series) for series in sides if series is not None)
+    return structs.replace(pair, baseline=one, target=two)
+
+
+def _may_be_joined(series: Series) -> bool:
+    if series.recipe is not None or not series.is_tensor or series.site.rpartition(":")[2].startswith(_WHOLE):
+        return False
+    return all(len(firing.records[0].shape) == len(series.shape) > 0 for firing in series.firings)
+
+
+def _as_one(series: Series) -> Series:
+    if len(series.firings) < 2:
+        return series
+    alone = tuple(structs.replace(series, firings=(firing,)) for firing in series.firings)
+    joined = Join(Fused((series.site,), _axis(series)))
+    return Series(series.site, series.group, (series.firings[0],), joined, alone)
+
+
+def _axis(series: Series) -> int:
+    text = series.first.dims
+    try:
+        dims = dims_grammar.parse(text) if text else None
+    except DimsError:
+        return 0
+    places = [dims.index(name) for name in _ROWS] if dims is not None else []
+    return next((place for place in places if place is not None), 0)
