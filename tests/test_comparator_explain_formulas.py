@@ -8,13 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tapscope.comparator.explain.casts import missing
 from tapscope.comparator.explain.columns import chosen
 from tapscope.comparator.explain.damage import find_damage
+from tapscope.comparator.explain.dropped import rate_of
 from tapscope.comparator.explain.explain import choose
 from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.limits import uncapped
 from tapscope.comparator.explain.optimizer import Trajectory, explained
 from tapscope.comparator.explain.positions import positions
+from tapscope.comparator.explain.proof import prove
+from tapscope.comparator.explain.router import Given, best, chooses, claims
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.explain.scale import scales
 from tapscope.comparator.explain.slots import Slots
@@ -169,3 +173,72 @@ def test_a_table_tells_its_frequencies_and_positions(frequency: Array, move: int
     found = explain_table(damage, (10000.0,), ("a", "b"), frozenset())
     assert found is not None
     assert said in found.sentence
+
+
+def router(weights: Callable[[Array], Array], count: int = 3, bias: Any = None, groups: Any = None) -> Given:
+    logits = np.random.default_rng(0).standard_normal((60, 8))
+    chosen = best(logits, count, bias, groups)
+    scores = 1.0 / (1.0 + np.exp(-logits))
+    return Given(logits, weights(np.take_along_axis(scores, chosen, 1)), chosen, BIAS)
+
+
+BIAS = np.random.default_rng(1).standard_normal(8)
+
+
+def normal(scores: Array) -> Array:
+    return 1.5 * scores / scores.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda scores: 1.5 * scores, "not normalised, they do not sum to 1"),
+        (lambda scores: normal(scores) / 1.5, "0.6667 × baseline's: the scaling factor 1.5 is missing"),
+        (
+            lambda scores: np.where(np.arange(3) == 0, 1.5, 0.0) + 0 * scores,
+            "all of one expert in target (top-1, not 3)",
+        ),
+        (lambda scores: 0.5 + 0 * scores, "all equal"),
+        (lambda scores: normal(scores)[:, ::-1], "in reverse order"),
+    ],
+)
+def test_a_routers_weights_tell_what_it_does(change: Callable[[Array], Array], said: str) -> None:
+    one, two = router(normal), router(change)
+    some = sample(one.weights, two.weights, "mlp.gate:out[1]", "float32")
+    damage = find_damage(some, 0.0, {}, ())
+    assert damage is not None
+    cut = (claim._replace(values=damage.cut(claim.values)) for claim in claims(one, two, damage.noise))
+    found = prove(damage, cut, damage.noise)
+    assert found is not None
+    assert said in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"bias": None, "groups": (4, 2)}, "the router's bias is not used"),
+        ({"bias": BIAS, "groups": None}, "admits all groups of experts in target, baseline 2 of 4"),
+        ({"bias": BIAS, "groups": (4, 2)}, ""),
+        ({"bias": -BIAS, "groups": (2, 1)}, ""),
+    ],
+)
+def test_a_routers_choice_tells_its_rule(how: dict[str, Any], said: str) -> None:
+    found = chooses(router(normal, bias=BIAS, groups=(4, 2)), router(normal, **how), (4, 2))
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_attention_weights_that_are_dropped_tell_the_rate() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.dirichlet(np.ones(12), 80)
+    kept = rng.random(before.shape) > 0.2
+    assert rate_of(before, before * kept / 0.8).startswith("2")
+    assert rate_of(before, before * kept) == ""
+
+
+def test_values_that_are_not_finite_say_so_where_all_others_agree() -> None:
+    before = np.random.default_rng(0).standard_normal((20, 8))
+    after = before.copy()
+    after[3:7, 2] = np.nan
+    assert missing(before, after, 1e-6).startswith("target is NaN")
+    assert missing(before, after * 2, 1e-6) == ""

@@ -10,6 +10,7 @@ from tapscope import dtypes
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.attention import Tokens, attend
 from tapscope.comparator.explain.damage import find_damage
+from tapscope.comparator.explain.dropped import dropped
 from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.heads import Heads, Sites, heads_of, rows_of
 from tapscope.comparator.explain.kin import Kin
@@ -52,7 +53,7 @@ def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
 
     proven = prove(damage, claims(), damage.noise)
     if proven is None:
-        return None
+        return dropped(kin.preparer, sites.one(f"{path}:out[1]"))
     extent = describe(damage, kin.requests, kin.padded, counted=False)
     return Explanation(proven.name, proven.sentence, proven.share, extent, (), len(sample.baseline))
 

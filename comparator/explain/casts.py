@@ -49,6 +49,17 @@ def overflow(before: Array, after: Array) -> str:
     return ""
 
 
+def missing(before: Array, after: Array, noise: float) -> str:
+    """What the target holds instead of numbers, where all its other values are the baseline's; else empty."""
+    odd = ~np.isfinite(after) & np.isfinite(before)
+    rest = np.isfinite(after) & np.isfinite(before)
+    off = np.where(rest, after - before, 0.0)
+    if not odd.any() or float((off**2).sum()) > (3 * noise) ** 2 * float((np.where(rest, before, 0.0) ** 2).sum()):
+        return ""
+    what = "NaN" if np.isnan(after[odd]).all() else "infinite" if np.isinf(after[odd]).all() else "not finite"
+    return f"target is {what} there and baseline is finite; all other values agree"
+
+
 def _through(values: Array, name: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)

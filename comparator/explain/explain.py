@@ -11,7 +11,7 @@ from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.attended import attended
-from tapscope.comparator.explain.casts import casts, overflow
+from tapscope.comparator.explain.casts import casts, missing, overflow
 from tapscope.comparator.explain.columns import input_columns
 from tapscope.comparator.explain.damage import Damage, find_damage
 from tapscope.comparator.explain.extent import describe
@@ -24,6 +24,7 @@ from tapscope.comparator.explain.order import orders
 from tapscope.comparator.explain.positions import positions
 from tapscope.comparator.explain.relatives import relatives, summands, unsummed
 from tapscope.comparator.explain.rotary import turns
+from tapscope.comparator.explain.router import routed
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.tables import table
@@ -130,8 +131,13 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
     lost = overflow(damage.before, damage.after)
     if lost:
         return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
+    if said := missing(damage.before, damage.after, damage.noise):
+        where = describe(damage, kin.requests, kin.padded, counted=True)
+        return Explanation("not finite", said, 0.0, where, (), len(sample.baseline))
     if (told := table(damage, kin.thetas, kin.requests, kin.padded)) is not None:
         return told
+    if (known := routed(damage, kin.sites, kin.configs)) is not None:
+        return Explanation(known.name, known.sentence, known.share, "", (), len(sample.baseline))
     winner, tested = choose(damage, _trials(damage, kin))
     if winner is not None:
         extent = (

@@ -12,6 +12,7 @@ from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.attention import PADDED, Tokens, Way, attend, with_theta, within
 from tapscope.comparator.explain.rotary import THETAS
 from tapscope.comparator.explain.slots import Slots, slots_of
+from tapscope.comparator.verdicts.chosen import vectors_of
 from tapscope.errors import DataError
 
 Array = np.ndarray[Any, Any]
@@ -68,6 +69,15 @@ class Sites:
         except DataError:
             return None
         return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def one(self, site: str) -> Examined | None:
+        """What is known of a site that both runs have."""
+        return self._at.get(site)
+
+    def vector(self, site: str, side: int) -> Array | None:
+        """A vector's values on one side, as they were first."""
+        one = self._at.get(site)
+        return None if one is None or one.problem else vectors_of(self._preparer, one)[side]
 
     def ending(self, end: str) -> Iterator[str]:
         """Names of sites that end so."""

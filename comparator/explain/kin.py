@@ -26,7 +26,7 @@ class Kin:
         self, preparer: Preparer, examined: Sequence[Examined], inputs: Sequence[int], culprit: Examined, sample: Sample
     ) -> None:
         """``inputs`` are the indices of what went into the ``culprit``."""
-        self._preparer, self._examined, self._inputs = preparer, examined, inputs
+        self.preparer, self._examined, self._inputs = preparer, examined, inputs
         self._culprit, self._sample = culprit, sample
         self._ready = preparer.prepare(culprit.pair)
         runs = preparer.baseline, preparer.target
@@ -40,7 +40,7 @@ class Kin:
     @property
     def padded(self) -> frozenset[int]:
         """Requests that are shorter than the batch they were computed in, on either side."""
-        row_map = self._preparer.row_map
+        row_map = self.preparer.row_map
         found: set[int] = set()
         sides = row_map.baseline.by_step(), row_map.target.by_step()
         for grid in (grid for side in sides for grids in side.values() for grid in grids):
@@ -67,7 +67,7 @@ class Kin:
                 continue
             if is_partial(one.site) or one.baseline is None or one.site.endswith(".grad") != is_gradient:
                 continue
-            values = read_like(self._sample, self._preparer.prepare(one.pair), self._preparer.row_map, 0)
+            values = read_like(self._sample, self.preparer.prepare(one.pair), self.preparer.row_map, 0)
             if values is not None:
                 num_read += 1
                 port = one.site.rpartition(":")[2]
@@ -79,7 +79,7 @@ class Kin:
             side = one.target
             if side is None or one.pair.target is None or not is_partial(side.site) or reduced(side.site) != self._site:
                 continue
-            ready = self._preparer.prepare(one.pair)
+            ready = self.preparer.prepare(one.pair)
             first = ready.right[0].piece
             ranks = [_rank(part) for part in first.parts] if isinstance(first, Summed) else []
             parts = list(self._parts(ready, ranks, _summand))
@@ -104,7 +104,7 @@ class Kin:
         self, ready: Prepared, ranks: Sequence[int], part_of: Callable[[int, Whole], Piece | None]
     ) -> Iterator[Summand]:
         for rank in ranks:
-            values = read_parts(self._sample, ready, self._preparer.row_map, partial(part_of, rank))
+            values = read_parts(self._sample, ready, self.preparer.row_map, partial(part_of, rank))
             if values is not None:
                 yield Summand(rank, values)
 

@@ -12,6 +12,8 @@ Array = np.ndarray[Any, Any]
 
 MIN_CLAMPED = 4
 """Values that must sit at the limit."""
+MIN_INSIDE = 0.05
+"""Share of all values, those that agree included, that must lie between the limits."""
 CAPS = 48
 """Caps that are tried, from the largest magnitude to a hundred times that."""
 
@@ -28,6 +30,9 @@ def clamps(damage: Damage) -> Iterator[Trial]:
     if max(below, above) < MIN_CLAMPED or (damage.sample.is_integer and max(below, above) < MIN_VALUES):
         return
     lower, upper = (low if below >= MIN_CLAMPED else -np.inf), (high if above >= MIN_CLAMPED else np.inf)
+    whole = damage.sample.baseline
+    if float(((whole > lower) & (whole < upper)).mean()) < MIN_INSIDE:
+        return  # a constant, or nearly
     limits = [f"at {limit:.4g}" for limit in (lower, upper) if np.isfinite(limit)]
     yield Trial("clamp", f"target = baseline clamped {' and '.join(limits)}", np.clip(before, lower, upper), 1)
 

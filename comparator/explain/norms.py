@@ -22,6 +22,7 @@ def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
             continue
         values = one.values[damage.rows]
         yield from _epsilons(damage, values)
+        yield from _over_heads(damage, values)
         centred = values - values.mean(axis=1, keepdims=True)
         for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
             plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), TINY))
@@ -31,6 +32,19 @@ def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
             yield Trial("norm weight", small, damage.before - plain)
             large = f"the weight is too large by 1 (1 + w where w is meant, {name})"
             yield Trial("norm weight", large, damage.before + plain)
+
+
+def _over_heads(damage: Damage, values: Array) -> Iterator[Trial]:
+    """A norm of heads over all heads of a token together, or the other way round."""
+    width = values.shape[1]
+    for size in [n for n in damage.head_dims if width % n == 0 and width > n]:
+        heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + TINY)
+        factor = np.repeat(heads / np.sqrt((values**2).mean(axis=1, keepdims=True) + TINY), size, axis=1)
+        factor = factor[:, damage.columns]
+        text = f"target normalises all heads of a token together, baseline each of {size} channels"
+        yield Trial("norm heads", text, damage.before * factor)
+        text = f"target normalises each head of {size} channels, baseline all heads of a token together"
+        yield Trial("norm heads", text, damage.before / factor)
 
 
 def _epsilons(damage: Damage, values: Array) -> Iterator[Trial]:

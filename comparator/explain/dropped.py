@@ -1,0 +1,49 @@
+"""Dropped: attention weights that are zero at random, as dropout leaves them (Srivastava et al. 2014)."""
+
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.assembly.read import read
+from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+MAX_VALUES = 1 << 22
+_FEWEST = 16
+_RATES = 0.02, 0.95
+_APART = 0.1
+"""Relative difference of what is left from what a dropout of that rate makes of it."""
+
+
+def dropped(preparer: Preparer, weights: Examined | None) -> Explanation | None:
+    """Whether an attention lost weights at random in the first step in which any was lost."""
+    if weights is None or weights.problem or not weights.is_matched:
+        return None
+    ready = preparer.prepare(weights.pair)
+    for one, two in zip(ready.left, ready.right, strict=False):
+        if one.piece is None or two.piece is None or one.shape != two.shape or np.prod(one.shape) > MAX_VALUES:
+            return None
+        try:
+            before, after = (np.asarray(read(w.piece, w.run)).astype(np.float64) for w in (one, two) if w.piece)
+        except DataError:
+            return None
+        if said := rate_of(before, after):
+            return Explanation("dropout", f"dropout is left on in target: {said}", 0.0, "", (), len(before))
+    return None
+
+
+def rate_of(before: Array, after: Array) -> str:
+    """How many weights are zero in one run alone, if the others are larger by as much as dropout makes them."""
+    seen = np.isfinite(before) & np.isfinite(after) & (before > 1e-6)
+    lost = seen & (after == 0)
+    if lost.sum() < _FEWEST or not _RATES[0] < lost.sum() / seen.sum() < _RATES[1]:
+        return ""
+    rate = float(lost.sum() / seen.sum())
+    factor = float(np.median(after[seen & ~lost] / before[seen & ~lost]))
+    if abs(factor * (1.0 - rate) - 1.0) > _APART or factor < 1.0 + 0.5 * rate:
+        return ""
+    return f"{rate:.1%} of its attention weights are zero and the others {factor:.3g} × baseline's"

@@ -1,0 +1,172 @@
+"""Router: what a router of experts makes of its own scores, and which experts it takes.
+
+Top-k of a softmax or sigmoid, normalised or not; the bias and groups are DeepSeek-V3's (arXiv 2412.19437, 2.1.2).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.heads import Sites
+from tapscope.comparator.explain.proof import Claim, Proven, prove
+from tapscope.comparator.explain.slots import Slots
+
+Array = np.ndarray[Any, Any]
+
+_ENDS = ("gate", "router")
+_AGREES = 0.99
+"""Share of the rows whose experts a rule must give."""
+_DIFFERS = 0.02
+"""Share of the rows in which the experts must be others, or there is no choice to explain."""
+
+
+class Given(NamedTuple):
+    """One side of a router."""
+
+    logits: Array
+    """[rows, experts]."""
+    weights: Array
+    """[rows, k]."""
+    chosen: Array
+    """[rows, k]."""
+    bias: Array | None
+
+
+def routed(damage: Damage, sites: Sites, configs: Sequence[Mapping[str, Any]]) -> Proven | None:
+    """What explains the weights that a router gives out, from its scores; None where it is none, or nothing does."""
+    path, _, port = damage.sample.site.rpartition(":")
+    if not path.rpartition(".")[2].endswith(_ENDS) or not port.startswith("out["):
+        return None
+    sides = [_given(path, sites, damage, side) for side in (0, 1)]
+    one, two = sides
+    if one is None or two is None:
+        return None
+    groups = next(((c["n_group"], c["topk_group"]) for c in configs if c.get("n_group") and c.get("topk_group")), None)
+    choice = chooses(one, two, groups)
+    if choice:
+        return Proven("router", choice, 0.0)
+    if port != "out[1]":
+        return None
+    return prove(
+        damage, (c._replace(values=damage.cut(c.values)) for c in claims(one, two, damage.noise)), damage.noise
+    )
+
+
+def claims(one: Given, two: Given, noise: float) -> Iterator[Claim]:
+    """What the target's weights would be, if its router did something else than the baseline's."""
+    fitted = [(*way, *_fit(_weights(one, *way), one.weights)) for way in product((False, True), (False, True))]
+    is_sigmoid, is_normal, factor, off = min(fitted, key=lambda way: way[3])
+    if not off < max(4 * noise, 1e-5):
+        return
+    plain = factor * _weights(two, is_sigmoid, is_normal)
+    other = _weights(two, is_sigmoid, not is_normal)
+    text = "not normalised, they do not sum to 1" if is_normal else "normalised, they sum to 1, baseline's do not"
+    yield Claim("router", f"the router's weights are {text} in target", factor * other, 0)
+    names = ("sigmoid", "softmax") if is_sigmoid else ("softmax", "sigmoid")
+    text = f"the router takes a {names[1]} of its scores in target, baseline a {names[0]}"
+    yield Claim("router", text, factor * _weights(two, not is_sigmoid, is_normal), 0)
+    count = plain.shape[1]
+    if count > 1:
+        first = np.zeros_like(plain)
+        first[:, 0] = plain.sum(axis=1)
+        yield Claim("router", f"the router's weights are all of one expert in target (top-1, not {count})", first, 0)
+        equal = np.repeat(plain.mean(axis=1, keepdims=True), count, axis=1)
+        yield Claim("router", "the router's weights are all equal in target", equal, 0)
+        yield Claim("router", "the router's weights are in reverse order in target", plain[:, ::-1], 0)
+        last = plain.copy()
+        last[:, -1] = 0.0
+        yield Claim("router", "the router's weight of the last chosen expert is zero in target", last, 0)
+    again, _ = _fit(plain, two.weights)
+    missing = f": the scaling factor {factor:.4g} is missing" if abs(again * factor - 1) < 0.01 else ""
+    yield Claim("router", f"the router's weights are {again:.4g} × baseline's{missing}", again * plain, 2)
+
+
+def chooses(one: Given, two: Given, groups: tuple[int, int] | None) -> str:
+    """Why the target's experts are others than its scores give by the baseline's rule; empty where they are not, or no
+    rule gives the baseline's or the target's."""
+    count, size = one.chosen.shape[1], one.logits.shape[1]
+    if not _apart(one.chosen, two.chosen) > _DIFFERS:
+        return ""
+    rules = [
+        (bias, group)
+        for bias in ((None,) if one.bias is None else (one.bias, None))
+        for group in ((None,) if groups is None else (groups, None))
+    ]
+    own = next((rule for rule in rules if _agree(best(one.logits, count, *rule), one.chosen)), None)
+    if own is None:
+        return ""
+    bias, group = own
+    if not _apart(best(two.logits, count, bias, group), two.chosen) > _DIFFERS:
+        return ""  # its own scores say so
+    others = {"the router takes the expert behind the chosen one in target": (best(two.logits, count, *own) + 1) % size}
+    if bias is not None:
+        others["the router's bias is not used in target: experts are those of the scores alone"] = best(
+            two.logits, count, None, group
+        )
+    if group is not None:
+        text = "the router admits all groups of experts in target"
+        others[f"{text}, baseline {group[1]} of {group[0]}"] = best(two.logits, count, bias, None)
+    found = [text for text, chosen in others.items() if _agree(chosen, two.chosen)]
+    return found[0] if len(found) == 1 else ""
+
+
+def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] | None) -> Array:
+    """[rows, count] the experts with the largest scores, in the best groups alone, each worth its two best."""
+    scores = logits if bias is None and groups is None else 1.0 / (1.0 + np.exp(-logits))
+    scores = scores if bias is None else scores + bias
+    if groups is not None and scores.shape[1] % groups[0] == 0:
+        split = scores.reshape(len(scores), groups[0], -1)
+        worth = np.sort(split, axis=2)[:, :, -2:].sum(axis=2)
+        kept = np.argsort(-worth, axis=1, kind="stable")[:, : groups[1]]
+        allowed = np.zeros(worth.shape, bool)
+        np.put_along_axis(allowed, kept, True, axis=1)
+        scores = np.where(np.repeat(allowed, split.shape[2], axis=1), scores, -np.inf)
+    return np.argsort(-scores, axis=1, kind="stable")[:, :count]
+
+
+def _apart(one: Array, two: Array) -> float:
+    """Share of the rows with other experts."""
+    return float((np.sort(one, axis=1) != np.sort(two, axis=1)).any(axis=1).mean()) if one.shape == two.shape else 1.0
+
+
+def _agree(one: Array, two: Array) -> bool:
+    return _apart(one, two) <= 1.0 - _AGREES
+
+
+def _weights(given: Given, is_sigmoid: bool, is_normal: bool) -> Array:
+    if is_sigmoid:
+        scores = 1.0 / (1.0 + np.exp(-given.logits))
+    else:
+        raised = np.exp(given.logits - given.logits.max(axis=1, keepdims=True))
+        scores = raised / raised.sum(axis=1, keepdims=True)
+    found: Array = np.take_along_axis(scores, given.chosen, axis=1)
+    return found / found.sum(axis=1, keepdims=True) if is_normal else found
+
+
+def _fit(made: Array, wanted: Array) -> tuple[float, float]:
+    """(the factor, relative error behind it)."""
+    factor = float((made * wanted).sum() / max(float((made * made).sum()), 1e-300))
+    off = float(((factor * made - wanted) ** 2).sum()) / max(float((wanted**2).sum()), 1e-300)
+    return factor, off**0.5
+
+
+def _given(path: str, sites: Sites, damage: Damage, side: int) -> Given | None:
+    found = [sites.slots(f"{path}:out[{i}]") for i in range(3)]
+    parts = [_rows(both[side], damage) for both in found if both is not None]
+    known = [part for part in parts if part is not None]
+    if len(known) != 3 or known[1].shape != known[2].shape or known[0].shape[1] < known[1].shape[1]:
+        return None
+    chosen = known[2].astype(np.int64)
+    if not np.isfinite(known[0]).all() or chosen.min() < 0 or chosen.max() >= known[0].shape[1]:
+        return None
+    return Given(known[0], known[1], chosen, sites.vector(f"{path}:buffer[e_score_correction_bias]", side))
+
+
+def _rows(given: Slots, damage: Damage) -> Array | None:
+    at, sample = given.place(), damage.sample
+    keys = zip(sample.step.tolist(), sample.request.tolist(), sample.position.tolist(), strict=True)
+    found = np.array([at.get(key, -1) for key in keys])
+    return given.values[found] if found.min(initial=0) >= 0 else None
