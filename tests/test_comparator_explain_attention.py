@@ -140,3 +140,23 @@ def test_an_attention_that_nothing_describes_has_no_cause(tmp_path: Path) -> Non
 
     found = why(tmp_path, noisy)
     assert found is None or not found.is_clear
+
+
+def test_a_mask_says_request_query_and_key_and_an_index(tmp_path: Path) -> None:
+    mask = np.where(np.tril(np.ones((4, 4), bool)), 0.0, -1e9).astype(np.float32)
+    before = np.stack([mask, mask])[:, None]
+    after = before.copy()
+    after[1, 0, 2, 3] = 0.0
+    for name, value in (("b", before), ("t", after)):
+        with RunFactory(tmp_path / name) as run:
+            rows = [RowRun("a", 0, 4, 0, 0), RowRun("b", 0, 3, 0, 5)]  # b is padded on the left
+            run.step(grid=(2, 4), rows=rows, token_ids=range(7))
+            run.put("model.layers.0:in[attention_mask]", value)
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        first = compare(one, two).first_divergence
+        shown = two.array(two.select(["*attention_mask*"])[0])[1, 0, 2, 3]
+    assert first is not None
+    assert first.explanation is not None
+    text = "target's mask shows 1 place more in 1 row, the first of request b at query position 1, key position 2"
+    assert first.explanation.sentence == f"{text} ([1,0,2,3])"
+    assert shown == 0.0

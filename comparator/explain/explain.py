@@ -96,7 +96,7 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
         return None
     try:
         runs = context.preparer.baseline, context.preparer.target
-        found = masks(one.site, ready) or trained(one, runs, divergence.step)
+        found = masks(one.site, ready, context.preparer.row_map) or trained(one, runs, divergence.step)
         if found is not None:
             return found
         if "bool" in {ready.left[0].dtype, ready.right[0].dtype}:

@@ -5,22 +5,27 @@ from typing import Any
 import numpy as np
 
 from tapscope import text
+from tapscope.comparator.alignment.joins import Join, indices
 from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.assembly.blocks import row_axes
 from tapscope.comparator.measures import chunks
 from tapscope.comparator.verdicts.explanation import Explanation
 
 Array = np.ndarray[Any, Any]
 
+_AXES = 4
+"""Of a mask: batch, heads, queries, keys."""
 HIDDEN = -1e3
 """What scores are lowered by where nothing is to be seen: at least this, up to infinity."""
 
 
-def masks(site: str, ready: Prepared) -> Explanation | None:
+def masks(site: str, ready: Prepared, row_map: RowMap) -> Explanation | None:
     """What the target's mask shows or hides beside the baseline's; None where the site holds no mask, as its port says
     and its values, or both show the same."""
     if "mask" not in site.rpartition(":")[2]:
         return None
-    odd: list[tuple[int, int]] = []
+    odd = ""
     counts: tuple[list[Array], list[Array]] = ([], [])
     num_rows = 0
     for chunk in chunks.rows(ready):
@@ -30,13 +35,39 @@ def masks(site: str, ready: Prepared) -> Explanation | None:
         num_rows += len(one)
         for found, places in zip(counts, (two & ~one, one & ~two), strict=True):
             found.append(places.sum(1))
-        if not odd:
-            odd = [(chunk.row + int(row), int(column)) for row, column in np.argwhere(one != two)[:1]]
+        if not odd and (one != two).any():
+            row, column = np.argwhere(one != two)[0].tolist()
+            odd = _place(ready, row_map, chunk.join, chunk.row + row, column)
     if not odd:
         return None
     said = [_said(word, np.concatenate(found)) for word, found in zip(("shows", "hides"), counts, strict=True)]
-    first = f"the first in row {odd[0][0]}, column {odd[0][1]}"
-    return Explanation("mask", f"target's mask {' and '.join(filter(None, said))}, {first}", 1.0, "", (), num_rows)
+    return Explanation(
+        "mask", f"target's mask {' and '.join(filter(None, said))}, the first {odd}", 1.0, "", (), num_rows
+    )
+
+
+def _place(ready: Prepared, row_map: RowMap, join: Join, row: int, column: int) -> str:
+    """``of request r0 at query position 5, key position 6 ([0,0,5,6])``: the index is one of the target's tensor, as
+    `show --slice` takes it; without positions where the key axis is not the step's own tokens."""
+    whole = ready.right[join.target]
+    shape, axes = whole.shape, ready.layouts[1].axes or row_axes(whole.shape)
+    rest = [axis for axis in range(len(shape)) if axis not in axes]
+    at = int(indices(join.target_rows)[row]) if join.target_rows != slice(None) else row
+    index = dict(zip(axes, np.unravel_index(at, [shape[axis] for axis in axes]), strict=True))
+    index |= dict(zip(rest, np.unravel_index(column, [shape[axis] for axis in rest]), strict=True))
+    where = [int(index[axis]) for axis in range(len(shape))]
+    said = f"at [{','.join(map(str, where))}]"
+    grid = row_map.target.of(whole.records[0])
+    if grid is None or len(grid.grid) != 2 or len(shape) != _AXES or shape[2:] != (grid.grid[1], grid.grid[1]):
+        return said
+    pairs = grid.pairs.reshape(grid.grid)
+    line = pairs[where[0]] if shape[0] == grid.grid[0] else pairs[0]
+    request = next((row_map.requests[int(row_map.pair_request[pair])] for pair in line if pair >= 0), "")
+    query, key = (
+        f"position {row_map.pair_position[line[i]]}" if line[i] >= 0 else "padding" for i in (where[2], where[3])
+    )
+    of = f"of request {request} " if request and shape[0] == grid.grid[0] else ""
+    return f"{of}at query {query}, key {key} ([{','.join(map(str, where))}])"
 
 
 def _said(word: str, counts: Array) -> str:
