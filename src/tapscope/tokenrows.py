@@ -42,11 +42,14 @@ class RowReader:
     num_ambiguous: int = 0
     """Rows that may belong to more than one request: the first one was taken."""
 
-    def read(self, step: int, phase: str, given: Arguments) -> StepInfo | None:
-        """The step, or None where its rows cannot be told."""
+    def read(self, step: int, phase: str, given: Arguments, shard: tuple[int, int] = (0, 1)) -> StepInfo | None:
+        """The step, or None where its rows cannot be told; ``shard`` is the rank's place in the context-parallel group,
+        and the size of that."""
         ids = given.ids
         if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
             return None
+        if (found := self._zigzag(step, phase, given, shard)) is not None:
+            return found
         packed = ids.ndim == 1 or (len(ids) == 1 and given.lengths is not None and len(given.lengths) > 1)
         return self._packed(step, phase, given) if packed else _padded(step, phase, given)
 
@@ -61,6 +64,27 @@ class RowReader:
         kept = np.concatenate([tokens[slot : slot + n] for slot, _, n in spans])
         grid = given.ids.shape
         return StepInfo(step=step, phase=phase, grid=grid, rows=rows, token_ids=tuple(kept.tolist()))
+
+    def _zigzag(self, step: int, phase: str, given: Arguments, shard: tuple[int, int]) -> StepInfo | None:
+        """Packed sequences of which each rank of a context-parallel group holds two chunks, as far from the end as from
+        the start (Megatron's THD layout): lengths are of whole sequences, ids the rank's own; None for other calls."""
+        place, size = shard
+        if size < 2 or given.lengths is None or given.positions is not None:
+            return None
+        lengths = given.lengths.reshape(-1).astype(np.int64)
+        if int(lengths.sum()) != size * given.ids.size or not len(lengths) or (lengths % (2 * size)).any():
+            return None
+        whole = [(int(end - n), 0, int(n)) for end, n in zip(np.cumsum(lengths), lengths, strict=True)]
+        names = given.names if len(given.names) == len(whole) else self._names(whole, step)
+        names = ["0"] if len(whole) == 1 and given.ids.ndim == 2 else names  # as of a padded batch of one
+        rows, slot = list[RowRun](), 0
+        for name, (_, _, length) in zip(names, whole, strict=True):
+            chunk = length // (2 * size)
+            for first in (place * chunk, (2 * size - 1 - place) * chunk):
+                rows.append(RowRun(name, first, chunk, 0, slot))
+                slot += chunk
+        ids = given.ids.reshape(-1).tolist()
+        return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=tuple(rows), token_ids=tuple(ids))
 
     def _names(self, spans: "Sequence[_Span]", step: int) -> list[str]:
         """The request that a span goes on with, the latest one, in order; a new one where none is waiting there."""
