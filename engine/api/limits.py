@@ -11,7 +11,7 @@ class Limits:
 
     max_generations: int = 512
     """Generations: prompts times ``n``."""
-    max_answer_values: int = 1_000_000
+    max_answer_values: int = 200_000
     """Numbers in one answer: log-probabilities and elements of hidden states."""
 
     def check_generations(self, prompts: int, n: int, param: str) -> None:

@@ -26,7 +26,7 @@ from tapscope.engine.server.app import MoreMetrics, build_app
 from tapscope.engine.server.backend import LINGER_S
 from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.front_state import FrontState
-from tapscope.engine.server.listen import make_server
+from tapscope.engine.server.listen import Server, make_server
 from tapscope.engine.server.meters import Meters
 from tapscope.engine.server.settings import ServerSettings
 from tapscope.engine.tokenizer import Tokenizer
@@ -176,8 +176,8 @@ class _Lines:
         return [json.loads(line) for line in whole]
 
 
-class _FrontServer(uvicorn.Server):
-    """uvicorn that sleeps while nothing happens: its own loop wakes ten times a second."""
+class _FrontServer(Server):
+    """A server that sleeps while nothing happens: its own loop wakes ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -15,7 +15,10 @@ from tapscope.connection import ConnectionLimits, bounded
 from tapscope.engine.server.settings import ServerSettings
 from tapscope.errors import ListenError
 
-_OTHER_FILES = 128  # open files that are no connections
+_OTHER_FILES = 128  # open files that are not connections
+_ACCEPTED_AT_ONCE = 32
+_WAITING = 1024
+"""Connections that wait to be accepted."""
 
 
 def serve(
@@ -41,7 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket; raises ListenError that names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=_WAITING)
     except (OSError, OverflowError) as error:
         raise ListenError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from None
 
@@ -61,13 +64,23 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
         app,
         http=bounded(limits),
         ws="none",
-        backlog=min(max(limits.max_connections // 2, 1), 2048),  # fewer at a time than would push each other out
+        backlog=min(max(limits.max_connections // 2, 1), _ACCEPTED_AT_ONCE),  # fewer than would push each other out
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
     )
-    return uvicorn.Server(config)
+    return Server(config)
+
+
+class Server(uvicorn.Server):
+    """Accepts a few connections at a time, so that a flood of them holds nobody up; the others wait in the kernel."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio accepts as many at a time as may wait in the kernel; from now on more may wait."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_WAITING)
 
 
 def _affordable(connections: int) -> int:

@@ -101,7 +101,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-waiting", type=int, metavar="N", default=None, help=text)
     text = "generations that one request may ask for, prompts times n; more are a 400 (default: 512)"
     parser.add_argument("--max-generations", type=int, metavar="N", default=None, help=text)
-    text = "log-probabilities and hidden-state elements in one answer; more are a 400 (default: 1000000)"
+    text = "log-probabilities and hidden-state elements in one answer; more are a 400 (default: 200000)"
     parser.add_argument("--max-answer-values", type=int, metavar="N", default=None, help=text)
     text = "clients at once, as far as the limit of open files allows (default: 4096)"
     parser.add_argument("--max-connections", type=int, metavar="N", default=None, help=text)
