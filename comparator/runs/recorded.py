@@ -84,11 +84,8 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
         for (step, micro), call in sorted(by_place.items()):
             given = _arguments(run, call)
             line = run.steps.get(step, {}).get(rank)
-            phase, shard = (
-                line.info.phase if line else "forward",
-                (run.coords(rank).get("cp", 0), run.mesh.get("cp", 1)),
-            )
-            info = reader.read(step, phase, given, shard) if given else None
+            shard = run.coords(rank).get("cp", 0), run.mesh.get("cp", 1)
+            info = reader.read(step, line.info.phase if line else "forward", given, shard) if given else None
             if info is not None and info.rows:
                 infos.setdefault((step, micro), {})[rank] = info
         num_ambiguous = max(num_ambiguous, reader.num_ambiguous)
