@@ -15,7 +15,7 @@ from tapscope.dumper.taps.calls import watch_calls
 from tapscope.dumper.taps.copies import PlainCopies
 from tapscope.dumper.taps.parameters import Parameters
 from tapscope.dumper.taps.taps import Tap, find_taps, heads, vectors
-from tapscope.dumper.taps.tree import Member, is_compiled_in_place, is_eager, is_inside, members, outermost
+from tapscope.dumper.taps.tree import Member, is_compiled_in_place, is_eager, is_inside, members, outermost, parents
 from tapscope.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ class _Refs(NamedTuple):
 
     shell: "weakref.ref[nn.Module]"
     core: "weakref.ref[nn.Module]"
+
+    @property
+    def is_compiled(self) -> bool:
+        """As :attr:`Member.is_compiled`, of a module that still lives."""
+        shell, core = self.shell(), self.core()
+        return shell is not None and core is not None and Member(shell, core).is_compiled
 
 
 class Hooks:
@@ -131,13 +137,11 @@ class Hooks:
 
     def to_be_compiled(self) -> list[str]:
         """The outermost compiled modules with taps inside, where torch.compile is not disabled."""
-        model = self._model()
-        if model is None or is_eager():
+        if is_eager():
             return []
-        graphs = outermost(path for path, member in members(model).items() if member.is_compiled)
-        return [
-            graph for graph in graphs if any(tap.path != graph and is_inside(tap.path, graph) for tap in self.armed)
-        ]
+        graphs = outermost(path for path, refs in self._modules.items() if refs.is_compiled)
+        around = {above for tap in self.armed for above in parents(tap.path)} if graphs else set()
+        return [graph for graph in graphs if graph in around]
 
     def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
         """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired.

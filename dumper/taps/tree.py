@@ -70,10 +70,11 @@ def is_eager() -> bool:
 def outermost(paths: Iterable[str]) -> list[str]:
     """Those of the paths that are inside no other, in their order."""
     found = dict.fromkeys(paths)
-    return [path for path in found if not any(above in found for above in _above(path))]
+    return [path for path in found if not any(above in found for above in parents(path))]
 
 
-def _above(path: str) -> Iterator[str]:
+def parents(path: str) -> Iterator[str]:
+    """The modules that hold the module at ``path``, the root last."""
     while path:
         path = path.rpartition(".")[0]
         yield path
