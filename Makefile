@@ -29,7 +29,7 @@ test: $(VENV)/.installed  ## Run the tests, JOBS files at a time, the short file
 soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off, damage files; and properties on new examples (30 minutes)
 	$(BIN)/python tests/soak.py
 	$(BIN)/python tests/fuzz_files.py --cases 2000 --seed $(shell date +%s)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m hypothesis --hypothesis-seed=$(shell date +%s)
+	TAPSCOPE_EXAMPLES=20 $(BIN)/pytest -n $(JOBS) --dist loadfile -m hypothesis --hypothesis-seed=$(shell date +%s)
 
 lint: $(VENV)/.installed  ## ruff: rules and format; clang-format: the C++
 	$(BIN)/ruff check .

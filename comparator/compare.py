@@ -1,5 +1,6 @@
 """Compare: two runs in, a report out: load -> match -> assemble -> align -> measure -> judge -> localise."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from tapscope.comparator.verdicts.absent import absent_gradients
 from tapscope.comparator.verdicts.coarse import with_coarse
 from tapscope.comparator.verdicts.coverage import cover
 from tapscope.comparator.verdicts.damage import Damage, look, with_damage
+from tapscope.comparator.verdicts.doubts import doubted
 from tapscope.comparator.verdicts.finding import Finding
 from tapscope.comparator.verdicts.identities import with_identities
 from tapscope.comparator.verdicts.judge import Judge, Standards
@@ -173,6 +175,7 @@ def _judge(seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: Comp
     chosen = [run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
     found = with_recomputed(found, runs, (chosen[0], chosen[1]))
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
+    divergences = doubted(divergences, seen.everything, _stand_ins(judge, divergences, seen), runs[1])
     early = early_steps(findings, divergences, judge)
     placed = [_placed(each, seen) for each in divergences]
     if not placed:
@@ -181,6 +184,14 @@ def _judge(seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: Comp
 
     context = Context(seen.examined, judge.matched, judge.inputs, seen.examiner.preparer)
     return _Judgement(seen, findings, explain(placed, context), early)
+
+
+def _stand_ins(judge: Judge, divergences: Sequence[Divergence], seen: Seen) -> dict[int, list[str]]:
+    """Order of a divergence's finding -> the names of the sites that went into it, or stand in for these."""
+    wanted = {each.finding.order for each in divergences}
+    nodes = [n for n, order in enumerate(judge.matched) if order in wanted]
+    given = {n: [seen.examined[judge.matched[i]] for i in judge.inputs[n].nodes] for n in nodes}
+    return {judge.matched[n]: [name for one in given[n] for name in one.names] for n in nodes}
 
 
 def _from_early_steps(judged: _Judgement, rules: tuple[Rule, ...]) -> tuple[list[Finding], list[Divergence]]:

@@ -18,6 +18,8 @@ MOST = 3
 _BEYOND = 8.0
 """How much further off a row may be than what went in: modules have conditions up to 6, single rows have larger ones.
 It only decides whether to look again."""
+_PART = 0.1
+"""Share of a culprit's largest error that it may have been off by in an earlier step: of few rows less is explained."""
 _NEW = 32.0
 """The same in what the module adds by itself, of which the worst row has several times as much as the typical one."""
 
@@ -47,4 +49,8 @@ def early_steps(findings: Sequence[Finding], divergences: Sequence[Divergence], 
     numbers = np.array(steps)
     is_off = (errors > room) & (floors > 0.0)[:, None] & (numbers < begun[:, None]) & (numbers <= last)
     early = {step for step, is_early in zip(steps, is_off.any(0).tolist(), strict=True) if is_early}
-    return sorted(early | {int(each) for each in begun[begun < last].tolist()})
+    early |= {int(each) for each in begun[begun < last].tolist()}
+    if divergences and (own := divergences[0].finding.steps):
+        least = _PART * max(each.error for each in own)
+        early |= {each.step for each in own if each.step < last and each.error >= least > 0.0}
+    return sorted(early)
