@@ -14,6 +14,7 @@ from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.examination.pool import examine_all
 from tapscope.comparator.matching.concatenated import concatenated
 from tapscope.comparator.matching.match import Pair, match
+from tapscope.comparator.matching.models import of_models
 from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, seen_through
 from tapscope.comparator.matching.repeats import call_by_call
 from tapscope.comparator.matching.selection import num_objects, num_selected, select, select_pairs, without_objects
@@ -106,7 +107,10 @@ def see(
     counts = num_selected(pairs, 0) + objects[0], num_selected(pairs, 1) + objects[1]
     notes = (*given[0].notes, *given[1].notes, *_step_notes(options, rows))
     notes = (*notes, *seen_through(pairs), *filter(None, [hint]))
-    everything = without_branches(_examine(examiner, call_by_call(pairs, kept), progress))
+    pairs, models = of_models(call_by_call(pairs, kept))
+    examiner.norms |= {f"{model}.{path}" for model in models for path in examiner.norms}
+    examiner.convolving |= {f"{model}.{path}" for model in models for path in examiner.convolving}
+    everything = without_branches(_examine(examiner, pairs, progress))
     return _with_flips(Seen(everything, examiner, rows, sites, counts, objects, {}, notes, options))
 
 

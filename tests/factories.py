@@ -25,7 +25,15 @@ class RunFactory:
         run.put("norm:out", whole)                                            # an array goes to rank 0
     """
 
-    def __init__(self, path: Path, *, mesh: Mapping[str, int] | None = None, **manifest: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        never_fired: Sequence[str] = (),
+        **manifest: Any,
+    ) -> None:
+        self.never_fired = list(never_fired)
         self.path = path
         self.mesh = dict(mesh or {})
         world = int(np.prod(list(self.mesh.values()))) if self.mesh else 1
@@ -46,7 +54,7 @@ class RunFactory:
     def __exit__(self, *exc: object) -> None:
         self.end_step()
         for writer in self.writers.values():
-            writer.event("close", never_fired=[])
+            writer.event("close", never_fired=self.never_fired)
             writer.close()
 
     def step(
@@ -97,12 +105,13 @@ class RunFactory:
         rows: Sequence[tuple[int, int]] | None = None,
         keep: str = "full",
         micro: int = 0,
+        model: str = "",
     ) -> None:
         """Record one firing of the site."""
         assert self._info is not None, "call step() first"
         by_rank = values if isinstance(values, Mapping) else {0: values}
         for rank, array in by_rank.items():
-            self._put(site, rank, np.asarray(array), dims, rows, keep, micro)
+            self._put(site, rank, np.asarray(array), dims, rows, keep, micro, model)
 
     def put_value(self, site: str, value: Any) -> None:
         """Record a value that is no tensor, on rank 0."""
@@ -117,14 +126,16 @@ class RunFactory:
         self._counts[0].sent += 1
         self.writers[0].lines(record.encode(item) + b"\n")
 
-    def _put(self, site: str, rank: int, array: Any, dims: str | None, rows: Any, keep: str, micro: int) -> None:
+    def _put(
+        self, site: str, rank: int, array: Any, dims: str | None, rows: Any, keep: str, micro: int, model: str
+    ) -> None:
         assert self._info is not None
         contiguous = np.ascontiguousarray(array).reshape(array.shape)
         summary = summarize_array(contiguous)
-        place = rank, site, self._info.step, micro
+        place = rank, f"{model}/{site}", self._info.step, micro
         occurrence = self._fired.get(place, 0)
         self._fired[place] = occurrence + 1
-        key = Key(site, self._info.step, rank, occurrence, micro)
+        key = Key(site, self._info.step, rank, occurrence, micro, model=model)
         dtype = contiguous.dtype.name
         item = Record(
             key,

@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tapscope import Dumper
 from tapscope.comparator import Report, Verdict, compare
+from tapscope.errors import NothingInCommonError
 from tapscope.observe import RowRun
 
 LENGTHS = (11, 6, 17, 10)
@@ -105,6 +106,7 @@ def test_positions_that_differ_are_no_choice_of_experts(base: tuple[nn.Module, P
     assert {f.verdict for f in positions} == {Verdict.DIFFERS}
     assert not left_out(report)
     assert report.exit_code == 1
+    assert str(report).startswith("what      inputs differ, results agree: ")
     compared = {f.rows.compared for f in report.findings if "mlp" in f.site}
     assert compared == {report.coverage.rows_aligned}
 
@@ -115,3 +117,16 @@ def test_a_bug_behind_positions_that_differ_is_named(base: tuple[nn.Module, Path
     assert BUG in {d.module for d in report.divergences}
     assert not left_out(report)
     assert not [f.site for f in report.findings if "position_ids" in f.site and f.notes]
+    assert "results agree" not in str(report)
+
+
+def test_an_inverted_mask_is_named(tmp_path: Path) -> None:
+    mask = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+    for name, given in (("b", mask), ("t", 1 - mask)):
+        with RunFactory(tmp_path / name) as run:
+            run.step()
+            run.put(":in[input_ids]", np.arange(12).reshape(2, 6) + 3)
+            run.put(":in[attention_mask]", given)
+            run.put("layers.0:out", np.ones((2, 6, 8), np.float32))
+    with pytest.raises(NothingInCommonError, match=r":in\[attention_mask\] says other tokens in each"):
+        compare(tmp_path / "b", tmp_path / "t")

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from comparator_toy import HIDDEN, Array, Toy, damaged, prompts, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compar
 MARGINAL = 3.0
 """Times its floor that a site may be off by for its verdict to depend on what else is known: floors are estimates."""
 MORE = int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))
+pytestmark = pytest.mark.timeout(180 * MORE)
 PREFIX = "policy."
 """Of the modules that were renamed."""
 PASSES = (Verdict.SAME, Verdict.CLOSE)

@@ -2,10 +2,19 @@
 
 from collections.abc import Sequence
 
+from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.alignment.rowmap import RowMap
 from tapscope.comparator.matching.match import Pair
 from tapscope.errors import NothingInCommonError
 from tapscope.run import Run
+
+
+def _differ(pair: Pair) -> bool:
+    """Whether both sides hold something else in their first firing, as far as hashes tell."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    one, two = pair.baseline.first, pair.target.first
+    return one.hash is not None and two.hash is not None and (one.hash, one.shape) != (two.hash, two.shape)
 
 
 def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap, hint: str = "") -> None:
@@ -29,6 +38,8 @@ def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap
     if rows.known and not rows.num_pairs:
         facts = [*rows.problems, *(f"request {f.request} parts at position {f.position}" for f in rows.forks)]
         why = facts[0] if facts else "their steps hold other positions"
+        if masks := [p for p in pairs if p.baseline and p.target and is_mask(p.baseline.site) and _differ(p)]:
+            why = f"{masks[0].baseline.site if masks[0].baseline else ''} says other tokens in each; {why}"
         raise NothingInCommonError(
             f"{baseline.path} and {target.path} have no token row in common: {why}; capture both with the same prompts "
             "and request ids"

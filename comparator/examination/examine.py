@@ -111,7 +111,7 @@ class Examiner:
         assert series is not None
         only, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
         about = About(baseline=only, notes=notes) if pair.baseline else About(target=only, notes=notes)
-        one = Examined(pair, series.site, about)
+        one = Examined(pair, pair.site or series.site, about)
         try:
             firings = self.preparer.weights_of(1 if pair.baseline is None else 0, series)
             return one.but(sharpness=sharpness_alone(firings)) if firings else one

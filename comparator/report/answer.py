@@ -7,6 +7,7 @@ from tapscope.comparator.report.following import following
 from tapscope.comparator.verdicts.coverage import ITSELF, UNLIKE
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.localise import Divergence
+from tapscope.comparator.verdicts.sampled import is_logits
 from tapscope.site import compact_ranges, layer_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def share(ratio: float) -> str:
 def _what(report: "Report") -> str:
     divergence, partial = report.first_divergence, report.coverage.partial
     if divergence is not None:
-        return _diverges(divergence) + ("; on partial data" if partial else "")
+        said = f"inputs differ, results agree: {divergence.site}" if _only_inputs(report) else _diverges(divergence)
+        return said + ("; on partial data" if partial else "")
     odd = _odd(report)
     if odd is not None:
         return (
@@ -59,6 +61,14 @@ def _what(report: "Report") -> str:
     if ITSELF in report.coverage.warnings:
         return "agrees with itself"
     return f"agrees{_up_to_fork(report)}"
+
+
+def _only_inputs(report: "Report") -> bool:
+    """Whether integers that the model was given differ (positions that count from elsewhere), and no result does."""
+    given = [divergence.finding for divergence in report.divergences]
+    results = [f for f in report.findings if is_logits(f.seen) and f.basis in ("values", "hash")]
+    is_given = all(f.seen.is_exact and f.site.rpartition(":")[2].startswith("in[") for f in given)
+    return is_given and bool(results) and not any(f.verdict.is_bad for f in results)
 
 
 def _why(report: "Report") -> str:

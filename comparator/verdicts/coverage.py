@@ -1,7 +1,7 @@
 """Coverage: how much of both runs the verdict is about, and what makes the data partial."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import Struct
 
@@ -11,6 +11,7 @@ from tapscope.comparator.alignment.rowmap import RowMap
 from tapscope.comparator.alignment.steps import IN_ORDER
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.runs.modules import ancestors, parent
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.models import differences
 from tapscope.ledger import Ledger
@@ -87,7 +88,7 @@ def cover(
     warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
     warnings += [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
     warnings += [sentence for ledger, sentence in told if ledger.complete]
-    warnings += _assumed(examined, findings)
+    warnings += [*_assumed(examined, findings), *_never_fired(runs, findings, ledgers)]
     left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.seen.pair.names(), allowed)]
     if left := [*left, *(site for site in lacking if site not in missing)]:
         warnings.append(f"{text.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
@@ -207,6 +208,7 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
     if len(matched) == len(findings):
         return said
     layers = {_layer(f.site) for f in matched}
+    agreeing = _agreeing(matched)
     sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
     for verdict, side in sides:
         alone = [f for f in findings if f.verdict is verdict]
@@ -217,13 +219,40 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
                 if len(lost) > 1
                 else f"layer {lost[0]} is only in {runs[side].name}"
             )
-        tapped = set(ledgers[1 - side].never_fired)
-        silent = [f.site for f in alone if f.site in tapped]
+        silent = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if not _is_around(f.site, agreeing)]
         if silent:
             said.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
     fewer = len(matched) + min(sum(f.verdict is v for f in findings) for v, _ in sides)
     if matched and 2 * len(matched) < fewer:
         said.append(f"only {len(matched)} of at least {fewer} sites have a counterpart")
+    return said
+
+
+def _silent(findings: Sequence[Finding], verdict: Verdict, ledger: Ledger) -> list[Finding]:
+    """What one run alone has though the other tapped it."""
+    tapped = set(ledger.never_fired)
+    return [f for f in findings if f.verdict is verdict and f.site in tapped]
+
+
+def _agreeing(findings: Sequence[Finding]) -> frozenset[str]:
+    """Modules whose outputs were compared and agree, without the root."""
+    made = [(f.site.rpartition(":")[0], f) for f in findings if f.site.rpartition(":")[2].startswith("out")]
+    bad = {path for path, f in made if f.verdict.is_bad}
+    return frozenset(path for path, f in made if path and path not in bad and f.basis in ("values", "hash"))
+
+
+def _is_around(site: str, agreeing: Collection[str]) -> bool:
+    return any(above in agreeing for above in ancestors(parent(site.rpartition(":")[0])))
+
+
+def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
+    """Taps that never fired within modules that agree (a fused product, a compiled module): nothing is missing."""
+    agreeing, said = _agreeing([f for f in findings if not f.verdict.is_orphan]), []
+    for verdict, side in ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1)):
+        sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_around(f.site, agreeing)]
+        if sites:
+            where = f"{sites[0]}{_more(sites)}: tapped in {runs[1 - side].name} and never fired"
+            said.append(f"{where}; the module around agrees")
     return said
 
 
