@@ -1,8 +1,8 @@
 """Doubts: culprits in front of which sites were recorded and not compared, so that it may be one of these instead.
 
-Where what went into a culprit was not captured, the latest sites in front of it stand in. What was left out between
-these and the culprit (by ``--site``, ``--skip`` or ``--layers``, or since its rows or shapes do not meet) may be where
-the error begins.
+Where what went into a culprit was not captured, the latest sites in front of it stand in. What was left out from the
+first of these to the culprit may be where the error begins: by ``--site``, ``--skip`` or ``--layers``, or since its
+rows or shapes do not meet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +44,8 @@ def _doubted(
     side = one.finding.target
     if not one.is_certain or one.inputs not in _GUESSED or side is None or side.site not in begun:
         return one
-    last = max((begun[name] for name in before if name in begun), default=-1)
-    between = [site for site, seq in left_out.items() if last < seq < begun[side.site]]
+    first = min((begun[name] for name in before if name in begun), default=-1)
+    between = [site for site, seq in left_out.items() if first < seq < begun[side.site]]
     if not between:
         return one
     more = f" and {text.plural(len(between) - 1, 'more site')}" if len(between) > 1 else ""
