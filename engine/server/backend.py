@@ -20,6 +20,7 @@ from tapscope.engine.server.replicas import ReplicaLostError, Replicas
 from tapscope.engine.server.settings import ServerSettings
 from tapscope.engine.watch import stack_in, tell_stack
 from tapscope.errors import LiveError, RankLostError
+from tapscope.garbage import freeze
 from tapscope.observe import ObserverFactory
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Backend:
         service.watch(self._channel.fileno(), service.stop)
         for source in self._replicas.sources:
             service.watch(source, lambda: self._look_at_replicas(service))
+        freeze()
         self._is_running = True
         if self._signals:
             self._drain()

@@ -32,6 +32,7 @@ from tapscope.engine.server.settings import ServerSettings
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.engine.watch import Watch, Watched, WatchThread, stack_in
 from tapscope.errors import TapscopeError
+from tapscope.garbage import freeze
 from tapscope.text import printable
 
 ENGINE_LOST = 4
@@ -84,6 +85,7 @@ def _run(
 
     extras = Extras() if make_extras is None else make_extras(welcome["extras"], state)
     app = build_app(state, connect, extras.routers, extras.more_metrics)
+    freeze()
     return asyncio.run(_serve(app, listener, channel, state, welcome["watched"]))
 
 

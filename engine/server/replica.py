@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+import msgspec
 import zmq
 
 from tapscope import errors
@@ -12,6 +13,7 @@ from tapscope.engine.output import Output
 from tapscope.engine.server.mailbox import Mailbox
 from tapscope.engine.server.prefixes import PrefixIndex
 from tapscope.errors import LiveError, RankLostError, TapscopeError
+from tapscope.garbage import uncollected
 from tapscope.wire import Message, decode, encode
 
 
@@ -103,9 +105,10 @@ class Replica:
 
     def _handle(self, message: Message) -> None:
         if message.kind == "outputs":
-            for number, values in message["outputs"]:
-                if box := self._mailboxes.get(number):
-                    box.put(Output.build(values))
+            with uncollected():
+                for number, values in msgspec.msgpack.decode(message.frames[0]):
+                    if box := self._mailboxes.get(number):
+                        box.put(Output.build(values))
         elif message.kind == "refused":
             if box := self._mailboxes.get(message["number"]):
                 box.refuse(error_of(message.fields))

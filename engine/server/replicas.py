@@ -26,6 +26,7 @@ from tapscope.engine.workers import (
     leave_signals_to_parent,
 )
 from tapscope.errors import RankLostError, TapscopeError
+from tapscope.garbage import freeze
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message, encode
 
@@ -127,6 +128,7 @@ def _serve(
         service.watch(parent, service.stop)  # all it says is close
         if (process := multiprocessing.parent_process()) is not None:
             service.watch(process.sentinel, service.stop)
+        freeze()
         parent.send_multipart(encode(Message("ready")))
         service.run()
         if service.failure is not None:

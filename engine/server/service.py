@@ -10,8 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from socket import socketpair
+from time import monotonic
 from typing import Any
 
+import msgspec
 import zmq
 
 from tapscope.engine.engine import Engine
@@ -24,6 +26,8 @@ from tapscope.errors import OverloadedError, RankLostError, TapscopeError, Usage
 from tapscope.wire import Message, decode, encode
 
 _log = logging.getLogger(__name__)
+_INTAKE_S = 0.02  # of messages between two steps
+_pack = msgspec.msgpack.encode
 
 Owner = tuple[bytes, int]
 """A client's identity on the socket, and its number for the request."""
@@ -103,7 +107,8 @@ class EngineService:
         self._woken.close()
 
     def _attend(self, timeout_ms: int | None) -> None:
-        """Handle everything that has arrived, waiting ``timeout_ms`` (None: for ever) for the first."""
+        """Handle what has arrived, waiting ``timeout_ms`` (None: for ever) for the first; where it is much, the next
+        step comes first: one client's hundred requests keep nobody's tokens back."""
         ready = self._poller.poll(timeout_ms)
         self._engine.runner.pulse.now(Doing.WORKING)
         for source, _ in ready:
@@ -111,7 +116,8 @@ class EngineService:
                 if (on_readable := self._watched.get(source)) is not None:
                     on_readable()
                 continue
-            while not self._is_stopped and self._socket.poll(0):
+            until = monotonic() + _INTAKE_S
+            while not self._is_stopped and self._socket.poll(0) and monotonic() < until:
                 identity, *frames = self._socket.recv_multipart()
                 self._handle(identity, decode(frames))
 
@@ -218,8 +224,8 @@ class EngineService:
             batches.setdefault(owner[0], []).append([owner[1], output.plain()])
             if output.finish_reason:
                 del self._owners[output.request]
-        for identity, items in batches.items():
-            self._send(identity, Message("outputs", {"outputs": items}))
+        for identity, items in batches.items():  # a million log-probabilities: msgpack takes a thirtieth of JSON's time
+            self._send(identity, Message("outputs", frames=(_pack(items),)))
 
     def _look_at_ranks(self) -> None:
         """A rank ended while nothing was computed."""
