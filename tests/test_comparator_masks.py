@@ -64,7 +64,8 @@ def test_a_window_of_another_width_is_said_in_places(
     assert first.site == "model.layers.0:in[attention_mask]"
     assert first.explanation is not None
     assert first.explanation.name == "mask"
-    where = "row 4, column 0" if window == 5 else "row 2, column 0"
+    query = 4 if window == 5 else 2
+    where = f"query position {query}, key position 0 ([0,0,{query},0])"
     assert said in first.explanation.sentence
     assert where in first.explanation.sentence
 

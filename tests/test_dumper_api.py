@@ -72,7 +72,7 @@ def test_every_kind_of_value_arrives_as_it_is(tmp_path: Path) -> None:
     assert by_site[":tap[many.a.1]"].value == {"type": "int", "value": 2}
     assert by_site[":tap[many.b]"].value == {"type": "str", "value": "text"}
     assert by_site[":tap[scalar]"].value == {"type": "float", "value": "0.5"}
-    assert by_site[":tap[none]"].value == {"type": "object", "class": "builtins.NoneType"}
+    assert by_site[":tap[none]"].value == {"type": "none", "value": None}
     assert run.array(by_site[":tap[late]"]).tolist() == [7, 7]
     assert by_site[":tap[words]"].value == {"type": "object", "class": "numpy.ndarray"}
     assert run.ledger().complete
