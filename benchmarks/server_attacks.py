@@ -81,7 +81,7 @@ ATTACKS: dict[str, Attack] = {
     "190,000 log-probabilities": _generate(
         input_ids=[[5] * 60] * 16, return_logprob=True, logprob_start_len=0, top_logprobs_num=195
     ),
-    "a grammar of hours": _generate(
+    "a grammar that takes minutes": _generate(
         sampling_params={"json_schema": json.dumps({"type": "object", "patternProperties": OVERLAPPING})}
     ),
     "a regex that explodes": _generate(sampling_params={"regex": "(a|b)*a(a|b){1000}(c{1,500}){1,500}"}),

@@ -28,32 +28,47 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 class GrammarTrial:
     """The process, started when it is first needed and again where a grammar has ended it; one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_cpu_s: int = MAX_CPU_S, max_memory: int = MAX_MEMORY) -> None:
+        self._max_cpu_s, self._max_memory = max_cpu_s, max_memory
         self._process: subprocess.Popen[bytes] | None = None
 
     def form_of(self, kind: str, text: str, special: dict[str, int], marks: dict[str, int]) -> str:
         """The grammar in llguidance's own form; ``special`` and ``marks`` are ids of added tokens.
 
-        Raises UsageError where it is invalid, or takes more than MAX_CPU_S or MAX_MEMORY.
+        Raises UsageError where it is invalid, takes too much time or memory, or ends the process otherwise.
         """
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps([kind, text, special, marks]).encode() + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
+        question = [kind, text, special, marks]
+        line, code = self._ask(question)
+        if not line and code not in (-signal.SIGXCPU, -signal.SIGABRT):  # somebody else killed it
+            line, code = self._ask(question)
         if not line:
-            code = process.wait()
-            self.close()
-            limit = f"{MAX_CPU_S} s" if -code == signal.SIGXCPU else f"{MAX_MEMORY >> 30} GiB of memory"
-            raise UsageError(f"it takes more than {limit} to compile; use a smaller grammar")
+            limits = {
+                -signal.SIGXCPU: f"it takes more than {self._max_cpu_s} s to compile",
+                -signal.SIGABRT: f"it takes more than {self._max_memory >> 20} MiB of memory to compile",
+            }
+            reason = limits.get(code, f"the process that tried it ended with exit code {code}, twice")
+            raise UsageError(f"{reason}; use a smaller grammar")
         answer = json.loads(line)
         if "error" in answer:
             raise UsageError(answer["error"])
         return str(answer["form"])
+
+    def _ask(self, question: list[Any]) -> tuple[bytes, int]:
+        """The answer, or nothing and the exit code of the process that gave none."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line:
+            return line, 0
+        code = process.wait()
+        self.close()
+        return b"", code
 
     def close(self) -> None:
         """End the process."""
@@ -62,7 +77,7 @@ class GrammarTrial:
             self._process = None
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", __name__]
+        command = [sys.executable, "-m", __name__, str(self._max_cpu_s), str(self._max_memory)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         weakref.finalize(self, _end, self._process)
         return self._process
@@ -102,15 +117,14 @@ def first_line(text: str) -> str:
     return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])
 
 
-def _try(kind: str, text: str, special: dict[str, int], marks: dict[str, int]) -> dict[str, Any]:
+def _try(max_cpu_s: int, question: list[Any]) -> dict[str, Any]:
     import llguidance
 
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_S, resource.RLIM_INFINITY)
-    )
+    until = int(used.ru_utime + used.ru_stime) + 1 + max_cpu_s
+    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
     try:
-        form = _llguidance_form(kind, text, special, marks)
+        form = _llguidance_form(*question)
         if error := llguidance.LLMatcher.validate_grammar(form, None):
             return {"error": first_line(error)}
     except (ValueError, RecursionError, UsageError) as error:
@@ -120,12 +134,16 @@ def _try(kind: str, text: str, special: dict[str, int], marks: dict[str, int]) -
 
 def main() -> None:
     """Body of the process: a grammar a line, an answer a line, until the other side closes."""
+    max_cpu_s, max_memory = map(int, sys.argv[1:])
     os.nice(10)  # the engine's steps come first
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     for line in sys.stdin.buffer:
-        print(json.dumps(_try(*json.loads(line))), flush=True)
+        try:
+            print(json.dumps(_try(max_cpu_s, json.loads(line))), flush=True)
+        except MemoryError:
+            os.abort()  # as llguidance does
 
 
 if __name__ == "__main__":
