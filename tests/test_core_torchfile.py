@@ -132,9 +132,12 @@ def test_a_pickle_bomb_is_one_sentence_and_nothing_is_executed(
         (b"(S'true'\nios\nsystem\n.", "opcode"),  # INST, of protocol 0
         (b"\x82\x01.", "opcode"),  # EXT1: the registry of extensions
         (b"K\x01K\x02\x85R.", "calls what is no known constructor"),
-        (b"ccollections\nOrderedDict\n]K\x01a\x85R.", "ordered dict of what is no list of pairs"),
+        (b"ccollections\nOrderedDict\n]K\x01a\x85R.", "ordered dict of what is not a list of pairs"),
         (b")}b.", "sets the state"),
-        (b"}" + b")\x85" * 100_000 + b"K\x01s.", "a key that is no text or number"),  # would overflow the C stack
+        (
+            b"}" + b")\x85" * 100_000 + b"K\x01s.",
+            "a key that is not a string, None or an integer below 2^31",
+        ),  # would overflow the C stack
         (b"\x8b\xff\xff\xff\x7f.", "an integer of 2,147,483,647 bytes"),
         (b"r\xff\xff\xff\x7f.", "damaged at byte"),  # would make C's memo 34 GB long
         (b"\x8d" + b"\xff" * 7 + b"\x7f.", "damaged at byte"),

@@ -91,7 +91,7 @@ def remove_run(path: Path) -> list[Path]:
 @contextmanager
 def locked(run: Path, *, create: bool = True) -> Iterator[None]:
     """Hold the run's lock and those of its ranks, so that nobody writes; raises RunExistsError when somebody does, and
-    RunCorruptError where one of these is no regular file.
+    RunCorruptError where one of these is not a regular file.
 
     Without ``create`` a lock that is not there is not made, and the run may be read-only.
     """

@@ -261,6 +261,4 @@ def check_keys(keys: Iterable[Any]) -> None:
         isinstance(key, str | bytes) or key is None or (isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY)
         for key in keys
     ):
-        raise PickleProblem(
-            "its pickle has a key that is no text or number, or a number that is no whole one below 2^31"
-        )
+        raise PickleProblem("its pickle has a key that is not a string, None or an integer below 2^31")

@@ -1,7 +1,7 @@
 """Regular: files opened to be read, of which only the name is known: never a pipe, a device or a socket.
 
-Opening a named pipe waits for a writer, and ``/dev/zero`` never ends. Whatever is no regular file, or cannot be opened,
-is an OSError that names the path and says what it is; nothing waits, and what is larger than its limit is not read.
+Opening a named pipe waits for a writer, and ``/dev/zero`` never ends. Whatever is not a regular file, or cannot be
+opened, is an OSError that names the path and the reason; nothing waits, and what is larger than its limit is not read.
 """
 
 import errno
@@ -33,7 +33,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         if flags & os.O_NOFOLLOW and error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link, which is not written through", str(path)) from None
         if error.errno == errno.ENXIO:  # a socket, or a pipe that is opened for writing and has no reader
-            raise OSError(errno.EINVAL, "it is no regular file", str(path)) from None
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from None
         raise
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):

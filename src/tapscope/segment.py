@@ -218,7 +218,7 @@ def unused_name(name: str, taken: Container[str]) -> str:
 def read_head(path: Path) -> tuple[int, int, dict[str, Any] | None]:
     """(bytes of the file, bytes reserved for the header, what the header says or None while it is not sealed).
 
-    Raises OSError where it cannot be read, or is no regular file.
+    Raises OSError where it cannot be read, or is not a regular file.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -196,7 +196,7 @@ def _pairs(items: Any) -> Any:
         isinstance(i, list | tuple) and len(i) == 2 and isinstance(i[0], str) for i in items
     ):
         return items
-    raise PickleProblem("its pickle makes an ordered dict of what is no list of pairs")
+    raise PickleProblem("its pickle makes an ordered dict of what is not a list of pairs")
 
 
 def _size(items: Any = ()) -> tuple[Any, ...]:
@@ -209,7 +209,7 @@ def _device(*words: Any) -> str:
 
 def _set(items: Any = ()) -> set[Any]:
     if not isinstance(items, list | tuple):
-        raise PickleProblem("its pickle makes a set of what is no list")
+        raise PickleProblem("its pickle makes a set of what is not a list")
     check_keys(items)
     return set(items)
 
