@@ -8,7 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,34 @@ LIMIT_S = 90.0
 class Job:
     """Ranks of one toy job; every process is ended on exit."""
 
-    def __init__(self, run: Path, world: int, **settings: Any) -> None:
+    def __init__(self, run: Path, world: int, *, late: Sequence[int] = (), **settings: Any) -> None:
+        """Start ``world`` ranks, except those in ``late`` (never rank 0, it starts the recorder): see :meth:`join`."""
         self.run = run
         self.processes: list[subprocess.Popen[str]] = []
         self.http: str | None = None
+        self._world, self._settings = world, settings
         for rank in range(world):
-            words = (WORKER, run, rank, world, json.dumps(settings))
-            self.processes.append(warm.start(*words, stdout=subprocess.PIPE, text=True))
+            if rank not in late:
+                self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        words = (WORKER, self.run, rank, self._world, json.dumps(self._settings))
+        self.processes.append(warm.start(*words, stdout=subprocess.PIPE, text=True))
+
+    def _opened(self, process: subprocess.Popen[str]) -> None:
+        words = self.line(process).split()
+        assert words[0] == "open", words
+        self.http = words[1]
 
     def __enter__(self) -> "Job":
         for process in self.processes:
-            words = self.line(process).split()
-            assert words[0] == "open", words
-            self.http = words[1]
+            self._opened(process)
         return self
+
+    def join(self, rank: int) -> None:
+        """Start a late rank, and wait until its Dumper is open."""
+        self._start(rank)
+        self._opened(self.processes[-1])
 
     def __exit__(self, *exc: object) -> None:
         self.end()

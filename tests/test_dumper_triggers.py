@@ -205,6 +205,16 @@ def test_a_stop_reaches_the_other_ranks_and_the_state_says_why(tmp_path: Path) -
         assert max(rec.key.step for rec in run.records if rec.key.rank == 1) > 8
 
 
+def test_a_rank_that_joins_after_a_stop_does_not_capture_until_it_is_configured(tmp_path: Path) -> None:
+    trigger = "layers.0:out: rank == 0 and step == 2 -> stop"
+    with Job(tmp_path / "run", 2, late=[1], pause_s=0.02, control="127.0.0.1:0", triggers=[trigger]) as job:
+        wait_until(lambda: all(rank["stopped"] for rank in job.ask("state")[1]["ranks"]), "rank 0 has stopped")
+        job.join(1)
+        wait_until(lambda: [bool(r["stopped"]) for r in job.ask("state")[1]["ranks"]] == [True, True], "rank 1 has too")
+        assert job.ask("configure", {"triggers": []})[0] == 200
+        wait_until(lambda: not any(r["stopped"] for r in job.ask("state")[1]["ranks"]), "both ranks go on")
+
+
 # ---- how often it is said
 
 

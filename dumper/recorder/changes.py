@@ -28,6 +28,7 @@ class Changes:
         self._last_epoch = 0
         self._capture_steps: dict[int, int | None] = {}  # epoch -> capture_steps of the configuration it brought
         self._capture: int | None = None  # epoch of the newest capture
+        self._stop: Message | None = None  # the alarm by which a trigger ended the capture, until it goes on
         self.epoch = 0
         """The newest epoch that every rank accepted."""
         self.config: dict[str, Any] = {}
@@ -57,8 +58,11 @@ class Changes:
         elif message.kind == "stopped":
             peer.stopped = message.fields.get("reason")
             if peer.stopped is None:  # it goes on, unless its disk is as full as it was
+                self._stop = None
                 self._recorder.floor.check()
         elif message.kind == "alarm":  # what one rank met concerns all
+            if message["stop"]:
+                self._stop = Message("alarm", message.fields | {"keep": False})
             for other in self._recorder.present():
                 if other is not peer:
                     self._recorder.tell(other, message)
@@ -73,6 +77,11 @@ class Changes:
             peer.capture_left = self._capture_steps[peer.epoch]
         if self._change and peer.epoch == self._change.epoch:
             self._change.applied[peer.rank] = message["step"]
+
+    def rank_joined(self, peer: "Peer") -> None:
+        """A rank that comes after a trigger has ended the capture is told so too."""
+        if self._stop is not None:
+            self._recorder.tell(peer, self._stop)
 
     def rank_left(self, peer: "Peer") -> None:
         """A rank that is gone is waited for no longer."""

@@ -82,6 +82,7 @@ class Roll:
         free = free_bytes(recorder.steering.changes.run_path)
         content = {**in_force, "http": recorder.doors.http, "ring": peer.ring is not None, "free": free}
         recorder.send(identity, Message("welcome", content))
+        recorder.steering.changes.rank_joined(peer)
 
     def _begin(self, rank: int, hello: Message) -> RankWriter:
         """The rank's writer, and with the first one the run."""
