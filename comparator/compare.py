@@ -163,8 +163,8 @@ def _judge(seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: Comp
     raw, seen = seen, seen.without_moved_rows()
     judge = Judge(seen.examined, seen.sites, standards)
     found = judge.findings()
-    sound = sound_flips(seen.flips, found)
-    if len(sound) < len(seen.flips):
+    sound = sound_flips(seen.flips, found, seen.rows.target)
+    if sound != seen.flips:
         seen = structs.replace(raw, flips=sound).without_moved_rows()
         judge = Judge(seen.examined, seen.sites, standards)
         found = judge.findings()

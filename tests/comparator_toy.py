@@ -15,14 +15,20 @@ from factories import RunFactory
 
 from tapscope.observe import RowRun
 from tapscope.run import Run, open_run
+from tapscope.segment import SEGMENT_BYTES
 
 Array = np.ndarray[Any, Any]
 HIDDEN, INNER, HEADS, VOCAB, LAYERS = 64, 160, 4, 97, 4
+TOP = 2
+"""Experts a token goes to."""
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def weights(seed: int = 0, layers: int = LAYERS) -> dict[str, Array]:
-    """Path -> [out, in] float32, names as Hugging Face's without `.weight`."""
+def weights(seed: int = 0, layers: int = LAYERS, experts: int = 0) -> dict[str, Array]:
+    """Path -> [out, in] float32, names as Hugging Face's without `.weight`.
+
+    With ``experts`` every MLP is a router and so many experts, one [experts, out, in] matrix.
+    """
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Array:
@@ -33,9 +39,13 @@ def weights(seed: int = 0, layers: int = LAYERS) -> dict[str, Array]:
         layer = f"model.layers.{i}"
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             found[f"{layer}.self_attn.{name}"] = matrix(HIDDEN, HIDDEN)
-        found[f"{layer}.mlp.gate_proj"] = matrix(INNER, HIDDEN)
-        found[f"{layer}.mlp.up_proj"] = matrix(INNER, HIDDEN)
-        found[f"{layer}.mlp.down_proj"] = matrix(HIDDEN, INNER)
+        if experts:
+            found[f"{layer}.mlp.gate"] = matrix(experts, HIDDEN)
+            found[f"{layer}.mlp.experts"] = np.stack([matrix(HIDDEN, HIDDEN) for _ in range(experts)])
+        else:
+            found[f"{layer}.mlp.gate_proj"] = matrix(INNER, HIDDEN)
+            found[f"{layer}.mlp.up_proj"] = matrix(INNER, HIDDEN)
+            found[f"{layer}.mlp.down_proj"] = matrix(HIDDEN, INNER)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             found[f"{layer}.{norm}"] = (1 + 0.2 * rng.standard_normal(HIDDEN)).astype(np.float32)
     found["model.norm"] = np.ones(HIDDEN, np.float32)
@@ -50,6 +60,9 @@ class Toy:
     tables: Mapping[str, Array]
     dtype: str = "float32"
     tp: int = 1
+    spread: int = 0
+    """Ranks that record what one rank computes, each a shard; 0 for those that compute it."""
+    segment_bytes: int = SEGMENT_BYTES
     padded: bool = False
     annotate: bool = True
     inputs: bool = True
@@ -62,14 +75,21 @@ class Toy:
     def write(self, path: Path, prompts: Mapping[str, Sequence[int]], *, steps: Sequence[int] = ()) -> Run:
         """One step, or with ``steps`` the prompts cut at these positions: prefill, then chunks."""
         layers = sum(name.endswith("input_layernorm") for name in self.tables)
-        mesh = {"tp": self.tp} if self.tp > 1 else {}
-        with RunFactory(path, mesh=mesh, framework="toy", dtype=self.dtype) as run:
+        mesh = {"tp": self.ranks} if self.ranks > 1 else {}
+        how = {"framework": "toy", "dtype": self.dtype, "segment_bytes": self.segment_bytes}
+        with RunFactory(path, mesh=mesh, **how) as run:
             cuts = [0, *steps, max(map(len, prompts.values()))]
             history: dict[str, list[tuple[Array, Array]]] = {}
             for first, last in pairwise(cuts):
                 part = {name: list(ids[first:last]) for name, ids in prompts.items() if len(ids) > first}
                 _Pass(self, run, part, first, history, layers).run()
         return open_run(path)
+
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks record."""
+        return self.spread or self.tp
 
 
 class _Pass:
@@ -110,11 +130,30 @@ class _Pass:
         self.put(f"{path}.self_attn:out[0]", out, "t h")
         hidden = self.round(hidden + out)
         x = self.norm(f"{path}.post_attention_layernorm", hidden)
-        gate, up = (self.linear(f"{path}.mlp.{n}", x, "t h[tp]") for n in ("gate_proj", "up_proj"))
-        act = self.put(f"{path}.mlp.act_fn:out", self.round(gate / (1 + np.exp(-gate))), "t h[tp]")
-        out = self.row_linear(f"{path}.mlp.down_proj", self.round(act * up))
+        out = self.experts(f"{path}.mlp", x) if f"{path}.mlp.gate" in self.toy.tables else self.mlp(f"{path}.mlp", x)
         self.put(f"{path}.mlp:out", out, "t h")
         return self.put(f"{path}:out", self.round(hidden + out), "t h")
+
+    def mlp(self, path: str, x: Array) -> Array:
+        gate, up = (self.linear(f"{path}.{n}", x, "t h[tp]") for n in ("gate_proj", "up_proj"))
+        act = self.put(f"{path}.act_fn:out", self.round(gate / (1 + np.exp(-gate))), "t h[tp]")
+        return self.row_linear(f"{path}.down_proj", self.round(act * up))
+
+    def experts(self, path: str, x: Array) -> Array:
+        """Every rank computes them all: the best ``TOP`` of the router's scores, weighted by their softmax."""
+        self.put(f"{path}:in[hidden_states]", x, "t h")
+        router = self.round(self.toy.tables[f"{path}.gate"])
+        self.put(f"{path}.gate:in[hidden_states]", x, "t h")
+        scores = self.put(f"{path}.gate:out[0]", self.round(x @ router.T), "t e", router)
+        chosen = np.argsort(-scores, axis=1, kind="stable")[:, :TOP]
+        best = np.take_along_axis(scores, chosen, axis=1)
+        shares = np.exp(best - best.max(-1, keepdims=True))
+        shares = self.put(f"{path}.gate:out[1]", self.round(shares / shares.sum(-1, keepdims=True)), "t k")
+        self.put(f"{path}.gate:out[2]", chosen, "t k")
+        self.put(f"{path}.experts:in[hidden_states]", x, "t h")
+        given = np.einsum("th,tkoh->tko", x, self.round(self.toy.tables[f"{path}.experts"])[chosen])
+        mixed = np.einsum("tko,tk->to", self.round(given), shares)
+        return self.put(f"{path}.experts:out", self.round(mixed), "t h")
 
     def attention(self, path: str, q: Array, k: Array, v: Array) -> Array:
         out = np.empty_like(q)
@@ -173,7 +212,7 @@ class _Pass:
 
     def put(self, site: str, value: Array, dims: str, weight: Array | None = None) -> Array:
         value = self.hooked(site, value) if value.dtype.kind == "f" else value
-        tp = self.toy.tp
+        tp = self.toy.ranks
         sharded = "[tp]" in dims and tp > 1
         parts = np.array_split(value, tp, axis=1) if sharded else [value] * tp
         text = dims if sharded or tp == 1 else f"{dims} # tp:replicated"
@@ -186,7 +225,7 @@ class _Pass:
             self.out.site(name, params={"weight": weight.shape})
         arrays = {rank: self.laid_out(part) for rank, part in enumerate(parts)}
         text = dims.replace("t", "b s", 1) if self.toy.padded else dims
-        self.out.put(name, arrays, dims=text if self.toy.annotate or self.toy.tp > 1 else None)
+        self.out.put(name, arrays, dims=text if self.toy.annotate or self.toy.ranks > 1 else None)
 
     def laid_out(self, value: Array) -> Array:
         """Packed rows as they are, or spread over [batch, sequence] with rubbish in the padding."""

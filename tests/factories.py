@@ -13,6 +13,7 @@ from tapscope.kernels.native import summarize_array
 from tapscope.observe import RowRun, StepInfo
 from tapscope.plain import plain_value
 from tapscope.record import Key, Record
+from tapscope.segment import SEGMENT_BYTES
 from tapscope.writer import RankWriter
 
 
@@ -31,6 +32,7 @@ class RunFactory:
         *,
         mesh: Mapping[str, int] | None = None,
         never_fired: Sequence[str] = (),
+        segment_bytes: int = SEGMENT_BYTES,
         **manifest: Any,
     ) -> None:
         self.never_fired = list(never_fired)
@@ -38,7 +40,7 @@ class RunFactory:
         self.mesh = dict(mesh or {})
         world = int(np.prod(list(self.mesh.values()))) if self.mesh else 1
         create_run(path, {"world_size": world, "mesh": self.mesh, "framework": "torch", "model": "toy", **manifest})
-        self.writers = {rank: RankWriter(path, rank) for rank in range(world)}
+        self.writers = {rank: RankWriter(path, rank, segment_bytes=segment_bytes) for rank in range(world)}
         self._seq = dict.fromkeys(self.writers, 0)
         self._fired: dict[tuple[int, str, int, int], int] = {}
         self._counts: dict[int, ledger.StepCounts] = {}

@@ -8,7 +8,8 @@ Each property meets the same examples in every run; ``make soak`` draws new ones
 | more sites recorded: no `differs` becomes `close`, and the first culprit does not move downstream | 12 | 240 |
 | more steps recorded: the same | 8 | 160 |
 | baseline and target swapped: the same verdicts and culprit | 8 | 160 |
-| modules renamed, requests permuted, split over ranks: the same verdicts and culprit but for names | 8 | 160 |
+| modules renamed, requests permuted: the same verdicts and culprit but for names | 8 | 160 |
+| the same values recorded by more ranks and in more files: the same verdicts and culprit | 12 | 240 |
 | a culprit that is certain is the module with the bug, whatever was left out | 12 | 240 |
 | exit code 0: nothing that was compared differs beyond its floor | 8 | 160 |
 """
@@ -25,6 +26,7 @@ from comparator_toy import HIDDEN, Array, Toy, damaged, prompts, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
 
@@ -48,6 +50,8 @@ class Case(Struct, frozen=True):
     dtype: str
     tp: int
     padded: bool
+    experts: int
+    """Of every layer; 0 for a dense MLP."""
     module: str
     """With the bug; empty for none."""
     how: str
@@ -55,7 +59,7 @@ class Case(Struct, frozen=True):
     step: int
 
     def write(self, path: Path, *, is_target: bool, **other: Any) -> Path:
-        tables: Mapping[str, Array] = weights(self.seed, self.layers)
+        tables: Mapping[str, Array] = weights(self.seed, self.layers, self.experts)
         hooks: dict[str, Callable[[Array], Array]] = {}
         texts = prompts(self.lengths, self.seed)
         if other.pop("permuted", False):
@@ -88,7 +92,9 @@ class _Harm:
         return value
 
 
-PARTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
+DENSE, ROUTED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), ("mlp.experts",)
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @st.composite
@@ -98,7 +104,8 @@ def cases(draw: st.DrawFn, *, bug: bool | None = None, steps: bool = False) -> C
     longest = max(lengths)
     cuts = draw(st.lists(st.integers(1, longest - 1), min_size=1 if steps else 0, max_size=3, unique=True))
     has_bug = draw(st.booleans()) if bug is None else bug
-    part = draw(st.sampled_from((*PARTS, "input_layernorm", "post_attention_layernorm")))
+    experts = draw(st.sampled_from((0, 0, 6)))
+    part = draw(st.sampled_from((*ATTENTION, *(ROUTED if experts else DENSE), *NORMS)))
     is_norm = part.endswith("norm")
     how = draw(
         st.sampled_from(("sign", "columns", "row") if is_norm else ("noise", "zeroed", "sign", "columns", "row"))
@@ -111,6 +118,7 @@ def cases(draw: st.DrawFn, *, bug: bool | None = None, steps: bool = False) -> C
         dtype=draw(st.sampled_from(("float32", "bfloat16"))),
         tp=draw(st.sampled_from((1, 1, 2))),
         padded=draw(st.booleans()),
+        experts=experts,
         module=f"model.layers.{draw(st.integers(0, layers - 1))}.{part}" if has_bug else "",
         how=how,
         step=draw(st.integers(0, len(cuts))) if how in ("sign", "columns", "row") else 0,
@@ -193,13 +201,27 @@ def test_swapped_sides_are_judged_alike(case: Case) -> None:
 
 @examples(8)
 @given(case=cases())
-def test_names_order_and_ranks_change_nothing_but_names(case: Case) -> None:
+def test_names_and_order_change_nothing_but_names(case: Case) -> None:
     with written(case) as (one, two), tempfile.TemporaryDirectory() as folder:
         plain = compare(one, two)
         other = case.write(Path(folder) / "o", is_target=True, permuted=True, prefix=PREFIX)
         again = compare(one, other, CompareOptions(strip_prefix=("target:policy",)))
         assert unlike(plain, again) == []
         assert culprit(plain) == culprit(again)
+
+
+@examples(12)
+@given(case=cases(), spread=st.sampled_from((2, 4)))
+def test_a_run_split_over_ranks_and_files_is_judged_alike(case: Case, spread: int) -> None:
+    case = replace(case, tp=1)
+    with written(case) as (one, two), tempfile.TemporaryDirectory() as folder:
+        whole = compare(one, two)
+        split = case.write(Path(folder) / "s", is_target=True, spread=spread, segment_bytes=4096)
+        assert len(list(split.glob("**/*.safetensors"))) > spread
+        again = compare(one, split)
+        assert unlike(whole, again) == []
+        assert culprit(whole) == culprit(again)
+        assert whole.exit_code == again.exit_code
 
 
 @examples(12)

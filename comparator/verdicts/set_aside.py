@@ -7,13 +7,16 @@ their error is handed on like any other (:attr:`~.examined.More.handed_on`).
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.examination.examine import Examiner
 from tapscope.comparator.examination.examined import Examined
+from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.verdicts.finding import Finding
 from tapscope.comparator.verdicts.flips import Flip
+from tapscope.comparator.verdicts.localise import onset
 
 
 def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner: Examiner) -> list[Examined]:
@@ -42,10 +45,28 @@ def _both(one: Flip | None, other: Flip) -> Flip:
     return structs.replace(other, moved=one.moved | other.moved, turned=one.turned | other.turned)
 
 
-def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding]) -> dict[str, Flip]:
-    """The flips whose scores are within their floor: where they are not, another choice is a fault's doing."""
-    bad = {finding.site for finding in findings if finding.verdict.is_bad}
-    return {site: flip for site, flip in flips.items() if flip.scores not in bad}
+def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding], target: SideRows) -> dict[str, Flip]:
+    """The flips whose scores are within their floor; where they are not, another choice may be a fault's doing.
+
+    ``target`` holds the row pairs of the target's steps: of scores that go wrong in a later step, the rows of the
+    steps before it still moved at a near tie.
+    """
+    begun = {finding.site: onset(finding) for finding in findings if finding.verdict.is_bad}
+    found: dict[str, Flip] = {}
+    for site, flip in flips.items():
+        if flip.scores not in begun:
+            found[site] = flip
+            continue
+        early = _rows_before(target, begun[flip.scores])
+        if flip.turned & early:
+            found[site] = structs.replace(flip, moved=flip.moved & early, turned=flip.turned & early)
+    return found
+
+
+def _rows_before(side: SideRows, step: int) -> frozenset[int]:
+    """Row pairs of the steps before one."""
+    pairs = [rows.pairs for number, grids in side.by_step().items() if number < step for rows in grids]
+    return frozenset(np.concatenate(pairs).tolist()) if pairs else frozenset()
 
 
 def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
