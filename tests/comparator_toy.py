@@ -85,7 +85,6 @@ class Toy:
                 _Pass(self, run, part, first, history, layers).run()
         return open_run(path)
 
-
     @property
     def ranks(self) -> int:
         """How many ranks record."""

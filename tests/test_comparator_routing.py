@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from comparator_toy import Toy, prompts, weights
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
@@ -294,3 +295,19 @@ def test_padding_in_a_copy_for_each_expert_is_not_compared(tmp_path: Path) -> No
     masked(tmp_path / "w" / "t", wrong, padding=2.0)
     _, found = diff(tmp_path / "w")
     assert found["mlp.experts:in[hidden_states]"].verdict is Verdict.DIFFERS
+
+
+def test_a_near_tie_before_a_bug_in_a_later_step_stays_one(tmp_path: Path) -> None:
+    texts = prompts((4, 12, 8), 945)
+    tables = weights(945, layers=1, experts=6)
+    calls = iter(range(4))
+
+    def flipped(value: np.ndarray) -> np.ndarray:
+        return -value if next(calls) >= 2 else value
+
+    Toy(tables).write(tmp_path / "b", texts, steps=(7, 8, 9)).close()
+    hooks = {"model.layers.0.self_attn.q_proj:out": flipped}
+    Toy(tables, dtype="bfloat16", padded=True, hooks=hooks).write(tmp_path / "t", texts, steps=(7, 8, 9)).close()
+    first = compare(tmp_path / "b", tmp_path / "t").first_divergence
+    assert first is not None
+    assert (first.module, first.step) == ("model.layers.0.self_attn.q_proj", 2)
