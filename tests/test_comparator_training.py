@@ -14,7 +14,7 @@ from tapscope import Dumper, open_run
 from tapscope.comparator import Report, compare
 from tapscope.comparator.examination.examined import About, Examined
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.measures.spread import NOTHING, Spread
+from tapscope.comparator.measures.spread import NOTHING, Drift, Spread
 from tapscope.comparator.measures.updates import of_updates
 from tapscope.comparator.report.answer import answer
 from tapscope.comparator.rounding.gradients import difference
@@ -143,9 +143,10 @@ def test_a_gradient_that_is_halved_is_named_before_the_parameter_that_it_moves(g
 
 def test_what_errors_turn_of_an_update_is_that_share_of_what_it_moved() -> None:
     moved = Spread(8, (1e-2, 2e-2, 3e-2, 4e-2), 0.0, 0.0, 0.0, peak=0.1, width=16)
-    once = of_updates([((0.1,) * 4, moved)])
+    drift = Drift(0, NOTHING, moved)
+    once = of_updates([((0.1,) * 4, drift)])
     assert once.errors == pytest.approx((1e-3, 2e-3, 3e-3, 4e-3))
-    assert of_updates([((0.1,) * 4, moved)] * 3).errors == pytest.approx([3 * e for e in once.errors])
+    assert of_updates([((0.1,) * 4, drift)] * 3).errors == pytest.approx([3 * e for e in once.errors])
     assert once.peak == pytest.approx(0.1 * 0.4)  # a row's error may be all in one element
     assert of_updates([]) == NOTHING
 

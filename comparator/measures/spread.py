@@ -88,7 +88,10 @@ class Drift(Struct, frozen=True):
     step: int
     spread: Spread
     moved: Spread
-    """How far the step took it, relative to its rows."""
+    """How far the step took the baseline's, relative to its rows."""
+    moved_target: Quantiles = ()
+    """How far it took the target's, relative to the baseline's rows, at :data:`QUANTILES`; empty where that is not
+    known."""
 
 
 def spread_of(seen: Overview, width: int = 0, sizes: Sizes | None = None) -> Spread:

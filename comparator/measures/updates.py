@@ -4,6 +4,10 @@ Adam and its kin divide every element of a gradient by its own size. So where an
 error, the update may have either sign: at the first step ``u = g / |g|``, whatever ``g`` is. Between parameters of two
 runs lies then what they were moved by, times what of it the errors of the gradients may turn; other optimizers do no
 worse (of SGD it is the gradient's own error).
+
+A gradient may vanish analytically: a key's bias shifts all scores of a query alike, which a softmax does not see. What is
+left of it is rounding in both runs, of another sign and another size: next to Adam's epsilon in float32, far above it in
+16 bits. Then either run may move its parameter further than the other does, and both moves count.
 """
 
 import math
@@ -27,6 +31,9 @@ Array = np.ndarray[Any, Any]
 
 SIGN = 2.0
 """Error of an update, relative to itself, that has the other sign."""
+UNRELATED = 1.2
+"""What errors turn of an update at least where both runs' gradients have nothing in common. One that is next to nothing
+beside the other turns 1; where half of the signs differ too, 1.6."""
 UNKNOWN = (1.0,) * len(QUANTILES)
 """What errors turn where no gradients were captured."""
 
@@ -43,10 +50,12 @@ def drifts(opened: Opened, measured: Measured, seen: Overview) -> tuple[Drift, .
     moves = [_moved(opened, one.baseline, two.baseline) for one, two in pairwise(joins)]
     if all(each.is_zero for each in moves):
         return ()
+    others = [_moved_target(opened, *pair) for pair in pairwise(joins)]
+    others.insert(0, tuple(2.0 * e for e in others[0]))
     spreads = _spreads(measured)
     steps = [ready.left[join.baseline].records[0].key.step for join in joins]
-    found = zip(steps, joins, [_unseen(moves[0]), *moves], strict=True)
-    return tuple(Drift(step, spreads.get(join.baseline, NOTHING), moved) for step, join, moved in found)
+    found = zip(steps, joins, [_unseen(moves[0]), *moves], others, strict=True)
+    return tuple(Drift(step, spreads.get(join.baseline, NOTHING), *moved) for step, join, *moved in found)
 
 
 def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quantiles]:
@@ -73,13 +82,16 @@ def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quant
     return found
 
 
-def of_updates(moves: Sequence[tuple[Quantiles, Spread]]) -> Spread:
+def of_updates(moves: Sequence[tuple[Quantiles, Drift]]) -> Spread:
     """What steps make of a parameter, of each of which is known what errors turn and how far it moves."""
     errors, peak = [0.0] * len(QUANTILES), 0.0
-    for turned, moved in moves:
-        for i, (share, part) in enumerate(zip(turned, moved.errors, strict=True)):
-            errors[i] += share * part
-        peak += moved.peak * min(SIGN, turned[-1] * math.sqrt(moved.width))  # all of a row's may be in one element
+    for turned, drift in moves:
+        moved, others = drift.moved, drift.moved_target or drift.moved.errors
+        for i, (share, own, other) in enumerate(zip(turned, moved.errors, others, strict=True)):
+            errors[i] += share * (max(own, other) if share > UNRELATED else own)
+        most = moved.peak * min(SIGN, turned[-1] * math.sqrt(moved.width))  # all of a row's may be in one element
+        further = others[-1] / moved.errors[-1] if moved.errors[-1] > 0.0 else 1.0
+        peak += most * (max(1.0, further) if turned[-1] > UNRELATED else 1.0)
     return structs.replace(NOTHING, errors=tuple(errors), element=peak, peak=peak, channel=errors[-1])
 
 
@@ -93,6 +105,28 @@ def _moved(opened: Opened, one: int, two: int) -> Spread:
     rows, at_worst, _ = joined.compared()
     seen = overview(rows, at_worst)
     return spread_of(seen, width=sum(block.width for block in sides[0]))
+
+
+def _moved_target(opened: Opened, one: Join, two: Join) -> Quantiles:
+    """How far the target's firings are apart beside the baseline's rows, at :data:`QUANTILES`; rows that are zero in the
+    baseline have no part in it."""
+    left = opened.left[one.baseline]
+    at = _rows(left)
+    moved, own = np.zeros((2, len(at)))
+    for side, other, into in (
+        (opened.right[one.target], opened.right[two.target], moved),
+        (left, None, own),
+    ):
+        for _, first, second in overlaps(side, other or side):
+            difference = _values(second, at) - _values(first, at) if other is not None else _values(first, at)
+            into += np.nan_to_num(difference**2).sum(axis=1)
+    found = np.sqrt(np.divide(moved, own, out=np.zeros_like(own), where=own > 0.0))
+    return tuple(np.quantile(found, QUANTILES).tolist())
+
+
+def _values(block: Block, at: Array) -> Array:
+    found: Array = (block.values[at] if block.values is not None else block.rows(at)).astype(np.float64)
+    return found
 
 
 def _unseen(following: Spread) -> Spread:
@@ -117,9 +151,7 @@ def _turned(left: list[Block], right: list[Block], at: Array) -> Array:
     """[rows]: of each row, what its errors turn."""
     squares, width = np.zeros(len(at)), 0
     for _, one, two in overlaps(left, right):
-        b, t = (
-            (side.values[at] if side.values is not None else side.rows(at)).astype(np.float64) for side in (one, two)
-        )
+        b, t = _values(one, at), _values(two, at)
         size = np.maximum(np.abs(b), np.abs(t))
         share = np.divide(np.abs(t - b), size, out=np.zeros_like(size), where=size > 0)
         share[b * t < 0] = SIGN

@@ -43,10 +43,14 @@ class Floors(Struct, frozen=True, eq=False):
 
     def of_sum(self, gain: Array, num_rows: Array) -> "Floors":
         """Of sums over rows, which may be off by as much more ``gain``, and in any channel; of ``num_rows`` themselves,
-        so that of one row the typical largest element is the largest of all."""
-        *errors, own, channel, element, peak = self.limits
-        several = np.where(num_rows == 1, peak, element)
-        return Floors(np.array((*errors, own + gain, np.full_like(channel, np.inf), several, peak)))
+        see :meth:`of_one_row`."""
+        *errors, own, channel, element, peak = self.of_one_row(num_rows).limits
+        return Floors(np.array((*errors, own + gain, np.full_like(channel, np.inf), element, peak)))
+
+    def of_one_row(self, num_rows: Array) -> "Floors":
+        """Of sites that may have but one row: its largest element is the largest of all."""
+        *others, element, peak = self.limits
+        return Floors(np.array((*others, np.where(num_rows == 1, peak, element), peak)))
 
     def of_few(self) -> "Floors":
         """Of sums of which single rows may have but one term, such as those of an expert that one token chose: such a

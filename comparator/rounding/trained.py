@@ -13,7 +13,7 @@ from tapscope.comparator.measures.columns import hypot
 from tapscope.comparator.measures.spread import NOTHING, QUANTILES, Quantiles, Spread
 from tapscope.comparator.measures.spreads import Largest, Spreads
 from tapscope.comparator.measures.updates import UNKNOWN, of_updates
-from tapscope.comparator.rounding.floor import Terms, local_floors, path_floors
+from tapscope.comparator.rounding.floor import ROW_LIMIT, Terms, local_floors, path_floors
 from tapscope.comparator.rounding.floors import Floors
 from tapscope.comparator.rounding.graph import Graph
 
@@ -40,7 +40,7 @@ class Trained:
         turned = _STILL if seen else UNKNOWN
         for drift in drifts:  # where no gradient differs, those before it still move the parameter
             turned = seen[0].get(drift.step, turned) if seen else turned
-            moves.append((turned, drift.moved))
+            moves.append((turned, drift))
         return of_updates(moves)
 
     def modelled(self, node: int, base: float) -> float:
@@ -69,9 +69,11 @@ class Trained:
         given = Largest.of([(self.updated(node, num),) for node, num, _ in steps])
         base = np.array([self._rounded(node, num, terms.base.item(row[node])) for node, num, _ in steps])
         spreads = Spreads.of([spread for _, _, spread in steps])
-        own = Terms(spreads, base, terms.eps[rows])
-        local = local_floors(given, own, STATE)
-        whole = local.smaller(path_floors(hypot(given.errors[-1], base), own))
+        # One that began at zero is made of its updates alone, and may be off by all of them.
+        own = Terms(spreads, base, terms.eps[rows], np.maximum(ROW_LIMIT, given.errors[0]), given.errors[-1])
+        local = local_floors(given, own, STATE).of_one_row(spreads.num_rows)
+        path = path_floors(hypot(given.errors[-1], base), own).of_one_row(spreads.num_rows)
+        whole = local.smaller(path)
         scores = whole.worst(spreads.tests).scores.tolist()
         worst = [max(group, key=scores.__getitem__) for _, group in groupby(range(len(rows)), rows.__getitem__)]
         return [rows[i] for i in worst], spreads.tests[:, worst], local.at(worst), whole.at(worst)
