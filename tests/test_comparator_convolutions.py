@@ -92,3 +92,43 @@ def test_what_a_batch_norm_hands_on_differs_downstream(
     assert {f.role for f in behind} == {"downstream"}
     alone = compare(baseline, tmp_path / "t", CompareOptions(sites=(":out",))).findings
     assert [f.verdict for f in alone] == [Verdict.DIFFERS]
+
+
+class Normalised(nn.Module):
+    """Convolutions, each with a norm over the batch behind it."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        widths = [3, channels, channels]
+        self.convs = nn.ModuleList(nn.Conv2d(n, channels, 3, padding=1, bias=False) for n in widths)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = nn.functional.silu(norm(conv(x)))
+        return x
+
+
+def capture_training(path: Path, size: int, mean: float, *, channels_last: bool, epsilon: float = 1e-5) -> Path:
+    """A forward and a backward with the batch's own statistics; ``channels_last`` adds them up in another order."""
+    torch.manual_seed(0)
+    model, images = Normalised().train(), torch.randn(4, 3, size, size) + mean
+    model.norms[1].eps = epsilon
+    if channels_last:
+        model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
+    with Dumper(model, path, keep="full", grads=True) as dumper, dumper.step():
+        model(images).square().mean().backward()
+    return path
+
+
+@pytest.mark.parametrize("size", [24, 48])
+@pytest.mark.parametrize("mean", [0.0, 2.0])
+def test_statistics_of_a_batch_may_be_added_up_in_another_order(tmp_path: Path, size: int, mean: float) -> None:
+    one = capture_training(tmp_path / "one", size, mean, channels_last=False)
+    two = capture_training(tmp_path / "two", size, mean, channels_last=True)
+    report = compare(one, two)
+    assert report.exit_code == 0, report.first_divergence
+    wrong = capture_training(tmp_path / "wrong", size, mean, channels_last=True, epsilon=1e-4)
+    first = compare(one, wrong).first_divergence
+    assert first is not None
+    assert first.module == "norms.1"

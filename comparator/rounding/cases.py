@@ -22,7 +22,7 @@ from tapscope.comparator.rounding.graph import Graph
 from tapscope.comparator.rounding.handed import HandedOn, spreads_of
 from tapscope.comparator.rounding.lifts import Lifts
 from tapscope.comparator.rounding.trained import Trained
-from tapscope.comparator.rounding.widths import Params, reduction_of
+from tapscope.comparator.rounding.widths import Params, reduction_of, summands_of, summed_of
 
 Array = np.ndarray[Any, Any]
 _GUESS = 4096
@@ -161,7 +161,7 @@ class Cases:
         one, inputs, names = self.examined[node], self.graph.inputs(node), self.names[node]
         assert one.about.baseline is not None
         assert one.about.target is not None
-        reduction = self._reductions[node] or self._reduction_inside(node)
+        reduction = max(self._reductions[node] or self._reduction_inside(node), self._summands(node))
         # A sum over ranks rounds every rank's part in the narrow dtype, and then their sum.
         summed = 2 if len(one.about.baseline.ranks) != len(one.about.target.ranks) and self.params[node] else 1
         spread = one.read.spread  # else it has no sizes
@@ -169,6 +169,14 @@ class Cases:
         turned = angle_error(self.graph.nodes[node].cls, one.read.worst)
         once = math.hypot(unit(*names, reduction), lost, turned)
         return once * math.sqrt(inputs.ops * summed), max(ROW_LIMIT, CONDITION * lost)
+
+    def _summands(self, node: int) -> int:
+        """Length of the sums over token rows or places; 0 where there are none."""
+        this, shape = self.graph.nodes[node], _shape(self.examined[node])
+        if not this.is_summed:
+            return summands_of(this.cls, shape, self.params[node])
+        outputs = [i for i in self.graph.inputs(node).nodes if self.graph.nodes[i].port.startswith("out")]
+        return max((summed_of(_shape(self.examined[i]), shape) for i in outputs), default=0)
 
     def _reduction_inside(self, node: int) -> int:
         """Length of the sums of what has no parameters: none in a pointwise function, else as long as any here."""
@@ -185,3 +193,7 @@ class Cases:
                 found[self.row[node]] = here
                 holds[node] |= here or not self.lifts.noise.isdisjoint(origins)
         return np.array(found, bool)
+
+
+def _shape(one: Examined) -> tuple[int, ...]:
+    return one.baseline.shape if one.baseline is not None else ()
