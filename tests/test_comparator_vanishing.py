@@ -20,7 +20,9 @@ class Attention(nn.Module):
         self.heads, self.fused = heads, False
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        q, k, v = (
+            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
         if self.fused:
             mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         else:
