@@ -5,9 +5,9 @@ error, the update may have either sign: at the first step ``u = g / |g|``, whate
 runs lies then what they were moved by, times what of it the errors of the gradients may turn; other optimizers do no
 worse (of SGD it is the gradient's own error).
 
-A gradient may vanish analytically: a key's bias shifts all scores of a query alike, which a softmax does not see. What is
-left of it is rounding in both runs, of another sign and another size: next to Adam's epsilon in float32, far above it in
-16 bits. Then either run may move its parameter further than the other does, and both moves count.
+A gradient may vanish analytically: a key's bias shifts all scores of a query alike, which a softmax does not see. What
+is left of it is rounding in both runs, of another sign and another size: next to Adam's epsilon in float32, far above it
+in 16 bits. Then either run may move its parameter further than the other does, and the larger move counts.
 """
 
 import math
@@ -20,7 +20,7 @@ from msgspec import structs
 
 from tapscope.comparator.alignment.joins import Join
 from tapscope.comparator.alignment.layout import is_parameter
-from tapscope.comparator.assembly.blocks import Block
+from tapscope.comparator.assembly.blocks import Block, Columns
 from tapscope.comparator.measures.channels import sample
 from tapscope.comparator.measures.joined_rows import JoinedRows, overlaps
 from tapscope.comparator.measures.measure import Measured, Opened
@@ -55,7 +55,7 @@ def drifts(opened: Opened, measured: Measured, seen: Overview) -> tuple[Drift, .
     spreads = _spreads(measured)
     steps = [ready.left[join.baseline].records[0].key.step for join in joins]
     found = zip(steps, joins, [_unseen(moves[0]), *moves], others, strict=True)
-    return tuple(Drift(step, spreads.get(join.baseline, NOTHING), *moved) for step, join, *moved in found)
+    return tuple(Drift(step, spreads.get(join.baseline, NOTHING), moved, other) for step, join, moved, other in found)
 
 
 def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quantiles]:
@@ -108,8 +108,8 @@ def _moved(opened: Opened, one: int, two: int) -> Spread:
 
 
 def _moved_target(opened: Opened, one: Join, two: Join) -> Quantiles:
-    """How far the target's firings are apart beside the baseline's rows, at :data:`QUANTILES`; rows that are zero in the
-    baseline have no part in it."""
+    """How far the target's firings are apart beside the baseline's rows, at :data:`QUANTILES`; rows that are zero in
+    the baseline have no part in it."""
     left = opened.left[one.baseline]
     at = _rows(left)
     moved, own = np.zeros((2, len(at)))
@@ -124,7 +124,7 @@ def _moved_target(opened: Opened, one: Join, two: Join) -> Quantiles:
     return tuple(np.quantile(found, QUANTILES).tolist())
 
 
-def _values(block: Block, at: Array) -> Array:
+def _values(block: Columns, at: Array) -> Array:
     found: Array = (block.values[at] if block.values is not None else block.rows(at)).astype(np.float64)
     return found
 
