@@ -6,8 +6,8 @@ runs lies then what they were moved by, times what of it the errors of the gradi
 worse (of SGD it is the gradient's own error).
 
 A gradient may vanish analytically: a key's bias shifts all scores of a query alike, which a softmax does not see. What
-is left of it is rounding in both runs, of another sign and another size: next to Adam's epsilon in float32, far above it
-in 16 bits. Then either run may move its parameter further than the other does, and the larger move counts.
+is left of it is rounding in both runs, of another sign and another size: next to Adam's epsilon in float32, far above
+it in 16 bits. Then either run may move its parameter further than the other does, and the larger move counts.
 """
 
 import math
