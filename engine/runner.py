@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.attention import without_plans
-from tapscope.engine.buffers import StepBuffers
+from tapscope.engine.buffers import StepBuffers, keep_freed_memory
 from tapscope.engine.cache import KVCache
 from tapscope.engine.cache_scales import LayerScales, kv_dtype_name, read_scales, use_scales, warn_of_scales
 from tapscope.engine.choices import DTYPES, device_of, dtype_name, num_pages, scale_file
@@ -64,6 +64,8 @@ class Runner:
         max_pages = -(-model_config.max_positions // config.page_size)
         self.max_tokens = config.step_tokens(self.device.type)
         self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._modes = StepModes(self.model)
         self._batch_invariant = config.batch_invariant
         if config.batch_invariant:

@@ -1,5 +1,8 @@
 """Layers alone: bit-equal to transformers' in bfloat16, and attention that does not care how a prompt is cut."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tapscope.engine.attention import AttentionSpec, attend
+from tapscope.engine.attention import AttentionSpec, attend, attend_one
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
 from tapscope.engine.cache_layout import CacheLayout
@@ -91,6 +94,44 @@ def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
         torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-5)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(2, 230),
+    before=st.integers(0, 150),
+    heads=st.sampled_from([(4, 4), (8, 4), (8, 1)]),
+    window=st.none() | st.integers(1, 400),
+    softcap=st.none() | st.just(1.5),
+)
+def test_a_chunk_of_many_rows_attends_by_pieces_to_what_each_row_sees(
+    count: int, before: int, heads: tuple[int, int], window: int | None, softcap: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(count)
+    shapes = (count, heads[0], 8), (before + count, heads[1], 8), (before + count, heads[1], 6)
+    query, keys, values = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    whole = torch.cat((torch.zeros(before, heads[0], 8, dtype=torch.float64), query))
+    spec = AttentionSpec(scale=0.3, window=window, softcap=softcap)
+    expected = _written_out(whole, keys, values, spec)[before:]
+    torch.testing.assert_close(attend_one(query, keys, values, before, spec), expected, rtol=1e-4, atol=1e-5)
+
+
+_MIXED = "x = [torch.ones(12 << 18) for _ in range(4)]; del x;"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc's allocator keeps")
+def test_what_a_step_frees_is_kept_for_the_next() -> None:
+    def faults(first: str) -> int:
+        code = (
+            f"import resource, torch; from tapscope.engine.buffers import keep_freed_memory; {first}; {_MIXED}\n"
+            "start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+            f"for _ in range(10): {_MIXED}\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+        return int(done.stdout)
+
+    assert faults("keep_freed_memory()") < faults("pass") / 4
+
+
 def _shapes(kv_heads: int, group: int, dim: int) -> list[tuple[int, int]]:
     return [(kv_heads * group, dim), (kv_heads, dim), (kv_heads, dim)]
 
@@ -102,9 +143,9 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Attent
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     for i in range(length):
-        for j in range(length):
-            if j > i or (spec.window is not None and i - j >= spec.window):
-                scores[:, i, j] = -torch.inf
+        scores[:, i, i + 1 :] = -torch.inf
+        if spec.window is not None:
+            scores[:, i, : max(0, i - spec.window + 1)] = -torch.inf
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
 

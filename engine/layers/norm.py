@@ -24,7 +24,8 @@ class RMSNorm(Weighted):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., size] -> [..., size], in the input's dtype."""
-        return self.weight * _normalised(hidden_states, self.eps, hidden_states.dtype)
+        normalised = _normalised(hidden_states, self.eps, hidden_states.dtype)
+        return normalised.mul_(self.weight) if normalised.dtype == self.weight.dtype else self.weight * normalised
 
     def pieces(self, path: str) -> Iterator[Piece]:
         """One vector, whole on every rank."""
@@ -48,4 +49,4 @@ def _normalised(states: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     if states.is_cuda:  # the same in one kernel: torch sums in float32 there
         return functional.rms_norm(states.to(dtype), states.shape[-1:], eps=eps)
     wide = states.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))).to(dtype)

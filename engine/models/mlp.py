@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
-from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
+from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.splits import Split
@@ -27,5 +27,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         gate, up = self.gate_up_proj(x)
-        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(gate)) * self.up_proj(up))
+        active, up = self.act_fn(self.gate_proj(gate)), self.up_proj(up)
+        output: Tensor = self.down_proj(active * up if is_watched(self.act_fn) else active.mul_(up))
         return output
