@@ -15,6 +15,7 @@ from dashboard_runs import toy_run
 from factories import RunFactory
 
 from tapscope import cli
+from tapscope.errors import DataError, RunCorruptError
 from tapscope.run import open_run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -287,6 +288,25 @@ def test_values_that_are_no_tensors_are_shown_and_counted(tmp_path, capsys):
     assert "no tensor: object a.B, of which only the class was kept\n" in capsys.readouterr().out
     assert cli.main(["show", str(path), "m:in[text]"]) == 0
     assert "no tensor: str 'x\\n' (first 2 of 9,000 characters)\n" in capsys.readouterr().out
+
+
+def test_a_value_that_is_not_a_tensor_is_no_damage(tmp_path):
+    path = tmp_path / "values"
+    with RunFactory(path) as run:
+        run.step()
+        line = {"type": "record", "seq": 0, "site": "m:in[cache]", "step": 0}
+        run.writers[0].line({**line, "value": {"type": "object", "class": "DynamicCache"}})
+    with open_run(path) as run, pytest.raises(DataError) as caught:
+        run.array(run.records[0])
+    assert str(caught.value) == "m:in[cache] at step 0 is not a tensor: DynamicCache"
+    assert not isinstance(caught.value, RunCorruptError)
+
+
+def test_of_a_module_its_output_is_shown(run_cli):
+    code, out, err = run_cli("show", "base", "*.layers.1.self_attn.o_proj:*")
+    assert code == 0
+    assert out.startswith("model.layers.1.self_attn.o_proj:out   step 0")
+    assert "model.layers.1.self_attn.o_proj:in[input]" in err  # can be chosen
 
 
 def test_info_needs_a_run_or_env(run_cli):

@@ -13,7 +13,15 @@ from safetensors import safe_open
 
 from tapscope import dtypes, record, wire
 from tapscope.directory import clear_run
-from tapscope.errors import RecorderError, RuleError, RunCorruptError, RunExistsError, RunNotFoundError, RunVersionError
+from tapscope.errors import (
+    DataError,
+    RecorderError,
+    RuleError,
+    RunCorruptError,
+    RunExistsError,
+    RunNotFoundError,
+    RunVersionError,
+)
 from tapscope.ledger import StepCounts, StepLine, begin_line, encode_line, late_line, step_from_lines
 from tapscope.observe import RowRun, StepInfo
 from tapscope.record import Entry, Key, Record, Slice, Stats
@@ -369,7 +377,7 @@ def test_values_that_were_not_kept_are_an_error_not_zeros(tmp_path: Path) -> Non
         run.step()
         run.put("a:out", np.ones(3, np.float32), keep="stats")
     opened = open_run(tmp_path / "run")
-    with pytest.raises(RunCorruptError, match="statistics only"):
+    with pytest.raises(DataError, match="statistics only"):
         opened.array(opened.records[0])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapscope.audit import audit
-from tapscope.errors import ConfigError, RuleError, RunCorruptError
+from tapscope.errors import ConfigError, DataError, RuleError
 from tapscope.garbage import uncollected
 from tapscope.index import Event, Metric, RankIndex, SiteInfo, read_index, steps_of
 from tapscope.ledger import Ledger, StepLine
@@ -176,13 +176,15 @@ class Run:
     def array(self, rec: Record) -> np.ndarray[Any, Any]:
         """The payload as a read-only array of the record's shape, mapped, not copied.
 
-        bf16 and fp8 come as ml_dtypes types. Raises RunCorruptError when the record has no payload or its
-        bytes are not there.
+        bf16 and fp8 come as ml_dtypes types. Raises DataError when the record has no payload (statistics alone were
+        kept, or its value is not a tensor), RunCorruptError when its bytes are not there.
         """
         if rec.entry is None or rec.dtype is None:
-            raise RunCorruptError(
-                f"{rec.key.site} at step {rec.key.step} was kept as statistics only: no values on disk"
-            )
+            what = f"{rec.key.site} at step {rec.key.step}"
+            if rec.dtype is None:
+                value = rec.value if isinstance(rec.value, dict) else {}
+                raise DataError(f"{what} is not a tensor: {value.get('class') or value.get('type') or 'unknown'}")
+            raise DataError(f"{what} was kept as statistics only: no values on disk")
         return self._payloads.array(rec)
 
     def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:

@@ -1,6 +1,7 @@
 """`tapscope show`: one tensor, its statistics and values."""
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics, output
@@ -84,7 +85,12 @@ def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
     if not matches:
         asked = " ".join(f"--{name.rstrip('_')} {value}" for name, value in wanted.items() if value is not None)
         raise RuleError(f"{args.site} has no record with {asked} in {run.path}; it has {_have(found)}")
-    return sorted(matches, key=lambda r: (r.key.step, r.key.rank, r.seq))
+    return sorted(matches, key=lambda r: (r.key.step, r.key.rank, not _is_output(r), r.seq))
+
+
+def _is_output(record: "Record") -> bool:
+    """Whether it is what a module gave: of a module's name that is what is meant, not the input that fired first."""
+    return re.match(r"out(\[|$)", record.key.site.rpartition(":")[2]) is not None
 
 
 def _have(records: "list[Record]") -> str:
