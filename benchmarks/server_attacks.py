@@ -186,6 +186,8 @@ def serving(model: Path, cores: str) -> Iterator[str]:
         for line in process.stdout:
             lines.append(line)
             if match := re.search(r"http://[\w.]+:\d+", line):
+                while httpx.get(match[0] + "/health").status_code != 200:  # the engine is still loading
+                    time.sleep(0.1)
                 yield match[0]
                 return
         raise SystemExit("the server did not start: " + "".join(lines))

@@ -60,6 +60,8 @@ class Request:
     """Prompt and generated tokens: everything known."""
     priority: int = 0
     """The higher is served first; waiting makes up for it (:attr:`EngineConfig.ageing_steps`)."""
+    parent: str = ""
+    """What it is one of several generations of; those of different parents take turns. Empty: it stands alone."""
     pooling: str | None = None
     """``last`` or ``mean``: make an embedding of the prompt (:mod:`tapscope.engine.pooling`)."""
     capture: str = ""

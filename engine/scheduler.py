@@ -6,8 +6,8 @@ requests join at any step. A step has a budget of rows: requests that decode com
 what is left, in chunks.
 
 Requests have one total order, their *urgency*: the higher priority first, then the older. Waiting makes a request older
-than what arrives later with a higher priority, so everything is served in the end. The most urgent waiting request
-enters when the pages of all its known tokens fit; when a running request needs a page and none is to be had, the least
+than what arrives later with a higher priority, so everything is served in the end. The generations of one parent take
+turns with other parents (:mod:`tapscope.engine.waiting`). The most urgent waiting request enters when the pages of all its known tokens fit; when a running request needs a page and none is to be had, the least
 urgent running one is preempted: it gives up its pages and waits to be computed again, where its prefix may still be.
 """
 
@@ -25,6 +25,7 @@ from tapscope.engine.paging import Paging
 from tapscope.engine.plan import Share, StepPlan
 from tapscope.engine.policy import Policy
 from tapscope.engine.request import Request
+from tapscope.engine.waiting import WaitingQueue
 from tapscope.errors import InvariantError, UsageError
 
 _require = partial(add_up, "scheduler")
@@ -36,8 +37,8 @@ class Scheduler:
 
     def __init__(self, policy: Policy, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy
-        self.waiting: list[Request] = []
-        """Most urgent first; preempted ones among them."""
+        self.waiting = WaitingQueue(policy.ageing_steps)
+        """Preempted ones among them."""
         self.running: list[Request] = []
         """Most urgent first."""
         self.paging = Paging(policy.num_pages, policy.page_size, prefix_cache=policy.prefix_cache, window=policy.window)
@@ -46,7 +47,6 @@ class Scheduler:
         self._clock = clock
         self._free_rows = list(range(policy.max_running))
         self._planned: list[tuple[Request, Share]] = []
-        self._num_added = 0
         self._next_step = 0
 
     @property
@@ -78,10 +78,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that passed :meth:`validate`."""
-        request.urgency = (self._next_step - request.priority * self.policy.ageing_steps, self._num_added)
         request.submitted_s = self._clock()
-        self._num_added += 1
-        insort(self.waiting, request, key=_urgency)
+        self.waiting.add(request, self._next_step)
 
     def abort(self, request_id: str, reason: str = "") -> Request | None:
         """Take a live request out, whatever state it is in; None when there is none of this id."""
@@ -160,13 +158,14 @@ class Scheduler:
         _require(rows == list(range(self.policy.max_running)), f"rows {rows} are not every row once")
         names = [request.id for request in self.live()]
         _require(len(names) == len(set(names)), "a request is live twice")
-        for queue in (self.running, self.waiting):
+        for queue in (self.running, self.waiting.ready):
             _require(queue == sorted(queue, key=_urgency), "a queue is out of order")
         for request in self.live():
             _require(request.finish_reason is None, f"{request.id!r} is finished and still live")
             _require(request.num_computed < len(request.tokens), f"{request.id!r} has nothing to compute")
         for request in self.waiting:
             _require(request.holds_nothing, f"{request.id!r} waits and holds something")
+        _require(len(self.waiting) == sum(1 for _ in self.waiting), "the waiting queue's length is wrong")
 
     def _schedule(self, request: Request, draft: Draft) -> None:
         """Give a running request its share of the step, as far as rows and pages go."""
@@ -186,12 +185,13 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Let waiting requests in, in order of urgency, until one does not fit."""
-        for request in list(self.waiting):
-            if not self._free_rows or draft.num_left == 0:
-                return
+        num_passed = 0
+        while num_passed < len(self.waiting.ready) and self._free_rows and draft.num_left > 0:
+            request = self.waiting.ready[num_passed]
             self._match(request)
             if draft.is_coming(request):
                 self._unmatch(request)
+                num_passed += 1
                 continue
             reserve = int(self.policy.watermark * self.policy.num_pages) if self.running else 0
             missing = sum(self.paging.missing(other) for other in self.running) + self.paging.missing(request)
@@ -219,7 +219,7 @@ class Scheduler:
     def _enter(self, request: Request) -> None:
         if request.started_s is None:
             request.started_s = self._clock()
-        self.waiting.remove(request)
+        self.waiting.admit(request, self._next_step)
         request.row = heapq.heappop(self._free_rows)
         insort(self.running, request, key=_urgency)
 
@@ -232,13 +232,13 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
-        insort(self.waiting, request, key=_urgency)
+        self.waiting.put_back(request)
         self.counters.num_preemptions += 1
         request.num_preemptions += 1
 
     def _end(self, request: Request, finish_reason: str, reason: str = "") -> None:
         if request.row < 0:
-            self.waiting.remove(request)
+            self.waiting.drop(request)
         else:
             self._leave(request)
         request.finish_reason, request.reason = finish_reason, reason

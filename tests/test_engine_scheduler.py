@@ -50,13 +50,17 @@ class Traffic(RuleBasedStateMachine):
         new=st.integers(1, 12),
         priority=st.integers(-2, 2),
         rows=st.sampled_from([None, None, None, 0]),
+        parent=st.sampled_from(["", "", "p", "q"]),
     )
-    def submit(self, base: list[int], cut: int, tail: list[int], new: int, priority: int, rows: int | None) -> None:
+    def submit(
+        self, base: list[int], cut: int, tail: list[int], new: int, priority: int, rows: int | None, parent: str
+    ) -> None:
         request = Request(
             id=str(len(self.requests)),
             prompt_ids=(*base[:cut], *tail),
             params=SamplingParams(max_new_tokens=new, prompt_logprobs=rows),
             priority=priority,
+            parent=parent,
         )
         if self.scheduler.paging.most_pages(request.max_positions) > self.policy.num_pages:
             with pytest.raises(UsageError, match=f"the cache has {self.policy.num_pages}"):
@@ -164,10 +168,16 @@ def _scheduler(**given: Any) -> Scheduler:
     return Scheduler(Policy(**defaults | given))
 
 
-def _add(scheduler: Scheduler, name: str, num_prompt: int, new: int = 4, priority: int = 0, first: int = 0) -> Request:
+def _add(
+    scheduler: Scheduler, name: str, num_prompt: int, new: int = 4, priority: int = 0, first: int = 0, parent: str = ""
+) -> Request:
     prompt = (first, *(2 + i % 3 for i in range(num_prompt - 1)))
     request = Request(
-        id=name, prompt_ids=prompt, params=SamplingParams(max_new_tokens=new, ignore_eos=True), priority=priority
+        id=name,
+        prompt_ids=prompt,
+        params=SamplingParams(max_new_tokens=new, ignore_eos=True),
+        priority=priority,
+        parent=parent,
     )
     scheduler.validate(request)
     scheduler.add(request)
@@ -220,6 +230,82 @@ def test_the_higher_priority_is_served_first_and_ageing_lets_the_lower_in_at_las
         if low.finish_reason:
             break
     assert served == [*(f"high-{i}" for i in range(10)), "low"]  # ten steps make up for two levels of priority
+
+
+def test_generations_of_one_parent_take_turns_with_other_requests() -> None:
+    scheduler = _scheduler(max_running=1)
+    for parent, count in (("a", 4), ("b", 2)):
+        for index in range(count):
+            _add(scheduler, f"{parent}{index}", 2, new=1, parent=parent)
+    served = [*_step(scheduler), *_step(scheduler)]
+    _add(scheduler, "alone", 2, new=1)
+    while scheduler.has_work:
+        served += _step(scheduler)
+    assert served == ["a0", "b0", "a1", "b1", "alone", "a2", "a3"]
+
+
+def test_an_aborted_generation_leaves_its_turn_to_the_next_of_its_parent() -> None:
+    scheduler = _scheduler(max_running=1)
+    for name, parent in (("a0", "a"), ("a1", "a"), ("a2", "a"), ("b", "")):
+        _add(scheduler, name, 2, new=1, parent=parent)
+    assert scheduler.abort("a1") is not None  # behind the head
+    assert scheduler.abort("a0") is not None
+    assert [*_step(scheduler), *_step(scheduler)] == ["a2", "b"]
+    assert len(scheduler.waiting) == 0
+
+
+@st.composite
+def _arrivals(draw: st.DrawFn) -> list[tuple[int, str, int, int]]:
+    """(step of arrival, parent, tokens to generate, priority), in order of arrival."""
+    one = st.tuples(st.integers(0, 12), st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 1))
+    return sorted(draw(st.lists(one, min_size=1, max_size=24)), key=lambda arrival: arrival[0])
+
+
+def _serve(arrivals: list[tuple[int, str, int, int]], *, with_parents: bool, max_running: int) -> dict[str, list[int]]:
+    """(step of the first token, tokens generated) of each request, in order of admission."""
+    scheduler = _scheduler(num_pages=64, max_running=max_running, max_tokens=64, prefix_cache=False, ageing_steps=10)
+    pending, served, step = list(enumerate(arrivals)), {}, 0
+    while pending or scheduler.has_work:
+        while pending and pending[0][1][0] <= step:
+            index, (_, parent, new, priority) = pending.pop(0)
+            _add(scheduler, f"{index}", 3, new=new, priority=priority, parent=parent if with_parents else "")
+        if scheduler.has_work:
+            for name in _step(scheduler):
+                served.setdefault(name, [step, 0])[1] += 1
+        step += 1
+        assert step < 1000, "requests starve"
+    return served
+
+
+@given(arrivals=_arrivals(), max_running=st.integers(1, 3))
+def test_turns_change_the_order_among_parents_and_nothing_else(
+    arrivals: list[tuple[int, str, int, int]], max_running: int
+) -> None:
+    fair = _serve(arrivals, with_parents=True, max_running=max_running)
+    plain = _serve(arrivals, with_parents=False, max_running=max_running)
+    assert {name: tokens for name, (_, tokens) in fair.items()} == {name: tokens for name, (_, tokens) in plain.items()}
+    assert sum(tokens for _, tokens in fair.values()) == sum(new for _, _, new, _ in arrivals)
+    for line in {(parent, priority) for _, parent, _, priority in arrivals}:
+        names = [str(i) for i, (_, parent, _, priority) in enumerate(arrivals) if (parent, priority) == line]
+        assert [name for name in fair if name in names] == names
+
+
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), before=st.integers(0, 12), new=st.integers(1, 4))
+def test_a_new_request_waits_for_at_most_one_round_of_the_others(counts: list[int], before: int, new: int) -> None:
+    scheduler = _scheduler(max_running=1)
+    for parent, count in enumerate(counts):
+        for index in range(count):
+            _add(scheduler, f"{parent}.{index}", 2, new=new, parent=f"p{parent}")
+    for _ in range(before):
+        if scheduler.has_work:
+            _step(scheduler)
+    running = {request.id for request in scheduler.running}
+    alone = _add(scheduler, "alone", 2, new=1)
+    admitted: dict[str, None] = {}
+    while not alone.finish_reason:
+        admitted |= dict.fromkeys(_step(scheduler))
+    parents = [name.split(".")[0] for name in admitted if name != "alone" and name not in running]
+    assert len(parents) == len(set(parents)), "a parent was served twice while a new request waited"
 
 
 @pytest.mark.parametrize(("num_pages", "resumed_at", "visits"), [(5, 2, ((2, 1), (1, 0))), (7, 6, ((1, 0),))])

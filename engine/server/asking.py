@@ -1,6 +1,7 @@
 """What the OpenAI and Anthropic routes have in common: a model to speak for, bodies to read, outputs to await."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,11 @@ def replica_of(request: Request) -> int | None:
     return int(value)
 
 
+def parent_of(num_generations: int) -> str:
+    """A name that the generations of one HTTP request share, by which the scheduler lets others take turns with them."""
+    return uuid.uuid4().hex if num_generations > 1 else ""
+
+
 def options_of(**fields: Any) -> dict[str, Any]:
     """Further fields of the engine's Request: those that ask for something."""
     return {name: value for name, value in fields.items() if value}
@@ -107,14 +113,14 @@ def outputs_of(state: FrontState, wanted: Sequence[Job], request: Request) -> As
 
     Headers of ``request`` say which replica computes them, and what is captured of them; raises UsageError.
     """
-    capture, dp_rank = capture_of(request), replica_of(request)
+    capture, dp_rank, parent = capture_of(request), replica_of(request), parent_of(len(wanted))
     return merged(
         [
             state.client.stream(
                 job.token_ids,
                 job.params,
                 request_id=job.request_id,
-                options=options_of(priority=job.priority, pooling=job.pooling, capture=capture),
+                options=options_of(priority=job.priority, pooling=job.pooling, capture=capture, parent=parent),
                 dp_rank=dp_rank,
             )
             for job in wanted

@@ -19,7 +19,7 @@ from tapscope.engine.native_answer import Style, answer
 from tapscope.engine.output import Output
 from tapscope.engine.protocol import Wanted, is_batch, wanted
 from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.server.asking import Asked, capture_of, options_of, replica_of
+from tapscope.engine.server.asking import Asked, capture_of, options_of, parent_of, replica_of
 from tapscope.engine.server.bodies import AbortBody, GenerateBody, WeightsBody
 from tapscope.engine.server.body import checked, described, json_response, read_json, spooled
 from tapscope.engine.server.client import EngineClient
@@ -56,7 +56,9 @@ def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
         body, items = await asked.read(request, _read_generate)
         client = state.client
         style = _style(body, state)
-        options = options_of(priority=body.priority, capture=body.capture or capture_of(request))
+        options = options_of(
+            priority=body.priority, capture=body.capture or capture_of(request), parent=parent_of(len(items))
+        )
         dp_rank = replica_of(request) if body.replica is None else body.replica
         wholes = _wholes(client, items, style, options, dp_rank, only_ends=not body.stream)
         if body.stream:
