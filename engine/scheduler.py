@@ -7,8 +7,9 @@ what is left, in chunks.
 
 Requests have one total order, their *urgency*: the higher priority first, then the older. Waiting makes a request older
 than what arrives later with a higher priority, so everything is served in the end. The generations of one parent take
-turns with other parents (:mod:`tapscope.engine.waiting`). The most urgent waiting request enters when the pages of all its known tokens fit; when a running request needs a page and none is to be had, the least
-urgent running one is preempted: it gives up its pages and waits to be computed again, where its prefix may still be.
+turns with other parents (:mod:`tapscope.engine.waiting`). The most urgent waiting request enters when the pages of all
+its known tokens fit; when a running request needs a page and none is to be had, the least urgent running one is
+preempted: it gives up its pages and waits to be computed again, where its prefix may still be.
 """
 
 import heapq

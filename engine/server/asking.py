@@ -99,7 +99,7 @@ def replica_of(request: Request) -> int | None:
 
 
 def parent_of(num_generations: int) -> str:
-    """A name that the generations of one HTTP request share, by which the scheduler lets others take turns with them."""
+    """A name shared by the generations of one HTTP request; the scheduler lets other requests take turns with them."""
     return uuid.uuid4().hex if num_generations > 1 else ""
 
 
