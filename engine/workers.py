@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import zmq
 
 from tapscope.engine.pulse import Pulse, pulse_in
+from tapscope.engine.idle_threads import children_wait_asleep
 from tapscope.engine.watch import Watch, Watched, WatchThread, stack_in
 from tapscope.errors import RankLostError, UsageError
 from tapscope.scratch import make_scratch, remove_scratch
@@ -67,7 +68,8 @@ class Workers:
             process.daemon = self.are_final
             self._processes[number] = process
             try:
-                process.start()
+                with children_wait_asleep():
+                    process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise UsageError(f"the observer factory must be picklable when tp or dp > 1: {error}") from None
 

@@ -44,6 +44,9 @@ class ServeCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
         require("engine", "tapscope serve")
+        from tapscope.engine.idle_threads import wait_asleep
+
+        wait_asleep()
         from tapscope.dumper.control.guard import Guard, parse_address, token_of
         from tapscope.dumper.sending.session import require_free
         from tapscope.engine.server.backend import Backend
