@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import zmq
 
-from tapscope.engine.pulse import Pulse, pulse_in
 from tapscope.engine.idle_threads import children_wait_asleep
+from tapscope.engine.pulse import Pulse, pulse_in
 from tapscope.engine.watch import Watch, Watched, WatchThread, stack_in
 from tapscope.errors import RankLostError, UsageError
 from tapscope.scratch import make_scratch, remove_scratch
