@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,54 @@ def test_a_cause_is_right_only_with_the_right_number() -> None:
     assert causes.is_right(bug, "in column 3: target = 1.02 × baseline (removes 100 % of the error)")
     assert not causes.is_right(bug, "target = 1.5 × baseline (removes 97 % of the error)")
     assert not causes.is_right(bug, "target = −baseline (removes 97 % of the error)")
+
+
+NORM, BIAS = "layers.0.input_layernorm.weight", "layers.0.k_proj.bias"
+ONE = {"start": 7}
+
+
+@pytest.mark.parametrize(
+    ("module", "fields", "text", "adds_one", "expected"),
+    [
+        (BIAS, {"op": "zero", **ONE}, "in column 7: target = baseline − 0.1532 (removes 100 %", False, True),
+        (BIAS, {"op": "zero", **ONE}, "in column 8: target = baseline − 0.1532 (removes 100 %", False, False),
+        (BIAS, {"op": "zero", **ONE}, "in column 7: target = 1.5 × baseline (removes 93 %", False, False),
+        (BIAS, {"op": "zero", **ONE}, "in column 7 of request r0: target = baseline − 0.15", False, False),
+        (BIAS, {"op": "zero", **ONE}, "target = baseline − 0.1532 (removes 100 %", False, False),
+        (BIAS, {"op": "zero", "start": 0, "count": 8}, "in column 0: target = baseline − 0.15", False, False),
+        (BIAS, {"op": "swap", "other": 2, **ONE}, "in column 7: target = baseline − 0.15", False, False),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 7: target = 1.48 × baseline", True, True),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 7: target = 1.48 × baseline", False, False),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 6: target = 1.48 × baseline", True, False),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 7: target = baseline + 0.3", True, False),
+        (NORM, {"op": "add", "amount": 1.0, **ONE}, "in column 7: target = 1.9 × baseline", False, True),
+        (NORM, {"op": "round", "dtype": "float8_e4m3", **ONE}, "in column 7: target = 1.03 × baseline", False, True),
+        (
+            NORM,
+            {"op": "round", "dtype": "bfloat16", **ONE},
+            "in column 7: target = (1 + 0.002) × baseline",
+            False,
+            True,
+        ),
+        (NORM, {"op": "round", "dtype": "float16", **ONE}, "in column 7: target = 1.03 × baseline", False, False),
+        ("layers.0.k_proj.weight", {"op": "add", **ONE}, "in column 7: target = 1.9 × baseline", False, False),
+    ],
+)
+def test_one_wrong_number_of_a_parameter_is_told_by_its_channel(
+    module: str, fields: dict[str, Any], text: str, adds_one: bool, expected: bool
+) -> None:
+    bug = bugs.Bug(kind="weight", module=module, expect=(module,), damage=damage.Damage(**fields))
+    bug = replace(bug, cause=causes.cause_of(bug, adds_one=adds_one))
+    assert causes.is_right(bug, text) is expected
+
+
+@pytest.mark.parametrize(("way", "position"), [("hide_first", 0), ("hide_third", 2)])
+def test_a_hidden_key_is_told_by_its_position_from_0(way: str, position: int) -> None:
+    bug = bugs.Bug(kind="mask", module="m", expect=("m",), text=way)
+    bug = replace(bug, cause=causes.cause_of(bug))
+    assert causes.is_right(bug, f"target does not see position {position} (removes 100 % of the error)")
+    assert not causes.is_right(bug, f"target does not see position {position + 1} (removes 100 % of the error)")
+    assert not causes.is_right(bug, f"target does not see position {position}1 (removes 100 % of the error)")
 
 
 def capture(out: Path, weight: torch.Tensor, dtype: torch.dtype, padding: float = 0.0) -> Path:

@@ -1,9 +1,14 @@
-"""Causes: which sentences are a right cause of a bug, by its operation and where it was done."""
+"""Causes: which sentences are a right cause of a bug, by its operation and where it was done.
+
+A sentence in other words than the bug's is right where it follows from the bug: one wrong number of a bias adds one
+number to one channel, one wrong number of a norm's weight multiplies one channel.
+"""
 
 import math
 import re
 
 from benchmarks.verdict.generator.bug import Bug
+from benchmarks.verdict.generator.damage import Damage
 
 _ORDER = (r"\border\b", "swapped", "rotated by", "earlier", "later", "holds", "copies of other", "reverse")
 _CAST = {
@@ -24,10 +29,24 @@ _KINDS = {
     "values": (r"\bvalues?\b of the cache", "cache", r"v_proj", r"\bvalue"),
 }
 
+_HIDDEN = {"hide_first": 0, "hide_third": 2}
+"""Index of the key that a mask hides: positions count from 0 as well."""
+_EPSILONS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3": 2.0**-4}
+"""Largest relative error of rounding."""
+_TARGET = r"in column (?P<column>\d+)(?: \((?:of|the shard of) rank (?P<rank>\d+)\))?: target "
+_ADDED = re.compile(_TARGET + r"= baseline [+−] [\d.]")
+_MULTIPLIED = re.compile(_TARGET + r"= (?:\(1 (?P<off>[+-] [\d.e-]+)\)|(?P<factor>-?[\d.]+(?:e[-+]?\d+)?)) × baseline")
 
-def cause_of(bug: Bug) -> tuple[str, ...]:
-    """Regular expressions of which a right cause contains one."""
+
+def cause_of(bug: Bug, *, adds_one: bool = False) -> tuple[str, ...]:
+    """Regular expressions of which a right cause contains one; ``adds_one``: the model's norms use 1 + weight."""
+    return _known_causes(bug) + (("(channel of 1 + weight)",) if adds_one else ())
+
+
+def _known_causes(bug: Bug) -> tuple[str, ...]:
     known = _KINDS.get(bug.kind, ())
+    if bug.kind == "mask" and bug.text in _HIDDEN:
+        known += (rf"does not see position {_HIDDEN[bug.text]}\b",)
     if bug.kind == "frequencies" and bug.damage is not None and bug.damage.op == "negate":
         known += ("target = −baseline",)  # of the sines
     if bug.kind == "residual":
@@ -65,9 +84,34 @@ def _damaged(bug: Bug) -> tuple[str, ...]:
 
 def is_right(bug: Bug, text: str) -> bool:
     """Whether a stated cause is the cause of this bug."""
-    if any(re.search(pattern, text) for pattern in bug.cause if pattern != "(scale)"):
+    if any(re.search(pattern, text) for pattern in bug.cause if not pattern.startswith("(")):
         return True
-    return "(scale)" in bug.cause and bug.damage is not None and _has_factor(text, bug.damage.amount)
+    if "(scale)" in bug.cause and bug.damage is not None and _has_factor(text, bug.damage.amount):
+        return True
+    return bug.damage is not None and _is_of_channel(bug, bug.damage, text)
+
+
+def _is_of_channel(bug: Bug, damage: Damage, text: str) -> bool:
+    """Whether a sentence says what one wrong number of a bias or of a norm's weight does: to this channel alone, in
+    every row."""
+    is_parameter = bug.kind in ("weight", "rank_weight")
+    if not is_parameter or damage.start is None or damage.count != 1 or damage.op in ("swap", "roll"):
+        return False
+    is_bias = bug.module.endswith(".bias")
+    found = (_ADDED if is_bias else _MULTIPLIED).match(text)
+    if found is None or int(found["column"]) != damage.start:
+        return False
+    if found["rank"] is not None and int(found["rank"]) != bug.rank:
+        return False
+    return is_bias or ("norm" in bug.module and _is_possible(found, damage, "(channel of 1 + weight)" in bug.cause))
+
+
+def _is_possible(found: re.Match[str], damage: Damage, adds_one: bool) -> bool:
+    """Whether the damage of one number of a norm's weight can give this factor."""
+    factor = 1.0 + float(found["off"].replace(" ", "")) if found["off"] is not None else float(found["factor"])
+    if damage.op == "round":
+        return abs(factor - 1.0) <= 1.01 * _EPSILONS[damage.dtype]  # a sum with 1 is rounded by less
+    return adds_one or damage.op in ("add", "clip", "copy")  # otherwise the weight's own factor is known
 
 
 def _has_factor(text: str, factor: float) -> bool:

@@ -65,11 +65,8 @@ def draw_bug(seed: int, number: int, ground: Ground) -> Bug:
     kinds = _kinds(ground)
     kind = draw.choices(list(kinds), list(kinds.values()))[0]
     bug = _DRAWN[kind](draw, ground)
-    return _with_cause(bug)
-
-
-def _with_cause(bug: Bug) -> Bug:
-    return replace(bug, cause=cause_of(bug))
+    adds_one = str(ground.config.model_type).startswith("gemma") and "norm" in bug.module
+    return replace(bug, cause=cause_of(bug, adds_one=adds_one))
 
 
 def _kinds(ground: Ground) -> dict[str, float]:
