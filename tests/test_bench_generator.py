@@ -100,6 +100,7 @@ ONE = {"start": 7}
     ("module", "fields", "text", "adds_one", "expected"),
     [
         (BIAS, {"op": "zero", **ONE}, "in column 7: target = baseline − 0.1532 (removes 100 %", False, True),
+        (BIAS, {"op": "zero", **ONE}, "in column 7 (of rank 1): target = baseline − 0.1532", False, True),
         (BIAS, {"op": "zero", **ONE}, "in column 8: target = baseline − 0.1532 (removes 100 %", False, False),
         (BIAS, {"op": "zero", **ONE}, "in column 7: target = 1.5 × baseline (removes 93 %", False, False),
         (BIAS, {"op": "zero", **ONE}, "in column 7 of request r0: target = baseline − 0.15", False, False),
@@ -129,6 +130,32 @@ def test_one_wrong_number_of_a_parameter_is_told_by_its_channel(
     bug = bugs.Bug(kind="weight", module=module, expect=(module,), damage=damage.Damage(**fields))
     bug = replace(bug, cause=causes.cause_of(bug, adds_one=adds_one))
     assert causes.is_right(bug, text) is expected
+
+
+def test_the_column_of_a_rank_is_not_another_ranks() -> None:
+    changed = damage.Damage(op="add", amount=1.0, **ONE)
+    bug = bugs.Bug(kind="rank_weight", module="layers.0.input_layernorm", expect=("m",), damage=changed, rank=1)
+    bug = replace(bug, cause=causes.cause_of(bug))
+    assert causes.is_right(bug, "in column 7 (of rank 1): target = 1.9 × baseline")
+    assert not causes.is_right(bug, "in column 7 (of rank 0): target = 1.9 × baseline")
+
+
+ROUTED = {
+    "next_expert": "the router takes the expert behind the chosen one in target",
+    "half": "the router's weights are 0.5 × baseline's",
+    "equal": "the router's weights are all equal in target",
+    "swapped": "the router's weights are in reverse order in target",
+    "last_dropped": "the router's weight of the last chosen expert is zero in target",
+}
+
+
+@pytest.mark.parametrize("way", [*ROUTED, "one_expert"])
+def test_a_router_is_told_by_what_it_does_and_by_nothing_else(way: str) -> None:
+    bug = bugs.Bug(kind="router", module="m", expect=("m",), text=way)
+    bug = replace(bug, cause=causes.cause_of(bug))
+    others = ["the router's weights are all of one expert in target (top-1, not 2)", "in column 1: target is zero"]
+    assert [one for one, text in ROUTED.items() if causes.is_right(bug, text)] == [one for one in ROUTED if one == way]
+    assert not any(causes.is_right(bug, text) for text in others)
 
 
 @pytest.mark.parametrize(("way", "position"), [("hide_first", 0), ("hide_third", 2)])

@@ -24,11 +24,19 @@ _KINDS = {
     "frequencies": ("RoPE", "theta", "frequenc"),
     "softmax_scale": ("softmax", "scale of", "scores", "scaled"),
     "mask": ("mask", r"\bkeys?\b", "attends", "sees", "window"),
-    "router": ("router", "experts?", "weights?", "chosen", "choice"),
     "keys": (r"\bkeys?\b", "cache"),
     "values": (r"\bvalues?\b of the cache", "cache", r"v_proj", r"\bvalue"),
 }
 
+_ROUTED = {
+    "next_expert": "the expert behind the chosen one",
+    "one_expert": "first chosen expert is another",
+    "half": r"\b0\.5 × baseline",
+    "equal": "weights are all equal",
+    "swapped": "weights are in reverse order",
+    "last_dropped": "weight of the last chosen expert is zero",
+}
+"""Each way of a router has its own words: another way's are a wrong cause."""
 _HIDDEN = {"hide_first": 0, "hide_third": 2}
 """Index of the key that a mask hides: positions count from 0 as well."""
 _EPSILONS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3": 2.0**-4}
@@ -45,13 +53,15 @@ def cause_of(bug: Bug, *, adds_one: bool = False) -> tuple[str, ...]:
 
 def _known_causes(bug: Bug) -> tuple[str, ...]:
     known = _KINDS.get(bug.kind, ())
+    if bug.kind == "router":
+        return (_ROUTED[bug.text],)
     if bug.kind == "mask" and bug.text in _HIDDEN:
         known += (rf"does not see position {_HIDDEN[bug.text]}\b",)
     if bug.kind == "frequencies" and bug.damage is not None and bug.damage.op == "negate":
         known += ("target = −baseline",)  # of the sines
     if bug.kind == "residual":
         known += ("2 × baseline",) if bug.value > 0 else ()
-    if bug.damage is None or bug.kind in ("mask", "router", "positions", "frequencies"):
+    if bug.damage is None or bug.kind in ("mask", "positions", "frequencies"):
         return known
     return known + _damaged(bug)
 
@@ -101,8 +111,8 @@ def _is_of_channel(bug: Bug, damage: Damage, text: str) -> bool:
     found = (_ADDED if is_bias else _MULTIPLIED).match(text)
     if found is None or int(found["column"]) != damage.start:
         return False
-    if found["rank"] is not None and int(found["rank"]) != bug.rank:
-        return False
+    if found["rank"] is not None and bug.rank not in (None, int(found["rank"])):
+        return False  # of a wrong checkpoint it says who holds the column
     return is_bias or ("norm" in bug.module and _is_possible(found, damage, "(channel of 1 + weight)" in bug.cause))
 
 
