@@ -1,10 +1,9 @@
 """TokenLogprob: what is told about the probability of one token. Torch-free."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Log-probability of one token and of the most likely ones at its place."""
 
     token_id: int
@@ -16,3 +15,8 @@ class TokenLogprob:
     """The same of the tokens that the request names, in its order."""
     full: tuple[float, ...] | None = None
     """Of every token of the vocabulary, where the request asked for it."""
+
+    @property
+    def num_values(self) -> int:
+        """Log-probabilities in it."""
+        return 1 + len(self.top) + len(self.chosen) + len(self.full or ())

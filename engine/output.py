@@ -1,7 +1,8 @@
 """Output: what one step gave a request, and how outputs add up to a Generation. Torch-free: a front end uses it too."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, TypedDict
 
 from tapscope.engine.detokenizer import Detokenizer
 from tapscope.engine.logprob import TokenLogprob
@@ -9,6 +10,26 @@ from tapscope.engine.position_values import HiddenStates, PositionValues, Routed
 from tapscope.engine.request import Generation
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.tokenizer import Tokenizer
+
+
+class OutputValues(TypedDict, total=False):
+    """What :meth:`Output.plain` gives, as msgspec decodes it: a million log-probabilities without a Python function."""
+
+    request: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...]
+    prompt_head: int
+    finish_reason: str
+    matched: int | str
+    reason: str
+    embedding: tuple[float, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    dp_rank: int
+    routed_experts: tuple[tuple[int, ...], str]
+    hidden_states: tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +68,19 @@ class Output:
     hidden_states: HiddenStates | None = None
     """Of the same positions; None where not asked for."""
 
+    @property
+    def num_values(self) -> int:
+        """Log-probabilities and elements of hidden states in it."""
+        hidden = 0 if self.hidden_states is None else prod(self.hidden_states.shape)
+        return hidden + sum(item.num_values for item in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if item)
+
     def plain(self) -> dict[str, Any]:
-        """Values for JSON, the inverse of :meth:`build`; what has its default is left out."""
+        """Values for msgspec to encode; what has its default is left out."""
         values: dict[str, Any] = {"request": self.request}
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
             if value != default:
-                values[name] = [_plain_logprob(item) for item in value] if name in _LOGPROBS else value
+                values[name] = value
         for name in _BY_POSITION:
             value = getattr(self, name)
             if value is not None:
@@ -61,14 +88,12 @@ class Output:
         return values
 
     @classmethod
-    def build(cls, values: dict[str, Any]) -> "Output":
-        """From what :meth:`plain` gave."""
-        values = dict(values)
-        for name in _LOGPROBS & values.keys():
-            values[name] = tuple(_build_logprob(item) for item in values[name])
-        for name in _BY_POSITION.keys() & values.keys():
-            values[name] = _BY_POSITION[name].of_text(*values[name])
-        return cls(**values | {"token_ids": tuple(values.get("token_ids", ()))})
+    def build(cls, values: OutputValues) -> "Output":
+        """From what :meth:`plain` gave, encoded and decoded as :class:`OutputValues`."""
+        fields: dict[str, Any] = dict(values)
+        for name in _BY_POSITION.keys() & fields.keys():
+            fields[name] = _BY_POSITION[name].of_text(*fields[name])
+        return cls(**fields)
 
     def followed_by(self, later: "Output") -> "Output":
         """Both as one."""
@@ -86,7 +111,6 @@ class Output:
 
 
 _BY_POSITION: dict[str, type[PositionValues]] = {"routed_experts": RoutedExperts, "hidden_states": HiddenStates}
-_LOGPROBS = {"logprobs", "prompt_logprobs"}
 _DEFAULTS: dict[str, Any] = {
     "token_ids": (),
     "text": "",
@@ -101,27 +125,6 @@ _DEFAULTS: dict[str, Any] = {
     "cached_tokens": 0,
     "dp_rank": 0,
 }
-
-
-def _plain_logprob(item: TokenLogprob | None) -> list[Any] | None:
-    return None if item is None else [item.token_id, item.logprob, item.top, item.chosen, item.full]
-
-
-def _build_logprob(item: list[Any] | None) -> TokenLogprob | None:
-    if item is None:
-        return None
-    token_id, logprob, top, chosen, full = item
-    return TokenLogprob(
-        token_id=token_id,
-        logprob=logprob,
-        top=_build_pairs(top),
-        chosen=_build_pairs(chosen),
-        full=None if full is None else tuple(full),
-    )
-
-
-def _build_pairs(items: list[list[Any]]) -> tuple[tuple[int, float], ...]:
-    return tuple((int(token), float(value)) for token, value in items)
 
 
 class Assembly:

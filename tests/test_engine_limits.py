@@ -17,13 +17,17 @@ from chat_templates import write_chat
 from checkpoints import make_llama
 from engine_http import served
 
+from tapscope.engine import native_answer
+from tapscope.engine.api import completions
 from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.grammar_trial import GrammarTrial
 from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.server import ServerSettings
+from tapscope.engine.server import ServerSettings, replica
 from tapscope.engine.server.listen import listen, make_server
+from tapscope.engine.server.replica import Replica
 from tapscope.errors import RequestError, UsageError
+from tapscope.wire import Message
 
 
 @pytest.fixture(scope="module")
@@ -345,3 +349,74 @@ def test_when_every_client_is_being_answered_one_more_is_a_503(bounded_server: t
         late = stack.enter_context(socket.create_connection(bounded_server, timeout=30))
         assert late.recv(100).startswith(b"HTTP/1.1 503 ")
         assert all(client.recv(1000).startswith(b"HTTP/1.1 200 ") for client in slow)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/generate",
+            {
+                "input_ids": [5] * 40,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": 400,
+                "sampling_params": {"max_new_tokens": 1},
+            },
+        ),
+        ("/v1/completions", {"prompt": [5] * 200, "max_tokens": 1, "logprobs": 20, "echo": True}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_large_answer_is_built_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    threads: set[str] = set()
+
+    def noting(build: Any) -> Any:
+        def noted(*arguments: Any, **more: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return build(*arguments, **more)
+
+        return noted
+
+    monkeypatch.setattr(native_answer, "_logprobs", noting(native_answer._logprobs))
+    monkeypatch.setattr(completions, "completion_logprobs", noting(completions.completion_logprobs))
+    model = make_llama(tmp_path / "model", seed=1, vocab_size=600)
+    write_chat(model, "qwen")
+    with served(model) as address:
+        httpx.post(address + path, json=body | {"stream": stream}, timeout=90).raise_for_status()
+    assert threads
+    assert all(name.startswith("tapscope-requests") for name in threads)
+
+
+def test_large_outputs_of_one_step_come_in_several_messages_and_others_have_a_turn_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, turns = make_llama(tmp_path / "model", seed=1, vocab_size=600), []
+    read, handle = Replica._read, Replica._handle
+
+    def reading(self: Replica) -> None:
+        turns.append(0)
+        read(self)
+
+    def handling(self: Replica, message: Message) -> None:
+        turns[-1] += message.kind == "outputs"
+        handle(self, message)
+
+    monkeypatch.setattr(Replica, "_read", reading)
+    monkeypatch.setattr(Replica, "_handle", handling)
+    monkeypatch.setattr(replica, "_TURN_S", 0)
+    prompts = [[5 + i] * 40 for i in range(4)]  # 40 x 400 values each
+    body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 400}
+    with served(model) as address:
+        httpx.post(
+            address + "/v1/completions", json={"prompt": prompts, "max_tokens": 1}, timeout=90
+        ).raise_for_status()
+        assert sum(turns) < 4, "small outputs of a step are one message"
+        turns.clear()
+        body |= {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
+        answers = httpx.post(address + "/generate", json=body, timeout=90).raise_for_status().json()
+    assert [len(answer["meta_info"]["input_token_logprobs"]) for answer in answers] == [40] * 4
+    assert sum(turns) == 4
+    assert max(turns) == 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tapscope.comparator import Verdict, compare
 from tapscope.engine import LLM
 from tapscope.engine.api.model import ServedModel
 from tapscope.engine.native_answer import Style, answer
-from tapscope.engine.output import Output
+from tapscope.engine.output import Output, OutputValues
 from tapscope.engine.protocol import wanted
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server.bodies import GenerateBody
@@ -210,7 +211,8 @@ def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_comput
         assert (torch.from_numpy(generation.hidden_states.array().copy()) - hidden).abs().max() <= 1e-4
     assert [output.routed_experts.shape[0] for output in streamed] == [3] + [1] * 11
     assert b"".join(output.routed_experts.data for output in streamed) == generations[2].routed_experts.data
-    assert [Output.build(json.loads(json.dumps(output.plain()))) for output in streamed] == streamed
+    sent = [msgspec.msgpack.encode(output.plain()) for output in streamed]
+    assert [Output.build(msgspec.msgpack.decode(each, type=OutputValues)) for each in sent] == streamed
     assert unasked.routed_experts is unasked.hidden_states is None
 
 

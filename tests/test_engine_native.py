@@ -196,7 +196,7 @@ def test_more_requests_than_may_wait_are_turned_away(served: Served) -> None:
     refused = [answer for answer in answers if answer.status_code != 200]
     assert {answer.status_code for answer in refused} <= {503}
     assert all(answer.headers["retry-after"] == "1" for answer in refused)
-    assert len(answers) - len(refused) >= 10  # two run and eight wait at any time
+    assert len(answers) - len(refused) >= 8  # eight may wait, and those that run by then beside them
     together = served.generate(input_ids=[[5]] * 24, sampling_params=params)
     assert together.status_code == 503
     assert "requests are waiting already" in together.json()["error"]["message"]

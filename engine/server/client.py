@@ -17,6 +17,7 @@ from tapscope.engine.server.replica import Replica
 from tapscope.engine.server.router import choose
 from tapscope.engine.tokenizer import Tokenizer
 from tapscope.errors import LiveError, RankLostError, TapscopeError, UsageError
+from tapscope.garbage import uncollected
 from tapscope.wire import Message
 
 Prompt = str | Sequence[int]
@@ -25,6 +26,7 @@ Prompt = str | Sequence[int]
 T = TypeVar("T")
 
 _LONG_TEXT = 10_000  # characters; a longer text is tokenized in a thread
+_LARGE_OUTPUT = 2_000  # values; an answer of a larger output is built in a thread
 _BACKGROUND_THREADS = 2
 
 
@@ -179,6 +181,17 @@ class EngineClient:
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
         """``work`` of ``arguments`` in one of a few threads: long work neither holds the loop nor takes all cores."""
         return await asyncio.get_running_loop().run_in_executor(self._background, work, *arguments)
+
+    async def build(self, num_values: int, work: Callable[..., T], *arguments: Any) -> T:
+        """``work`` of ``arguments``, which builds an answer of ``num_values`` numbers: in a thread if they are many."""
+        if num_values <= _LARGE_OUTPUT:
+            return work(*arguments)
+
+        def without_pauses() -> T:
+            with uncollected():
+                return work(*arguments)
+
+        return await self.in_background(without_pauses)
 
     def forget_prefixes(self) -> None:
         """The replicas' prefix caches were emptied."""

@@ -38,6 +38,8 @@ from tapscope.text import printable
 ENGINE_LOST = 4
 """Exit code of a front whose engine ended before it."""
 
+_SWITCH_S = 0.001  # for which the event loop waits, each time it goes on, while a thread builds a large answer
+
 
 class Extras(NamedTuple):
     """What a host adds to the app."""
@@ -54,6 +56,7 @@ def front_main(make_extras: MakeExtras | None = None) -> int:
     """Body of the process: serve until told to drain, or until the engine's process ends. Returns the exit code."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
+    sys.setswitchinterval(_SWITCH_S)
     with channel, listener:
         welcome = json.loads(channel.makefile("rb").readline())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides

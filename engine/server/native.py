@@ -3,12 +3,14 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -29,6 +31,8 @@ from tapscope.engine.server.metrics import info_of
 from tapscope.engine.server.streams import sse, unless_gone
 from tapscope.engine.server.updating import update_weights
 from tapscope.errors import CheckpointError, LiveError, TapscopeError
+
+T = TypeVar("T")
 
 _SAFETENSORS: dict[str, Any] = {
     "requestBody": {
@@ -60,12 +64,13 @@ def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
             priority=body.priority, capture=body.capture or capture_of(request), parent=parent_of(len(items))
         )
         dp_rank = replica_of(request) if body.replica is None else body.replica
-        wholes = _wholes(client, items, style, options, dp_rank, only_ends=not body.stream)
+        indexed = is_batch(body, len(items))
         if body.stream:
-            indexed = is_batch(body, len(items))
-            return await sse(_events(wholes, indexed=indexed))
+            write = partial(_event, indexed=indexed)
+            return await sse(_events(_wholes(client, items, style, options, dp_rank, write, only_ends=False)))
+        wholes = _wholes(client, items, style, options, dp_rank, _encoded, only_ends=True)
         answers = await unless_gone(request, _answers(wholes, len(items)))
-        return json_response(answers if is_batch(body, len(items)) else answers[0])
+        return json_response(answers if indexed else answers[0])
 
 
 def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[Wanted]]:
@@ -156,21 +161,29 @@ async def _generate_everywhere(client: EngineClient) -> None:
     await asyncio.gather(*(client.generate((0,), params, dp_rank=number) for number in range(len(client.replicas))))
 
 
-async def _answers(wholes: AsyncGenerator[tuple[int, dict[str, Any]]], count: int) -> list[dict[str, Any]]:
+def _encoded(_: int, whole: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(whole))
+
+
+def _event(index: int, whole: dict[str, Any], *, indexed: bool) -> str:
+    return f"data: {json.dumps(({'index': index} if indexed else {}) | whole, ensure_ascii=False)}\n\n"
+
+
+async def _answers(wholes: AsyncGenerator[tuple[int, msgspec.Raw]], count: int) -> list[msgspec.Raw]:
     """One answer for each item, computed together; when one is refused the others are aborted."""
-    answers: dict[int, dict[str, Any]] = {}
+    answers: dict[int, msgspec.Raw] = {}
     async with aclosing(wholes):
         async for index, whole in wholes:
             answers[index] = whole
     return [answers[index] for index in range(count)]
 
 
-async def _events(wholes: AsyncGenerator[tuple[int, dict[str, Any]]], *, indexed: bool) -> AsyncGenerator[str]:
+async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str]:
     began = False
     try:
-        async for index, whole in wholes:
+        async for _, event in wholes:
             began = True
-            yield f"data: {json.dumps(({'index': index} if indexed else {}) | whole, ensure_ascii=False)}\n\n"
+            yield event
     except TapscopeError as error:
         if not began:
             raise
@@ -187,10 +200,11 @@ async def _wholes(
     style: Style,
     options: dict[str, Any],
     dp_rank: int | None,
+    write: Callable[[int, dict[str, Any]], T],
     *,
     only_ends: bool,
-) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
-    """After each output of item ``index``, or only the last: (index, answer of all that came of it)."""
+) -> AsyncGenerator[tuple[int, T]]:
+    """After each output of item ``index``, or only the last: (index, answer of all that came of it, written)."""
     started = time.perf_counter()
     streams = [
         client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items
@@ -201,12 +215,18 @@ async def _wholes(
     try:
         async for index, output in outputs:
             sums[index] = sums[index].followed_by(output) if index in sums else output
-            one, whole, has_text = items[index], sums[index], client.tokenizer is not None
+            one, whole = items[index], sums[index]
             is_soon = only_ends or len(whole.token_ids) - told[index] < one.stream_interval
             if whole.finish_reason is None and is_soon:
                 continue
             told[index] = len(whole.token_ids)
-            yield index, answer(whole, time.perf_counter() - started, one.logprobs, style, has_text=has_text)
+            took_s = time.perf_counter() - started
+
+            def written(index: int = index, whole: Output = whole, one: Wanted = one, took_s: float = took_s) -> T:
+                has_text = client.tokenizer is not None
+                return write(index, answer(whole, took_s, one.logprobs, style, has_text=has_text))
+
+            yield index, await client.build(whole.num_values, written)
     finally:
         await outputs.aclose()
 

@@ -47,7 +47,7 @@ def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
         wanted, prompt = await asked.read(request, _read_chat)
         answer = ChatAnswer(model, prompt.form, n=prompt.params.n, with_logprobs=wanted.with_logprobs)
         work = jobs([(prompt.token_ids, prompt.params)], wanted.request_id or answer.id, wanted.priority)
-        return await _reply(request, outputs_of(state, work, request), answer, wanted)
+        return await _reply(state, request, outputs_of(state, work, request), answer, wanted)
 
 
 def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None:
@@ -60,7 +60,7 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
         work = jobs(
             list(zip(wanted.prompts, wanted.params, strict=True)), wanted.request_id or answer.id, wanted.priority
         )
-        return await _reply(request, outputs_of(state, work, request), answer, wanted)
+        return await _reply(state, request, outputs_of(state, work, request), answer, wanted)
 
 
 def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
@@ -71,7 +71,7 @@ def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
         wanted = await asked.read(request, EmbeddingRequest.parse)
         work = [Job(token_ids=ids, params=PARAMS, pooling=wanted.pooling) for ids in wanted.prompts]
         answer = EmbeddingAnswer(model, wanted)
-        await unless_gone(request, _take_all(outputs_of(state, work, request), answer))
+        await unless_gone(request, _take_all(state, outputs_of(state, work, request), answer))
         return json_response(answer.answer())
 
 
@@ -95,34 +95,49 @@ def _read_chat(body: Any, model: ServedModel) -> tuple[ChatRequest, Prompt]:
 
 
 async def _reply(
+    state: FrontState,
     request: Request,
     outputs: Outputs,
     answer: ChatAnswer | CompletionAnswer,
     wanted: ChatRequest | CompletionRequest,
 ) -> Any:
     if wanted.stream:
-        events = _events(outputs, answer, include_usage=wanted.include_usage)
+        events = _events(state, outputs, answer, include_usage=wanted.include_usage)
         return await sse(guarded(request.url.path, events))
-    await unless_gone(request, _take_all(outputs, answer))
-    return json_response(answer.answer())
+    num_values = await unless_gone(request, _take_all(state, outputs, answer))
+    return await state.client.build(num_values, lambda: json_response(answer.answer()))
 
 
-async def _take_all(outputs: Outputs, answer: ChatAnswer | CompletionAnswer | EmbeddingAnswer) -> None:
+async def _take_all(
+    state: FrontState, outputs: Outputs, answer: ChatAnswer | CompletionAnswer | EmbeddingAnswer
+) -> int:
+    """Returns how many log-probabilities there were."""
+    num_values = 0
     try:
         async for index, output in outputs:
-            answer.take(index, output)
+            await state.client.build(output.num_values, answer.take, index, output)
+            num_values += output.num_values
     finally:
         await outputs.aclose()
+    return num_values
 
 
 async def _events(
-    outputs: Outputs, answer: ChatAnswer | CompletionAnswer, *, include_usage: bool
+    state: FrontState,
+    outputs: Outputs,
+    answer: ChatAnswer | CompletionAnswer,
+    *,
+    include_usage: bool,
 ) -> AsyncGenerator[str]:
+    def written(index: int, output: Output) -> str | None:
+        chunk = answer.chunk(index, output)
+        return None if chunk is None else event(chunk | ({"usage": None} if include_usage else {}))
+
     try:
         async for index, output in outputs:
-            chunk = answer.chunk(index, output)
-            if chunk is not None:
-                yield event(chunk | ({"usage": None} if include_usage else {}))
+            text = await state.client.build(output.num_values, written, index, output)
+            if text is not None:
+                yield text
         if include_usage:
             yield event(answer.usage_chunk())
         yield event("[DONE]")

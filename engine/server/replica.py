@@ -3,18 +3,22 @@
 import asyncio
 from collections.abc import Mapping
 from itertools import count
+from time import monotonic
 from typing import Any
 
 import msgspec
 import zmq
 
 from tapscope import errors
-from tapscope.engine.output import Output
+from tapscope.engine.output import Output, OutputValues
 from tapscope.engine.server.mailbox import Mailbox
 from tapscope.engine.server.prefixes import PrefixIndex
 from tapscope.errors import LiveError, RankLostError, TapscopeError
 from tapscope.garbage import uncollected
 from tapscope.wire import Message, decode, encode
+
+_TURN_S = 0.005  # of reading, before the event loop does something else
+_OUTPUTS = msgspec.msgpack.Decoder(list[tuple[int, OutputValues]])
 
 
 class Replica:
@@ -100,13 +104,17 @@ class Replica:
         return reason if self._dp == 1 else f"DP replica {self.dp_rank}: {reason}"
 
     def _read(self) -> None:
+        until = monotonic() + _TURN_S
         while not self._socket.closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._handle(decode(self._socket.recv_multipart(zmq.NOBLOCK)))
+            if monotonic() >= until:
+                self._loop.call_soon(self._read)
+                return
 
     def _handle(self, message: Message) -> None:
         if message.kind == "outputs":
             with uncollected():
-                for number, values in msgspec.msgpack.decode(message.frames[0]):
+                for number, values in _OUTPUTS.decode(message.frames[0]):
                     if box := self._mailboxes.get(number):
                         box.put(Output.build(values))
         elif message.kind == "refused":
