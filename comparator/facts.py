@@ -49,11 +49,14 @@ class Place(Struct, frozen=True, gc=False):
     """(row, column) for a tensor compared whole, (column,) within a token row."""
     rank: int | None = None
     """Target rank, where one alone holds it."""
+    element: tuple[int, ...] = ()
+    """Index along all axes of a tensor compared whole, as ``tapscope show --slice`` takes it; empty where that is not
+    known, or within a token row."""
 
     def text(self) -> str:
-        """``request 0, position 6``, with the visit where it is not the first; ``[6,221]`` without token rows."""
+        """``request 0, position 6``, with the visit where it is not the first; ``[0,6,2,21]`` without token rows."""
         if self.position is None:
-            return f"[{','.join(map(str, self.index))}]"
+            return f"[{','.join(map(str, self.element or self.index))}]"
         again = f", visit {self.visit}" if self.visit else ""
         return f"request {self.request}, position {self.position}{again}"
 

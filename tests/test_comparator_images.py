@@ -4,12 +4,16 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from comparator_toy import Toy, prompts, weights
+from factories import RunFactory
 from torch import Tensor, nn
 
 from tapscope import Dumper
 from tapscope.comparator import Report, compare
+from tapscope.comparator.report.answer import answer
 from tapscope.run import open_run
 
 
@@ -79,3 +83,43 @@ def test_one_scaled_channel_of_an_image_is_named_in_16_bits(tmp_path: Path, kind
 def test_rounding_to_16_bits_scales_no_channel(tmp_path: Path, kind: type[nn.Module]) -> None:
     found = report(kind, tmp_path, lambda model: None)
     assert (found.exit_code, found.divergences) == (0, ())
+
+
+def test_a_place_is_an_index_that_show_takes(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    steps = [generator.standard_normal((1, 8, 10, 12)).astype(np.float32) for _ in range(3)]
+    for name in "bt":
+        with RunFactory(tmp_path / name) as run:
+            for i, value in enumerate(steps):
+                run.step()
+                changed = value.copy()
+                changed[0, 5, 2, 7] += 3.0 * (name == "t" and i == 1)
+                run.put("conv:out", changed)
+    found = compare(tmp_path / "b", tmp_path / "t")
+    assert found.first_divergence is not None
+    assert found.first_divergence.place is not None
+    assert found.first_divergence.place.element == (0, 5, 2, 7)
+    assert "step 1, only one element; worst at [0,5,2,7]" in "\n".join(answer(found))
+    with open_run(tmp_path / "t") as run:
+        (record,) = run.select(["conv:out"], steps=[1])
+        assert run.array(record)[0, 5, 2, 7] == steps[1][0, 5, 2, 7] + np.float32(3.0)
+
+
+def test_steps_that_are_equal_by_hash_are_among_those_compared(tmp_path: Path) -> None:
+    for name in "bt":
+        with RunFactory(tmp_path / name) as run:
+            for i in range(4):
+                run.step()
+                run.put("conv:out", np.full((1, 2, 3, 4), i, np.float32) * (1.0 + 1e-7 * (name == "t" and i == 2)))
+    assert "1 site, steps 0-3" in "\n".join(answer(compare(tmp_path / "b", tmp_path / "t")))
+
+
+def test_the_next_command_names_the_rank_that_alone_holds_the_place(tmp_path: Path) -> None:
+    def harmed(value: np.ndarray) -> np.ndarray:
+        value[:, 40:48] *= -1.0
+        return value
+
+    texts, tables = prompts((9, 6)), weights()
+    Toy(tables, tp=2).write(tmp_path / "b", texts).close()
+    Toy(tables, tp=2, hooks={"model.layers.1.self_attn.q_proj:out": harmed}).write(tmp_path / "t", texts).close()
+    assert answer(compare(tmp_path / "b", tmp_path / "t"))[-1].endswith("q_proj:out --step 0 --rank 1")

@@ -63,7 +63,8 @@ def place_in(part: Part, row: int, column: int | None, rank: int | None, ready: 
     if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are left out
         rank = _rank_at(whole, ready.layouts[1], target_row, index[0])
     if join.pairs is None:
-        return Place(step, baseline_step, index=(target_row, *index), rank=rank)
+        element = () if column is None else _element(whole, ready.layouts[1], target_row, column)
+        return Place(step, baseline_step, index=(target_row, *index), rank=rank, element=element)
     pair = join.pairs.item(at)
     return Place(
         step,
@@ -83,6 +84,14 @@ def _is_spread(piece: Piece | None) -> bool:
 def _rank_at(whole: Whole, layout: Layout, row: int, column: int) -> int | None:
     """The rank that alone holds an element of the rows, if one does."""
     assert whole.piece is not None
+    found = ranks_at(whole.piece, _element(whole, layout, row, column))
+    return found.pop() if len(found) == 1 else None
+
+
+def _element(whole: Whole, layout: Layout, row: int, column: int) -> tuple[int, ...]:
+    """The index along all axes of an element of the rows; empty of a whole without a piece."""
+    if whole.piece is None:
+        return ()
     shape = whole.piece.shape
     axes = layout.axes or row_axes(shape)
     others = [i for i in range(len(shape)) if i not in axes]
@@ -90,8 +99,7 @@ def _rank_at(whole: Whole, layout: Layout, row: int, column: int) -> int | None:
     at = dict(zip(axes, np.unravel_index(row, [shape[i] for i in axes]), strict=True)) if axes else {}
     if others:
         at |= dict(zip(others, np.unravel_index(column, [shape[i] for i in others]), strict=True))
-    found = ranks_at(whole.piece, [int(at[i]) for i in range(len(shape))])
-    return found.pop() if len(found) == 1 else None
+    return tuple(int(at[i]) for i in range(len(shape)))
 
 
 def _is_alone(whole: Whole) -> bool:

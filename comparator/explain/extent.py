@@ -19,6 +19,8 @@ def describe(damage: Damage, requests: Sequence[str], padded: frozenset[int], *,
 
     ``counted`` also says how many rows or columns there are where they follow no pattern.
     """
+    if damage.sample.request[0] < 0 and len(damage.rows) == len(damage.columns) == 1 < damage.sample.baseline.size:
+        return "one element"  # rows and columns of a tensor compared whole are not its axes: its place says more
     found = [part for part in (_columns(damage), _rows(damage, requests, padded)) if part]
     return " of ".join(part for part in found if counted or _COUNT.match(part) is None)
 

@@ -225,10 +225,26 @@ def _also(report: "Report", divergence: Divergence) -> str:
 
 def _compared(report: "Report") -> str:
     """What the verdict is about."""
-    coverage, steps = report.coverage, sorted({s.step for f in report.findings for s in f.steps})
+    coverage, shift = report.coverage, report.options.shift_steps
+    steps = sorted(set().union(*(_steps(finding, shift) for finding in report.findings)))
     rows = f", {text.plural(coverage.rows_aligned, 'token row')}" if coverage.rows_known else ""
     seen = f", steps {compact_ranges(steps)}" if len(steps) > 1 else ""
     return f"{text.plural(coverage.sites_matched, 'site')}{rows}{seen}"
+
+
+def _steps(finding: Finding, shift: int) -> set[int]:
+    """The target steps that a finding is about: those that were read, and those that are equal by their hashes.
+
+    ``shift``: how much higher the target's step numbers are.
+    """
+    found = {result.step for result in finding.steps}
+    pair, rows = finding.seen.pair, finding.rows
+    if finding.basis not in ("hash", "values") or pair.baseline is None or pair.target is None:
+        return found
+    if len(found) == len(pair.target.firings) or rows.forked or rows.unaligned or rows.absent:
+        return found
+    every = {firing.step for firing in pair.target.firings}
+    return every if rows.compared else found | every & {firing.step + shift for firing in pair.baseline.firings}
 
 
 def _extent(finding: Finding) -> str:

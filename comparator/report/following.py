@@ -31,6 +31,8 @@ def following(report: "Report") -> str:
         _, call = split_call(divergence.site)
         call = call or _first_unequal(divergence)
         which = ["--occurrence", str(call)] if call else []
+        rank = None if divergence.place is None else divergence.place.rank
+        which += [] if rank is None else ["--rank", str(rank)]
         return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step), *which])
     if again := _with_dims_that_fit(report):
         return again
