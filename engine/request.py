@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from tapscope.engine.grammar import Constraint
 
+DEAD_END = "the constraint cannot go on"
+"""Begins the reason of a request that its own grammar aborted: the same request would end so again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -189,7 +192,7 @@ class Request:
             self.finish_reason = "length"
             return
         if self.constraint is not None and self.constraint.error:
-            self.finish_reason, self.reason = "abort", f"the constraint cannot go on: {self.constraint.error}"
+            self.finish_reason, self.reason = "abort", f"{DEAD_END}: {self.constraint.error}"
             return
         index = self.num_generated
         token = self.forced[index] if index < len(self.forced) else sampled

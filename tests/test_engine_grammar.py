@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import llguidance
 import pytest
 from checkpoints import make_llama
+from engine_http import served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
@@ -227,13 +229,19 @@ def test_forced_tokens_and_a_constraint_exclude_each_other(llm: LLM) -> None:
         llm.submit([5], SamplingParams(regex="a"), forced=[5])
 
 
-def test_a_vocabulary_that_cannot_go_on_aborts_the_request_with_the_reason(tmp_path: Path) -> None:
-    path = make_llama(tmp_path / "model", seed=1)
+def _without_z(folder: Path) -> Path:
+    """A checkpoint without a token for the letter z."""
+    path = make_llama(folder / "model", seed=1)
     tokenizer: dict[str, Any] = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     lost = tokenizer["model"]["vocab"]
     tokenizer["model"]["merges"] = []
     tokenizer["model"]["vocab"] = {token: i for token, i in lost.items() if "z" not in token and i < 258}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return path
+
+
+def test_a_vocabulary_that_cannot_go_on_aborts_the_request_with_the_reason(tmp_path: Path) -> None:
+    path = _without_z(tmp_path)
     with LLM(path) as llm:
         with pytest.raises(UsageError, match="no text of this model's tokens satisfies it"):
             llm.submit([5], SamplingParams(regex="z"))
@@ -258,3 +266,11 @@ def test_without_the_library_only_a_constraint_is_refused(tmp_path: Path, monkey
         assert llm.generate([[5]])
         with pytest.raises(UsageError, match="needs llguidance; pip install llguidance"):
             llm.submit([5], SamplingParams(regex="a"))
+
+
+def test_a_constraint_that_cannot_go_on_is_a_400_that_clients_do_not_repeat(tmp_path: Path) -> None:
+    body = {"prompt": [5], "regex": "abz", "max_tokens": 9}
+    with served(_without_z(tmp_path)) as address:
+        answer = httpx.post(address + "/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert "the constraint cannot go on" in answer.json()["error"]["message"]

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -187,6 +188,18 @@ def test_a_body_of_100_mb_is_a_413_and_the_server_goes_on(served: Served, announ
     assert response.status_code == 413
     assert "longer than 1048576 bytes" in response.json()["error"]["message"]
     assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 200
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served: Served) -> None:
+    address = served.client.base_url
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 4\r\n"
+    smuggled = "GET /get_model_info HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection((address.host, address.port), timeout=30) as client:
+        client.sendall((head + "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled).encode())
+        answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert "both Content-Length and Transfer-Encoding" in answer
+    assert answer.count("HTTP/1.1") == 1
 
 
 def test_more_requests_than_may_wait_are_turned_away(served: Served) -> None:

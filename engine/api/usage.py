@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapscope.engine.output import Output
-from tapscope.errors import LiveError
+from tapscope.engine.request import DEAD_END
+from tapscope.errors import LiveError, RequestError
 
 
 @dataclass(slots=True)
@@ -32,8 +33,10 @@ class AbortedError(LiveError):
 
 
 def check_not_aborted(output: Output) -> None:
-    """Raise AbortedError for the last output of a request that was aborted."""
+    """Raise AbortedError for the last output of a request that was aborted; RequestError if by its own constraint."""
     if output.finish_reason == "abort":
+        if output.reason.startswith(DEAD_END):
+            raise RequestError(output.reason)  # a 503 would have clients try again
         raise AbortedError(f"the request was aborted: {output.reason or 'by POST /abort_request'}")
 
 

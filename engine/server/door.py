@@ -63,7 +63,11 @@ class PageDoor:
 
 
 class SizeDoor:
-    """Refuses bodies that are too long, without holding them."""
+    """Refuses bodies that are too long, without holding them, and bodies of two lengths.
+
+    A proxy may go by Content-Length where this server goes by Transfer-Encoding, and take part of a body for another
+    client's request (request smuggling, RFC 9112, 6.1).
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_weights_bytes: int, answer: Answer) -> None:
         self._app = app
@@ -72,12 +76,17 @@ class SizeDoor:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 413."""
+        """Pass on, or answer 413 or 400."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         limit = self._max_weights_bytes if scope["path"] == WEIGHTS_PATH else self._max_bytes
-        announced = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            text = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            await self._close(400, text, scope, receive, send)
+            return
+        announced = headers.get("content-length", "0")
         if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
             await _discard(receive)
             await self._refuse(limit, scope, receive, send)
@@ -90,7 +99,10 @@ class SizeDoor:
             await self._refuse(limit, scope, receive, send)
 
     async def _refuse(self, limit: int, scope: Scope, receive: Receive, send: Send) -> None:
-        response = self._answer(scope["path"], 413, f"the body is longer than {limit} bytes")
+        await self._close(413, f"the body is longer than {limit} bytes", scope, receive, send)
+
+    async def _close(self, status: int, text: str, scope: Scope, receive: Receive, send: Send) -> None:
+        response = self._answer(scope["path"], status, text)
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
 
