@@ -52,12 +52,14 @@ def diff(path: Path, before: dict[str, Array], after: dict[str, Array], **how: A
         return compare(one, two)
 
 
-def why(path: Path, before: Array, after: Array, inputs: Array | None = None, **how: Any) -> Explanation:
+def why(
+    path: Path, before: Array, after: Array, inputs: Array | None = None, module: str = "layers.1.mlp", **how: Any
+) -> Explanation:
     """The explanation of one module's output whose input is equal on both sides."""
     given = values(99, len(before)) if inputs is None else inputs
-    sites = [{"layers.1.mlp:in[x]": given, "layers.1.mlp:out": out} for out in (before, after)]
+    sites = [{f"{module}:in[x]": given, f"{module}:out": out} for out in (before, after)]
     found = culprit(diff(path, *sites, **how))
-    assert found.module == "layers.1.mlp"
+    assert found.module == module
     assert found.explanation is not None
     return found.explanation
 
@@ -269,13 +271,18 @@ WEIGHT = RNG.uniform(0.3, 1.7, WIDTH).astype(np.float32)
         (lambda x: normed(x, 0.05) * WEIGHT, "the norm's epsilon is larger by 0.05 (from the mean square"),
         (lambda x: normed(x), "target = RMSNorm of its input without a weight"),
         (lambda x: normed(x) * (WEIGHT - 1), "the weight is too small by 1 (w where 1 + w is meant, RMSNorm)"),
-        (lambda x: x, "target = its own input layers.1.mlp:in[x], so the module did nothing"),
-        (lambda x: normed(x) * WEIGHT + x, "target = baseline + layers.1.mlp:in[x] (added once more)"),
+        (lambda x: x, "target = its own input layers.1.norm:in[x], so the module did nothing"),
+        (lambda x: normed(x) * WEIGHT + x, "target = baseline + layers.1.norm:in[x] (added once more)"),
     ],
 )
 def test_a_norm_is_explained_from_its_input(tmp_path: Path, make: Callable[[Array], Array], sentence: str) -> None:
     x = values(4)
-    assert sentence in why(tmp_path, normed(x) * WEIGHT, make(x), x).text
+    assert sentence in why(tmp_path, normed(x) * WEIGHT, make(x), x, "layers.1.norm").text
+
+
+def test_a_module_that_is_not_a_norm_has_no_epsilon(tmp_path: Path) -> None:
+    x = values(4)
+    assert "epsilon" not in why(tmp_path, normed(x) * WEIGHT, normed(x, 0.05) * WEIGHT, x).text
 
 
 def test_another_activation_is_named(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.limits import uncapped
 from tapscope.comparator.explain.optimizer import Trajectory, explained
 from tapscope.comparator.explain.positions import positions
-from tapscope.comparator.explain.proof import prove
-from tapscope.comparator.explain.router import Given, best, chooses, claims
+from tapscope.comparator.explain.router import Given, best, chooses, weighs
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.explain.scale import scales
 from tapscope.comparator.explain.slots import Slots
@@ -207,10 +206,42 @@ def test_a_routers_weights_tell_what_it_does(change: Callable[[Array], Array], s
     some = sample(one.weights, two.weights, "mlp.gate:out[1]", "float32")
     damage = find_damage(some, 0.0, {}, ())
     assert damage is not None
-    cut = (claim._replace(values=damage.cut(claim.values)) for claim in claims(one, two, damage.noise))
-    found = prove(damage, cut, damage.noise)
+    found = weighs(damage, one, two)
     assert found is not None
     assert said in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: np.where(np.arange(3) == 2, 0.0, w), "weight of the last chosen expert is zero"),
+        (lambda w: np.where(np.arange(len(w))[:, None] < 20, w, 0.5 * w), "0.5 × baseline's"),
+        (
+            lambda w: np.where(np.arange(3) < 3, 1.1 * w.mean(1, keepdims=True), w),
+            "all equal in target, 1.1 × the mean",
+        ),
+    ],
+)
+def test_a_routers_weights_are_told_by_the_rows_that_differ_and_all_their_columns(
+    change: Callable[[Array], Array], said: str
+) -> None:
+    one = router(normal)
+    two = one._replace(weights=change(one.weights))
+    damage = find_damage(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
+    assert damage is not None
+    found = weighs(damage, one, two)
+    assert found is not None
+    assert said in found.sentence
+
+
+def test_one_of_two_experts_is_left_is_not_all_of_one_expert() -> None:
+    one = router(normal, 2)
+    two = one._replace(weights=np.where(np.arange(2) == 1, 0.0, one.weights))
+    damage = find_damage(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
+    assert damage is not None
+    found = weighs(damage, one, two)
+    assert found is not None
+    assert found.sentence == "the router's weight of the last chosen expert is zero in target"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba et al. 2016 (arXiv 1607.06450).
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,7 +22,8 @@ def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
         values = one.values[damage.rows]
-        yield from _epsilons(damage, values)
+        if _is_norm(damage.sample.site):
+            yield from _epsilons(damage, values)
         yield from _over_heads(damage, values)
         centred = values - values.mean(axis=1, keepdims=True)
         for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
@@ -32,6 +34,12 @@ def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
             yield Trial("norm weight", small, damage.before - plain)
             large = f"the weight is too large by 1 (1 + w where w is meant, {name})"
             yield Trial("norm weight", large, damage.before + plain)
+
+
+def _is_norm(site: str) -> bool:
+    """Whether the module is called a norm: only a norm has an epsilon."""
+    name = site.rpartition(":")[0].rpartition(".")[2].lower()
+    return "norm" in name or re.match(r"ln(_|\d|$)", name) is not None
 
 
 def _over_heads(damage: Damage, values: Array) -> Iterator[Trial]:

@@ -4,6 +4,7 @@ Top-k of a softmax or sigmoid, normalised or not; the bias and groups are DeepSe
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -50,13 +51,19 @@ def routed(damage: Damage, sites: Sites, configs: Sequence[Mapping[str, Any]]) -
         return Proven("router", choice, 0.0)
     if port != "out[1]":
         return None
-    return prove(
-        damage, (c._replace(values=damage.cut(c.values)) for c in claims(one, two, damage.noise)), damage.noise
-    )
+    return weighs(damage, one, two)
 
 
-def claims(one: Given, two: Given, noise: float) -> Iterator[Claim]:
-    """What the target's weights would be, if its router did something else than the baseline's."""
+def weighs(damage: Damage, one: Given, two: Given) -> Proven | None:
+    """What explains the target's weights, in all columns of the damaged rows: those that are spared speak, too."""
+    whole = replace(damage, columns=np.arange(damage.sample.baseline.shape[1]))
+    told = claims(one, two, damage.noise, damage.rows)
+    return prove(whole, (c._replace(values=whole.cut(c.values)) for c in told), damage.noise)
+
+
+def claims(one: Given, two: Given, noise: float, rows: Array) -> Iterator[Claim]:
+    """What the target's weights would be, if its router did something else than the baseline's; numbers are fitted on
+    the damaged ``rows``."""
     fitted = [(*way, *_fit(_weights(one, *way), one.weights)) for way in product((False, True), (False, True))]
     is_sigmoid, is_normal, factor, off = min(fitted, key=lambda way: way[3])
     if not off < max(4 * noise, 1e-5):
@@ -75,11 +82,14 @@ def claims(one: Given, two: Given, noise: float) -> Iterator[Claim]:
         yield Claim("router", f"the router's weights are all of one expert in target (top-1, not {count})", first, 0)
         equal = np.repeat(plain.mean(axis=1, keepdims=True), count, axis=1)
         yield Claim("router", "the router's weights are all equal in target", equal, 0)
+        level, _ = _fit(equal[rows], two.weights[rows])
+        text = f"the router's weights are all equal in target, {level:.4g} × the mean of baseline's"
+        yield Claim("router", text, level * equal, 1)
         yield Claim("router", "the router's weights are in reverse order in target", plain[:, ::-1], 0)
         last = plain.copy()
         last[:, -1] = 0.0
         yield Claim("router", "the router's weight of the last chosen expert is zero in target", last, 0)
-    again, _ = _fit(plain, two.weights)
+    again, _ = _fit(plain[rows], two.weights[rows])
     missing = f": the scaling factor {factor:.4g} is missing" if abs(again * factor - 1) < 0.01 else ""
     yield Claim("router", f"the router's weights are {again:.4g} × baseline's{missing}", again * plain, 2)
 
