@@ -9,8 +9,9 @@ import pytest
 import torch
 from factories import RunFactory
 from torch import nn
+from trainings import record_training
 
-from tapscope import Dumper, open_run
+from tapscope import open_run
 from tapscope.comparator import Report, compare
 from tapscope.comparator.examination.examined import About, Examined
 from tapscope.comparator.matching.match import Pair
@@ -21,8 +22,6 @@ from tapscope.comparator.rounding.gradients import difference
 from tapscope.comparator.verdicts.finding import Finding, Verdict
 from tapscope.comparator.verdicts.localise import Divergence
 from tapscope.comparator.verdicts.training import beginning
-
-STEPS = 4
 
 
 class Net(nn.Module):
@@ -45,22 +44,13 @@ def train(
     fused: bool = False,
     patch: Callable[[Net, torch.optim.Optimizer], None] | None = None,
 ) -> Path:
-    """A run of :data:`STEPS` steps of AdamW, gradients and parameters included."""
+    """A run of four steps of AdamW, gradients and parameters included."""
     torch.manual_seed(0)
     net = Net().to(dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1, fused=fused or None)
     if patch is not None:
         patch(net, optimizer)
-    draw = torch.Generator().manual_seed(1)
-    with Dumper(net, out, keep="full", grads=True, params=True) as dumper:
-        for _ in range(STEPS):
-            ids = torch.randint(0, 50, (4, 9), generator=draw)
-            with dumper.step():
-                logits = net(ids[:, :-1]).float()
-                nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-                optimizer.step()
-            optimizer.zero_grad()
-    return out
+    return record_training(net, optimizer, out, vocabulary=50, shape=(4, 9))
 
 
 def report(baseline: Path, target: Path) -> Report:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from trainings import record_training
 
-from tapscope import Dumper
 from tapscope.comparator import Report, compare
 
 _Patch = Callable[["Net"], None]
@@ -69,16 +69,7 @@ def train(out: Path, dtype: torch.dtype = torch.float32, *, fused: bool = False,
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     if patch is not None:
         patch(net)
-    draw = torch.Generator().manual_seed(1)
-    with Dumper(net, out, keep="full", grads=True, params=True) as dumper:
-        for _ in range(4):
-            ids = torch.randint(0, 100, (4, 12), generator=draw)
-            with dumper.step():
-                logits = net(ids[:, :-1]).float()
-                nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-                optimizer.step()
-            optimizer.zero_grad()
-    return out
+    return record_training(net, optimizer, out, vocabulary=100, shape=(4, 12))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tapscope.repair import repair_run
 from tapscope.run import open_run
 from tapscope.writer import RankWriter
 
+CUT_OFF = "rank 0 did not close: it or its recorder was killed; the run was repaired since"
 WRITE = """
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_what_a_killed_recorder_left_is_readable_and_repair_seals_it(killed: tup
         for rec in run.records:
             assert (run.array(rec) == rec.seq % 256).all()
         account = run.ledger()
-        assert (account.lost_ranks, account.open_ranks) == ([0], [])
+        assert (account.cut_off, account.lost_ranks, account.open_ranks) == ([CUT_OFF], [], [])
     names = set()
     for segment in sorted((path / "rank-00000").glob("seg-*")):
         names |= set(tensors_of(segment))
@@ -202,7 +203,7 @@ def test_a_writer_resumes_behind_a_killed_one(killed: tuple[Path, int]) -> None:
         RankWriter(path, 0)
     num_records = len(open_run(path).records)
     writer = RankWriter(path, 0, resume=True)
-    assert open_run(path).ledger().lost_ranks == [0]
+    assert open_run(path).ledger().cut_off == [CUT_OFF]
     writer.event("open", rank=0)
     assert open_run(path).ledger().open_ranks == [0]
     from test_core_disk import lines_and_payloads
@@ -270,7 +271,7 @@ def test_verify_says_what_is_missing_rank_by_rank(tmp_path: Path, capsys) -> Non
             counts.dropped = 2
             counts.seen += 2
         run.end_step()
-        run.writers[2].event("lost", reason="process 7 of rank 2 died")
+        run.writers[2].event("lost", reason="process 7 of rank 2 died", cause="died")
     for file in (path / "rank-00001").iterdir():
         file.unlink()
     (path / "rank-00001").rmdir()

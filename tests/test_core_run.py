@@ -286,6 +286,23 @@ def test_the_ledger_counts_what_was_lost_between_hook_and_disk(tmp_path: Path) -
     assert "1 values lost between hook and disk" in account.sentences()
 
 
+def test_only_a_rank_that_is_known_to_have_died_is_said_to_have_died(tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run", mesh={"tp": 3}) as run:
+        run.step()
+        run.put("m:out", {rank: np.ones(4) for rank in range(3)})
+        run.end_step()
+        run.writers[0].event("lost", reason="process 7 died", cause="died")
+        run.writers[1].event("lost", reason="no space left on device", cause="disk")
+        run.writers[2].event("lost")
+    account = open_run(tmp_path / "run").ledger()
+    assert account.lost_ranks == [0]
+    assert [sentence.rpartition(": ")[2] for sentence in account.cut_off] == [
+        "no space left on device",
+        "the reason was not recorded",
+    ]
+    assert "died while recording: rank 0" in account.sentences()
+
+
 def test_values_that_come_after_their_step_add_up_in_the_ledger(tmp_path: Path) -> None:
     with RunFactory(tmp_path / "run") as run:
         run.step()

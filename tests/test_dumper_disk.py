@@ -40,7 +40,9 @@ def test_every_fsync_policy_gives_a_complete_run(tmp_path: Path, fsync: str) -> 
     assert len(open_run(tmp_path / "run").records) == 36
 
 
-def test_a_disk_that_fills_up_ends_the_recording_and_not_the_model(small_disk: Path, capsys) -> None:
+def test_a_disk_that_fills_up_ends_the_recording_and_not_the_model(
+    small_disk: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     model, path = Toy(256), small_disk / "run"
     dumper = Dumper(model, out=path, keep="full", min_free_bytes=None).open()
     for _ in range(12):
@@ -52,6 +54,7 @@ def test_a_disk_that_fills_up_ends_the_recording_and_not_the_model(small_disk: P
         assert 0 < len(run.records) < 72
         assert all(len(run.array(rec)) == 64 for rec in run.records if rec.entry)
         assert not any("unreadable" in problem or "truncated" in problem for problem in run.problems)
+        assert f"{72 - len(run.records)} values were dropped" in caplog.text, "those that were on their way, too"
         (event,) = [event for event in run.events() if event.kind == "lost"]
         assert "No space left on device" in event.fields["reason"]
     wait_until(lambda: cli.main(["repair", str(path), "--check"]) == 0, "the recorder ends")

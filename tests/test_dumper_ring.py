@@ -152,6 +152,26 @@ def test_one_value_larger_than_everything_passes_alone() -> None:
     assert backlog.reserve(1) is not None
 
 
+def test_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
+    backlog = make_backlog(2 * MIN_BYTES)
+    for _ in range(BATCH_RECORDS):
+        assert backlog.put(pending(None))
+    backlog.flush()
+    batch = Batch()
+    for item in backlog.take(0):
+        assert isinstance(item, Pending)
+        batch.add(item)
+    backlog.sent(1)
+    assert backlog.put(pending(None))
+    backlog.acknowledged(batch)
+    assert backlog.put(pending(None))
+    assert backlog.abandon("it died")
+    assert not backlog.abandon("it is still dead")
+    assert not backlog.put(pending(None)), "its caller counts it"
+    backlog.hand_over([pending(None)])
+    assert backlog.num_abandoned == 3
+
+
 def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
     backlog = make_backlog(2 * MIN_BYTES, timeout_s=20.0)
     slot = backlog.reserve(2 * MIN_BYTES - 600)

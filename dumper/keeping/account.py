@@ -39,7 +39,10 @@ class Account:
 
     @property
     def num_dropped(self) -> int:
-        """Values of all steps that were given up; of held steps, once they are released."""
+        """Values of all steps that were given up; of held steps, once they are released.
+
+        With those that were on their way when the recorder was lost: it may have written some of the last.
+        """
         return self._num_dropped + self._keeper.num_dropped
 
     # ---- steps

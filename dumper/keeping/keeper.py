@@ -35,8 +35,7 @@ class Keeper:
         self.brake = Brake(backlog, self._put_event)
         self.is_limited = False
         """Whether :meth:`charge` must be called for every record that is on its way to disk."""
-        self.num_dropped = 0
-        """Values of released steps that the flight recorder had no room for."""
+        self._num_dropped = 0
         self._flight: FlightRecorder | None = None
         self._in_full = (0, -1)  # steps to keep in full: another rank's trigger fired there
         self._told = (-1, False, False)  # what the other ranks know of our triggers
@@ -88,6 +87,11 @@ class Keeper:
     def is_holding(self) -> bool:
         """Whether what comes now stays in memory."""
         return self._flight is not None and self._flight.holds
+
+    @property
+    def num_dropped(self) -> int:
+        """Values that count as sent and are not: released without room, or on their way when the recorder left."""
+        return self._num_dropped + self._backlog.num_abandoned
 
     @property
     def no_room(self) -> str:
@@ -190,7 +194,7 @@ class Keeper:
 
     def _release(self, flight: FlightRecorder, window: tuple[int, int], reason: str) -> Released:
         released = flight.release(*window, reason)
-        self.num_dropped += released.num_dropped
+        self._num_dropped += released.num_dropped
         if released.steps:
             _log.warning("tapscope: to disk: %s: %s", _span(released.steps), reason)
         if self.is_limited:

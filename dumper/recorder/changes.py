@@ -79,7 +79,7 @@ class Changes:
             self._change.applied[peer.rank] = message["step"]
 
     def rank_joined(self, peer: "Peer") -> None:
-        """A rank that comes after a trigger has ended the capture is told so too."""
+        """Tell a rank that joins after a trigger ended the capture."""
         if self._stop is not None:
             self._recorder.tell(peer, self._stop)
 

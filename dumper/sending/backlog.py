@@ -20,7 +20,9 @@ class Backlog:
     """Memory for payloads (a ring, or a pool where it has no room) and a queue of what is to be sent.
 
     Everything that was reserved or put counts until it is acknowledged; beyond ``limit`` bytes the forward thread waits
-    at most ``block_timeout_s`` (None: not at all), once a stall, and then loses the value.
+    at most ``block_timeout_s`` (None: not at all), once a stall, and then loses the value. A value larger than
+    ``limit`` is let in when nothing else is on its way, and nothing after it until it is acknowledged: memory is
+    bounded by ``limit`` or by the largest value, whichever is more.
     """
 
     def __init__(self, limit: int, block_timeout_s: float | None, ring: Ring | None) -> None:
@@ -37,6 +39,9 @@ class Backlog:
         self._outbox = Outbox()
         self.in_flight_bytes = 0
         """Reserved or queued or sent, and not yet acknowledged."""
+        self.num_abandoned = 0
+        """Records that count as sent and were not acknowledged when :meth:`abandon` was called, or came later."""
+        self._num_records = 0  # queued or sent, and not yet acknowledged
         self._num_sent = 0  # batches that are not yet acknowledged
         self._stalled = False
         self._is_asleep = False  # the pipeline waits elsewhere than in take()
@@ -113,6 +118,7 @@ class Backlog:
                     self._queue(item, 1, item.nbytes)
                 else:
                     item.give_up(self.cancel)
+                    self.num_abandoned += 1
             self.flush()
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
@@ -167,6 +173,7 @@ class Backlog:
     def _queue(self, item: Pending | Lines, number: int, nbytes: int) -> None:
         """Queue records, with the payloads that travel with them."""
         self.in_flight_bytes += number * LINE_COST
+        self._num_records += number
         if self._outbox.put(item, number, nbytes):  # who makes a batch full wakes the pipeline: at work it looks itself
             self._call_pipeline()
 
@@ -227,6 +234,7 @@ class Backlog:
             for slot in batch.slots:
                 self._release(slot)
             self.in_flight_bytes -= batch.num_records * LINE_COST
+            self._num_records -= batch.num_records
             self._num_sent -= 1
             self._stalled = False
             self.lock.notify_all()
@@ -238,7 +246,7 @@ class Backlog:
                 return False
             self.dead = reason
             self._outbox.clear()
-            self._num_sent = 0
+            self.num_abandoned, self._num_records, self._num_sent = self._num_records, 0, 0
             self.lock.notify_all()
             return True
 

@@ -73,13 +73,15 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
             account.budgets.append(f"rank {rank}: {limit} {value} was reached {when}")
     last = max((n for n, e in enumerate(events) if e.kind == "open"), default=0)
     ending = {e.kind: e for e in events[last:]}  # a rank may have found another recorder after it lost one
-    if "lost" in ending and ending["lost"].fields.get("cause", "died") == "died":
+    if "lost" in ending and ending["lost"].fields.get("cause") == "died":
         account.lost_ranks.append(rank)
     elif "lost" in ending:
-        reason = ending["lost"].fields.get("reason")
+        reason = ending["lost"].fields.get("reason", "the reason was not recorded")
         account.cut_off.append(f"recording ended before rank {rank} did, what it took later is not counted: {reason}")
+    elif "close" not in ending and "repaired" in ending:  # which shows that nobody writes there any more
+        account.cut_off.append(f"rank {rank} did not close: it or its recorder was killed; the run was repaired since")
     elif "close" not in ending:
-        _without_close(account, run, "repaired" in ending).append(rank)
+        (account.killed_ranks if is_abandoned(run.path) else account.open_ranks).append(rank)
     elif any(rank not in by_rank and not mates.isdisjoint(by_rank) for by_rank in run.steps.values()):
         account.uneven_ranks.append(rank)
 
@@ -100,13 +102,6 @@ def _why_empty(account: Ledger, run: "Run") -> str | None:
         return None
     reasons = (e.fields.get("empty") for e in closes)
     return next((reason for reason in reasons if isinstance(reason, str)), "nothing was captured")
-
-
-def _without_close(account: Ledger, run: "Run", repaired: bool) -> list[int]:
-    """Where to count a rank that did not say goodbye."""
-    if repaired:  # which shows that nobody writes there any more
-        return account.lost_ranks
-    return account.killed_ranks if is_abandoned(run.path) else account.open_ranks
 
 
 def _step_mates(run: "Run", rank: int) -> frozenset[int]:

@@ -208,7 +208,7 @@ class Ledger(Struct):
     uneven_ranks: list[int] = field(default_factory=list)
     """Ranks that closed without some of the steps that others took."""
     cut_off: list[str] = field(default_factory=list)
-    """Why the recorder gave up a rank that lived on, one sentence each."""
+    """Ranks whose recording ended early though they are not known to have died, one sentence each."""
     lost_ranks: list[int] = field(default_factory=list)
     """Ranks that died."""
     never_fired: list[str] = field(default_factory=list)

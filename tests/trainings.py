@@ -1,0 +1,24 @@
+"""Trainings of language models, recorded with their gradients and parameters; no test in here."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tapscope import Dumper
+
+
+def record_training(
+    net: nn.Module, optimizer: torch.optim.Optimizer, out: Path, *, vocabulary: int, shape: tuple[int, int]
+) -> Path:
+    """Four steps of predicting the next of random ids ``[shape]``, the same in every run."""
+    draw = torch.Generator().manual_seed(1)
+    with Dumper(net, out, keep="full", grads=True, params=True) as dumper:
+        for _ in range(4):
+            ids = torch.randint(0, vocabulary, shape, generator=draw)
+            with dumper.step():
+                logits = net(ids[:, :-1]).float()
+                nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    return out
