@@ -2,7 +2,7 @@
 
 :func:`attend` is the one place where it is computed. It is told nothing but tensors on the device and an
 :class:`AttentionSpec`. Requests that decode are computed at once: on a CPU by C++ that reads the pages, elsewhere by
-torch's SDPA as one padded batch. The others are computed by SDPA one at a time.
+torch's SDPA as one padded batch. The others are computed by SDPA one at a time, many rows by pieces.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.splits import HeadSplit
 from tapscope.engine.step_cache import StepCache
+from tapscope.engine.step_masks import MOST_ELEMENTS, StepMasks
 from tapscope.kernels.cpu import paged_attention
 
 
@@ -80,7 +81,7 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
         keys, values = cache.read(layer, segment, start)
         if spec.value_dim is not None:
             values = keys[..., : spec.value_dim]
-        outputs.append(attend_one(query[rows], keys, values, segment.position - start, spec))
+        outputs.append(attend_one(query[rows], keys, values, segment.position - start, spec, cache.masks))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -113,53 +114,62 @@ def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     return _attend_folded(folded, k, v, bias, spec).reshape(*query.shape[:2], -1)
 
 
-def attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
+def attend_one(
+    query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, masks: StepMasks | None = None
+) -> Tensor:
     """One request: [count, heads, d] against [length, kv_heads, d] twice -> [count, heads, value dim].
 
     Row i stands at key ``diagonal + i``. The heads of a group are folded into the row axis: on a CPU that is several
-    times faster than `enable_gqa`. There many rows go by pieces, each against the keys that its last row sees.
+    times faster than `enable_gqa`. Many rows go by pieces, each against the keys that its last row sees.
     """
     if has_torch_function((query,)):
-        return handle_torch_function(attend_one, (query,), query, keys, values, diagonal, spec)
+        return handle_torch_function(attend_one, (query,), query, keys, values, diagonal, spec, masks)
     count, num_heads, dim = query.shape
     kv_heads = keys.shape[1]
     group = num_heads // kv_heads
-    if count > 1 and query.is_cpu:
-        return _attend_pieces(query, keys, values, diagonal, spec)
     k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-    mask = _mask(count, len(keys), diagonal, spec.window, query.device)
-    if mask is not None and diagonal == 0 and spec.softcap is None and (spec.window is None or spec.window >= count):
+    sees_all = spec.window is None or spec.window >= diagonal + count
+    if count > 1 and not query.is_cpu and diagonal == 0 and spec.softcap is None and sees_all:
         q = query.transpose(0, 1).unsqueeze(0)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=group > 1)
         return out[0].transpose(0, 1)
-    folded = query.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
-    if mask is not None:
-        mask = mask.repeat(group, 1)
-    out = _attend_folded(folded, k, v, mask, spec)
-    return out.view(kv_heads, -1, count, v.shape[-1]).permute(2, 0, 1, 3).reshape(count, num_heads, -1)
-
-
-def _attend_pieces(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
-    """As :func:`attend_one`, some rows at a time: scores past the diagonal are hardly computed, and stay in the caches.
-
-    All pieces share one bias, whose last columns are those of a piece's last keys.
-    """
-    (count, num_heads, dim), kv_heads = query.shape, keys.shape[1]
-    group = num_heads // kv_heads
-    rows = min(count, _piece_rows(group, kv_heads, torch.get_num_threads()))
-    k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
     folded = query.view(count, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    width = min(diagonal + count, spec.window or diagonal + count) + rows - 1
-    bias = _piece_bias(rows, width, spec.window, query.dtype).repeat_interleave(group, 0)
+    if count == 1 and diagonal == len(keys) - 1:  # a decoding row; its window was cut out when the cache was read
+        out = _attend_folded(folded, k, v, None, spec)
+    else:
+        out = _attend_pieces(folded, k, v, diagonal, group, spec, masks or StepMasks())
+    return out.view(kv_heads, count, group, -1).transpose(0, 1).reshape(count, num_heads, -1)
+
+
+def _attend_pieces(
+    query: Tensor, keys: Tensor, values: Tensor, diagonal: int, group: int, spec: AttentionSpec, masks: StepMasks
+) -> Tensor:
+    """[1, kv_heads, count * group, d] -> [kv_heads, count * group, value dim], some rows at a time.
+
+    So scores past the diagonal are hardly computed, stay in a CPU's caches, and no mask is larger than MOST_ELEMENTS
+    unless one row is. All pieces share one mask, whose last columns are those of a piece's last keys.
+    """
+    kv_heads, count = keys.shape[1], query.shape[2] // group
+    seen = min(diagonal + count, spec.window or diagonal + count)
+    rows = min(count, _piece_rows(group, kv_heads, torch.get_num_threads()))
+    if not query.is_cpu:
+        rows = min(count, max(1, MOST_ELEMENTS // (group * (seen + count))))
+    width = seen + rows - 1
+    dtype = query.dtype if query.is_cpu else torch.bool  # what is added has to be aligned for kernels of a GPU
+
+    def made() -> Tensor:
+        return _piece_mask(rows, width, spec.window, dtype, query.device).repeat_interleave(group, 0)
+
+    mask = masks.get((rows, width, spec.window, dtype, group), made)
     output = query.new_empty(kv_heads, count * group, values.shape[-1])
     for first in range(0, count, rows):
         end = min(first + rows, count)
         start = 0 if spec.window is None else max(0, diagonal + first - spec.window + 1)
-        seen, part = slice(start, diagonal + end), slice(first * group, end * group)
+        span, part = slice(start, diagonal + end), slice(first * group, end * group)
         last = width - rows + end - first
-        mask = bias[: (end - first) * group, last - (seen.stop - seen.start) : last]
-        output[:, part] = _attend_folded(folded[:, :, part], k[:, :, seen], v[:, :, seen], mask, spec)[0]
-    return output.view(kv_heads, count, group, -1).transpose(0, 1).reshape(count, num_heads, -1)
+        own = mask[: (end - first) * group, last - (span.stop - span.start) : last]
+        output[:, part] = _attend_folded(query[:, :, part], keys[:, :, span], values[:, :, span], own, spec)[0]
+    return output
 
 
 def _piece_rows(group: int, kv_heads: int, threads: int) -> int:
@@ -167,20 +177,17 @@ def _piece_rows(group: int, kv_heads: int, threads: int) -> int:
     return max(32, -(-max(192, 64 * threads // kv_heads) // group))
 
 
-def _piece_bias(rows: int, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[rows, width]: -inf at what a row does not see, where the last row stands at the last key, 0 elsewhere."""
-    hidden = torch.ones(rows, width, dtype=torch.bool).triu_(width - rows + 1)
+def _piece_mask(rows: int, width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, width]: what a row sees, where the last row stands at the last key.
+
+    In bool, or what scores are raised by: -inf at what it does not see, 0 elsewhere.
+    """
+    hidden = torch.ones(rows, width, dtype=torch.bool, device=device).triu_(width - rows + 1)
     if window is not None:
-        hidden |= torch.ones(rows, width, dtype=torch.bool).tril_(width - rows - window)
-    return torch.zeros(rows, width, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
-def _mask(count: int, length: int, diagonal: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[count, length] bool: what row i, at key ``diagonal + i``, sees; None when it is everything."""
-    if count == 1 and diagonal == length - 1:
-        return None  # a decoding row; its window was cut out when the cache was read
-    seen = torch.ones(count, length, dtype=torch.bool, device=device).tril(diagonal)
-    return seen if window is None else seen.triu(diagonal - window + 1)
+        hidden |= torch.ones(rows, width, dtype=torch.bool, device=device).tril_(width - rows - window)
+    if dtype == torch.bool:
+        return hidden.logical_not_()
+    return torch.zeros(rows, width, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:

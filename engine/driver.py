@@ -1,6 +1,7 @@
 """Driver: one engine, stepped in the caller's thread, and its requests with their texts."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tapscope.engine.engine import Engine
 from tapscope.engine.output import Assembly, Output
@@ -34,6 +35,7 @@ class Driver:
         forced: Sequence[int] = (),
         priority: int = 0,
         capture: str = "",
+        cache_salt: str = "",
     ) -> str:
         """Queue one request and return its id; raises UsageError when it can never run."""
         name = self._new_id() if request_id is None else request_id
@@ -41,6 +43,8 @@ class Driver:
             raise UsageError(f"request id {name!r}: it must be a text of at least one character")
         if type(priority) is not int:
             raise UsageError(f"priority={priority!r}: it must be a whole number")
+        if not isinstance(cache_salt, str):
+            raise UsageError(f"cache_salt={cache_salt!r}: it must be a string")
         request = Request(
             id=name,
             prompt_ids=token_ids(prompt, self._tokenizer),
@@ -48,6 +52,7 @@ class Driver:
             forced=tuple(forced),
             priority=priority,
             capture=capture,
+            cache_salt=cache_salt,
         )
         if params.stops_on_text and self._tokenizer is None:
             raise UsageError(f"{self._engine.config.model} has no tokenizer.json; stop strings need one")
@@ -109,12 +114,14 @@ class Driver:
         forced: Sequence[int] = (),
         priority: int = 0,
         capture: str = "",
+        cache_salt: str = "",
     ) -> Iterator[Output]:
         """Every output of all prompts as it arises; closing it aborts what is left."""
         names: list[str] = []
         try:
+            options: Any = {"priority": priority, "capture": capture, "cache_salt": cache_salt}
             for prompt, name in zip(prompts, request_ids, strict=True):
-                names.append(self.submit(prompt, params, name, forced=forced, priority=priority, capture=capture))
+                names.append(self.submit(prompt, params, name, forced=forced, **options))
             while self.has_work:
                 yield from self.advance()
         finally:
@@ -131,8 +138,7 @@ class Driver:
 
     def _new_id(self) -> str:
         """The next number that no live request is called by."""
-        taken = {request.id for request in self._engine.scheduler.live()}
-        while str(self._num_named) in taken:
+        while self._engine.scheduler.is_live(str(self._num_named)):
             self._num_named += 1
         return str(self._num_named)
 

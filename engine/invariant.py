@@ -21,6 +21,7 @@ from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
 from tapscope.engine.steady import steady
 from tapscope.engine.step_cache import StepCache
+from tapscope.engine.step_masks import StepMasks
 
 ROWS = 16
 KEYS = 128
@@ -85,7 +86,9 @@ def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) ->
     return torch.cat(outputs)
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
+def _attend_one(
+    query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, _: StepMasks | None = None
+) -> Tensor:
     """As `attend_one`; key 0 stands at a multiple of KEYS. In float32 throughout."""
     padding = (0, 0, 0, 0, 0, -len(keys) % KEYS)
     k, v = (functional.pad(x.float(), padding).transpose(0, 1) for x in (keys, values))

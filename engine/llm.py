@@ -79,7 +79,7 @@ class LLM:
     ) -> Iterator[Output]:
         """Complete one prompt or several together and yield every :class:`Output` as it arises.
 
-        ``options`` are ``forced``, ``priority`` and ``capture`` of :meth:`submit`; all are the same for all prompts.
+        ``options`` are ``forced``, ``priority``, ``capture`` and ``cache_salt`` of :meth:`submit`, for all prompts.
         Raises as :meth:`generate` does, when first asked for an output; leaving the loop early aborts what is left.
         """
         each = several(prompts)
@@ -162,19 +162,22 @@ class LLM:
         ignore_eos: bool | None = None,
         priority: int = 0,
         capture: str = "",
+        cache_salt: str = "",
     ) -> str:
         """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
 
         A higher ``priority`` is served first, and is the last to give up its pages when there are too few. With
         ``capture="stats"`` or ``"full"`` the observer keeps the request's own rows, whatever else it keeps;
-        all of them are computed then, none comes from the prefix cache.
+        all of them are computed then, none comes from the prefix cache. With ``cache_salt`` it shares computed
+        prefixes only with requests of the same salt.
 
         Without ``request_id`` requests are called "0", "1", ... in order. An id may come again once its request
         is done, but observers then see the same (request, position) twice.
         """
         params = params_of(params, max_new_tokens, ignore_eos)
         driver = self._access.stepped("submit")
-        return driver.submit(prompt, params, request_id, forced=forced, priority=priority, capture=capture)
+        options: Any = {"priority": priority, "capture": capture, "cache_salt": cache_salt}
+        return driver.submit(prompt, params, request_id, forced=forced, **options)
 
     def step(self) -> list[Generation]:
         """Compute one step over all running requests; returns the ones it finished.

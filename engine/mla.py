@@ -49,7 +49,7 @@ class LatentAttention:
         latents = cache.read(self.layer, segment)[0]
         values = latents[..., : self.mla.kv_lora_rank]
         query = self._to_latent(query[_rows(segment)])
-        return self._from_latent(attend_one(query, latents, values, segment.position, self._latent_spec))
+        return self._from_latent(attend_one(query, latents, values, segment.position, self._latent_spec, cache.masks))
 
     def _expanded_one(self, query: Tensor, kv: Tensor, cache: StepCache, segment: Segment) -> Tensor:
         latents, kv = cache.read(self.layer, segment)[0].squeeze(1), kv[_rows(segment)]
@@ -58,7 +58,8 @@ class LatentAttention:
             kv = torch.cat((linear(latents[: segment.position, :rank], self.weight), kv))
         key, value = torch.split(kv.view(len(kv), -1, self._width), [self.mla.nope_dim, self.mla.value_dim], dim=-1)
         key = torch.cat((key, latents[:, None, rank:].expand(-1, key.shape[1], -1)), dim=-1)
-        return attend_one(query[_rows(segment)], key, value, segment.position, AttentionSpec(scale=self.scale))
+        spec = AttentionSpec(scale=self.scale)
+        return attend_one(query[_rows(segment)], key, value, segment.position, spec, cache.masks)
 
     def _to_latent(self, query: Tensor) -> Tensor:
         """-> [tokens, heads, rank + rope], whose scores against latents are the query's against keys."""

@@ -78,10 +78,10 @@ class Paging:
 
         At most all but the last known token is taken from the tree: one row must be computed for there to be logits.
         """
-        start, end = request.num_shared * self.page_size, (request.num_shared + 1) * self.page_size
+        end = (request.num_shared + 1) * self.page_size
         if not self._shares or request.needs_every_row or end >= len(request.tokens):
             return None
-        return request.node or self.tree.root, tuple(request.tokens[start:end])
+        return request.node or self.tree.root, self._key(request, request.num_shared)
 
     def match(self, request: Request) -> None:
         """Take what the tree has of the request's coming pages; nothing in them need be computed."""
@@ -104,8 +104,7 @@ class Paging:
         """After rows were computed: full pages go over to the tree, passed ones are freed."""
         size = self.page_size
         while self._shares and (request.num_shared + 1) * size <= request.num_computed:
-            start = request.num_shared * size
-            parent, key = request.node or self.tree.root, tuple(request.tokens[start : start + size])
+            parent, key = request.node or self.tree.root, self._key(request, request.num_shared)
             node = parent.children.get(key)
             if node is not None and node.page >= 0:
                 self._share(request, node)
@@ -168,12 +167,17 @@ class Paging:
         size = self.page_size
         nodes: list[Node] = []
         for start in range(request.num_shared * size, len(request.tokens) - size, size):
-            child = node.children.get(key if not nodes else tuple(request.tokens[start : start + size]))
+            child = node.children.get(key if not nodes else self._key(request, start // size))
             if child is None:
                 break
             nodes.append(child)
             node = child
         return nodes
+
+    def _key(self, request: Request, page: int) -> Key:
+        """What the tree calls the request's ``page``. A salted first page sets all below it apart, as in vLLM."""
+        tokens = tuple(request.tokens[page * self.page_size : (page + 1) * self.page_size])
+        return tokens if page or not request.cache_salt else (request.cache_salt, *tokens)
 
     def _new_behind(self, request: Request, count: int) -> int:
         """How many of the next ``count`` shared pages nobody needs once all of them are shared."""

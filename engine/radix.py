@@ -17,8 +17,8 @@ from tapscope.engine.checks import add_up
 
 _require = partial(add_up, "prefix cache")
 
-Key = tuple[int, ...]
-"""Tokens of one page."""
+Key = tuple[int | str, ...]
+"""Tokens of one page; before those of the first page the request's salt, if it has one."""
 
 
 class Node:

@@ -67,6 +67,8 @@ class Request:
     """What it is one of several generations of; those of different parents take turns. Empty: it stands alone."""
     pooling: str | None = None
     """``last`` or ``mean``: make an embedding of the prompt (:mod:`tapscope.engine.pooling`)."""
+    cache_salt: str = ""
+    """It shares computed prefixes only with requests of the same salt."""
     capture: str = ""
     """What observers shall keep of its rows, whatever else they do: ``stats`` or ``full``; empty for nothing."""
     seed: int = 0

@@ -49,6 +49,7 @@ class Scheduler:
         self._free_rows = list(range(policy.max_running))
         self._planned: list[tuple[Request, Share]] = []
         self._next_step = 0
+        self._by_id: dict[str, Request] = {}
 
     @property
     def has_work(self) -> bool:
@@ -65,9 +66,13 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request of this id runs or waits."""
+        return request_id in self._by_id
+
     def validate(self, request: Request) -> None:
         """Raise UsageError when ``request`` can never run: its id is taken, or it needs more pages than there are."""
-        if any(other.id == request.id for other in self.live()):
+        if self.is_live(request.id):
             raise UsageError(f"request id {request.id!r} is in use by a live request; choose another or wait for it")
         needed, policy = self.paging.most_pages(request.max_positions), self.policy
         if needed > policy.num_pages:
@@ -80,11 +85,12 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that passed :meth:`validate`."""
         request.submitted_s = self._clock()
+        self._by_id[request.id] = request
         self.waiting.add(request, self._next_step)
 
     def abort(self, request_id: str, reason: str = "") -> Request | None:
         """Take a live request out, whatever state it is in; None when there is none of this id."""
-        request = next((r for r in self.live() if r.id == request_id), None)
+        request = self._by_id.get(request_id)
         if request is not None:
             self._end(request, "abort", reason)
         return request
@@ -157,8 +163,8 @@ class Scheduler:
         self.paging.check(self.running)
         rows = sorted([*self._free_rows, *(request.row for request in self.running)])
         _require(rows == list(range(self.policy.max_running)), f"rows {rows} are not every row once")
-        names = [request.id for request in self.live()]
-        _require(len(names) == len(set(names)), "a request is live twice")
+        names = sorted(request.id for request in self.live())
+        _require(names == sorted(self._by_id), "not every live request is known by its id once")
         for queue in (self.running, self.waiting.ready):
             _require(queue == sorted(queue, key=_urgency), "a queue is out of order")
         for request in self.live():
@@ -238,6 +244,7 @@ class Scheduler:
         request.num_preemptions += 1
 
     def _end(self, request: Request, finish_reason: str, reason: str = "") -> None:
+        del self._by_id[request.id]
         if request.row < 0:
             self.waiting.drop(request)
         else:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.cache import KVCache
+from tapscope.engine.step_masks import StepMasks
 
 _BATCH_BYTES = 3 << 20
 
@@ -56,6 +57,8 @@ class StepCache:
         self._longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
         self._batches: dict[int | None, tuple[Tensor, Tensor | None]] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
+        self.masks = StepMasks()
+        """Of requests with several rows."""
         self.slots = slots
         """[tokens] int64: where each row's key and value go, in the pool with its page axes flattened."""
         self.page_table = page_table

@@ -4,7 +4,10 @@ import os
 import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tapscope.engine import LLM, attention
 from tapscope.engine.attention import AttentionSpec, attend, attend_one
 from tapscope.engine.buffers import StepBuffers
 from tapscope.engine.cache import KVCache
@@ -22,6 +26,7 @@ from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.kv_format import KVFormat
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
 from tapscope.engine.plan import Share, StepPlan
+from tapscope.engine.step_masks import MOST_ELEMENTS, StepMasks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -113,6 +118,52 @@ def test_a_chunk_of_many_rows_attends_by_pieces_to_what_each_row_sees(
     spec = AttentionSpec(scale=0.3, window=window, softcap=softcap)
     expected = _written_out(whole, keys, values, spec)[before:]
     torch.testing.assert_close(attend_one(query, keys, values, before, spec), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(2, 60), before=st.integers(1, 50), most=st.integers(1, 4000), window=st.none() | st.just(9))
+def test_off_a_cpu_no_mask_is_larger_than_the_limit(count: int, before: int, most: int, window: int | None) -> None:
+    shapes = (count, 8, 8), (before + count, 2, 8)
+    query, keys = (torch.empty(shape, device="meta") for shape in shapes)
+    sizes = []
+    attend_folded = attention._attend_folded
+
+    def noting(*tensors: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensors[3].numel())
+        return attend_folded(*tensors)
+
+    with mock.patch.object(attention, "MOST_ELEMENTS", most), mock.patch.object(attention, "_attend_folded", noting):
+        assert attend_one(query, keys, keys, before, AttentionSpec(scale=0.3, window=window)).shape == (count, 8, 8)
+    assert max(sizes) <= max(most, 4 * (before + count))
+    assert len(sizes) == 1 or most < 4 * (before + 2 * count) * count
+
+
+def test_a_mask_is_made_once_a_step_for_all_layers_unless_it_is_large() -> None:
+    made: list[int] = []
+
+    def mask(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.bool, device="meta")
+
+    masks = StepMasks()
+    for _ in range(3):
+        for size in (MOST_ELEMENTS // 2, MOST_ELEMENTS, 7):
+            assert masks.get(size, partial(mask, size)).numel() == size
+    assert made == [MOST_ELEMENTS // 2, MOST_ELEMENTS, 7, MOST_ELEMENTS, MOST_ELEMENTS]
+
+
+def test_a_prompt_in_chunks_makes_a_mask_a_step(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def noting(*arguments: Any) -> torch.Tensor:
+        steps.append(llm.engine.scheduler.num_steps)
+        return made(*arguments)
+
+    made = attention._piece_mask
+    patched = mock.patch.object(attention, "_piece_mask", noting)
+    with LLM(make_llama(tmp_path / "model", seed=1), max_tokens_per_step=20) as llm, patched:
+        llm.generate([list(range(5, 65))], max_new_tokens=1)
+    assert steps == [1, 2, 3], "of three layers each"
 
 
 _MAPPED = """

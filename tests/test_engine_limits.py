@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import zmq
 from chat_templates import write_chat
 from checkpoints import make_llama
 from engine_http import served
@@ -24,6 +25,7 @@ from tapscope.engine.api.model import ServedModel
 from tapscope.engine.grammar_trial import GrammarTrial
 from tapscope.engine.sampling_params import SamplingParams
 from tapscope.engine.server import ServerSettings, replica
+from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.listen import listen, make_server
 from tapscope.engine.server.replica import Replica
 from tapscope.errors import RequestError, UsageError
@@ -387,7 +389,23 @@ def test_a_large_answer_is_built_in_a_thread(
     with served(model) as address:
         httpx.post(address + path, json=body | {"stream": stream}, timeout=90).raise_for_status()
     assert threads
-    assert all(name.startswith("tapscope-requests") for name in threads)
+    assert all(name.startswith("tapscope-answers") for name in threads)
+
+
+def test_reading_requests_waits_for_no_answer_that_is_built() -> None:
+    async def run() -> str:
+        client = EngineClient(zmq.Context.instance(), ["inproc://nobody"], None)
+        may_end = threading.Event()
+        builds = [asyncio.ensure_future(client.build(1 << 20, may_end.wait, 60)) for _ in range(8)]
+        await asyncio.sleep(0)
+        read = await asyncio.wait_for(client.in_background(str.upper, "read"), 30)
+        assert not any(build.done() for build in builds)
+        may_end.set()
+        assert all(await asyncio.gather(*builds))
+        client.close()
+        return read
+
+    assert asyncio.run(run()) == "READ"
 
 
 def test_large_outputs_of_one_step_come_in_several_messages_and_others_have_a_turn_between_them(

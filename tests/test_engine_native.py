@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,12 @@ import torch
 from checkpoints import make_llama
 from engine_helpers import reference, reference_logits, reference_tokens
 from engine_http import Served
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
 
 from tapscope.engine import LLM
+from tapscope.engine.logprob import TokenLogprob
 from tapscope.engine.native_answer import Style, answer
 from tapscope.engine.output import Output
 from tapscope.engine.position_values import HiddenStates
@@ -245,6 +247,58 @@ def test_metrics_count_what_was_done(served: Served) -> None:
         "startup_secondsmodel",
         "startup_secondsweights",
     }
+
+
+@pytest.mark.parametrize(
+    ("accept", "parse"),
+    [
+        ("text/plain", text_string_to_metric_families),
+        ("application/openmetrics-text; version=1.0.0", openmetrics.text_string_to_metric_families),
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1",
+            openmetrics.text_string_to_metric_families,
+        ),
+    ],
+)
+def test_metrics_come_in_the_format_that_is_asked_for(
+    served: Served, accept: str, parse: Callable[[str], Iterator[Any]]
+) -> None:
+    answer = served.client.get("/metrics", headers={"Accept": accept})
+    assert answer.headers["content-type"].startswith(accept.partition(";")[0])
+    names = {family.name for family in parse(answer.text)}
+    assert {"tapscope_engine_num_steps", "tapscope_engine_e2e_request_latency_seconds"} <= names
+
+
+def test_a_salt_sets_cached_prefixes_apart(served: Served) -> None:
+    ids = list(range(300, 340))
+
+    def generate(**salt: str) -> int:
+        answer = served.generate(input_ids=ids, sampling_params=GREEDY, **salt).raise_for_status()
+        return int(answer.json()["meta_info"]["cached_tokens"])
+
+    def complete(**salt: str) -> int:
+        body = {"prompt": ids, "max_tokens": 1, **salt}
+        usage = served.client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+    assert (generate(cache_salt="a"), generate(cache_salt="b"), generate(extra_key="a")) == (0, 0, 32)
+    assert (complete(), complete(cache_salt="b"), complete(cache_salt="c")) == (0, 32, 0)
+    refused = served.client.post("/v1/completions", json={"prompt": ids, "cache_salt": ""})
+    assert (refused.status_code, "must not be empty" in refused.text) == (400, True)
+
+
+def test_values_of_a_stream_are_counted_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = TokenLogprob.num_values.fget  # type: ignore[attr-defined]
+
+    def noted(item: TokenLogprob) -> int:
+        counted.append(item.token_id)
+        return int(count(item))
+
+    monkeypatch.setattr(TokenLogprob, "num_values", property(noted))
+    params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    served.generate(input_ids=[5, 6], sampling_params=params, return_logprob=True, stream=True).raise_for_status()
+    assert 40 <= len(counted) <= 2 * 40, "once in the engine, once in the front"
 
 
 def test_the_cache_can_be_flushed(served: Served) -> None:

@@ -169,7 +169,14 @@ def _scheduler(**given: Any) -> Scheduler:
 
 
 def _add(
-    scheduler: Scheduler, name: str, num_prompt: int, new: int = 4, priority: int = 0, first: int = 0, parent: str = ""
+    scheduler: Scheduler,
+    name: str,
+    num_prompt: int,
+    new: int = 4,
+    priority: int = 0,
+    first: int = 0,
+    parent: str = "",
+    salt: str = "",
 ) -> Request:
     prompt = (first, *(2 + i % 3 for i in range(num_prompt - 1)))
     request = Request(
@@ -178,6 +185,7 @@ def _add(
         params=SamplingParams(max_new_tokens=new, ignore_eos=True),
         priority=priority,
         parent=parent,
+        cache_salt=salt,
     )
     scheduler.validate(request)
     scheduler.add(request)
@@ -210,6 +218,34 @@ def test_a_prefix_in_the_cache_is_not_computed_again_but_for_its_last_token() ->
     assert _step(scheduler) == {"c": (8, 3)}
     assert (again.cached_tokens, longer.cached_tokens, scheduler.counters.cached_tokens) == (4, 8, 12)
     assert scheduler.counters.prefill_tokens == 8 + 4 + 3
+
+
+def test_a_prefix_is_shared_by_requests_of_one_salt_alone() -> None:
+    scheduler = _scheduler()
+    found = {}
+    for name, salt in (("a", "x"), ("b", "x"), ("c", "y"), ("d", ""), ("e", ""), ("f", "y")):
+        request = _add(scheduler, name, 10, new=1, salt=salt)
+        _step(scheduler)
+        found[name] = request.cached_tokens
+    assert found == {"a": 0, "b": 8, "c": 0, "d": 0, "e": 8, "f": 8}
+    for name in ("g", "h"):
+        _add(scheduler, name, 10, new=1, first=1, salt=name)
+    assert _step(scheduler) == {"g": (0, 10), "h": (0, 6)}, "neither waits for the other's pages"
+
+
+def test_a_request_is_found_by_its_id_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _scheduler(check=False)
+    monkeypatch.setattr(Scheduler, "live", lambda _: pytest.fail("all live requests were walked"))
+    first = _add(scheduler, "a", 3)
+    with pytest.raises(UsageError, match="'a' is in use"):
+        _add(scheduler, "a", 3)
+    _step(scheduler)
+    assert scheduler.abort("a") is first
+    assert scheduler.abort("a") is None
+    assert not scheduler.is_live("a")
+    _add(scheduler, "a", 3, new=1)
+    _step(scheduler)
+    assert not scheduler.is_live("a")
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once() -> None:

@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from tapscope import prometheus
 
 _COUNTERS = {
     "total_records": ("tapscope_lines", "Lines written to records.jsonl."),
@@ -26,11 +25,9 @@ _GAUGES = {
 }
 
 
-def exposition(state: Mapping[str, Any]) -> bytes:
-    """The answer of ``state`` in Prometheus' text format, labelled by rank."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_State(state))
-    return generate_latest(registry)
+def exposition(state: Mapping[str, Any], accept: str = "") -> bytes:
+    """The answer of ``state``, labelled by rank, as :func:`tapscope.prometheus.exposition`."""
+    return prometheus.exposition([_State(state)], accept)
 
 
 class _State(Collector):

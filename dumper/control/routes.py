@@ -110,11 +110,15 @@ def _add_metrics(router: APIRouter, ask: Ask) -> None:
     async def metrics(request: Request) -> Response:
         _query(request)
         try:
-            from tapscope.dumper.control.metrics import CONTENT_TYPE, exposition
+            from tapscope.dumper.control.metrics import exposition
+            from tapscope.prometheus import content_type
         except ImportError:
             raise Refusal(501, "metrics need prometheus-client; install tapscope[capture]") from None
         status, content = await ask("state", None)
-        return Response(exposition(content), 200, media_type=CONTENT_TYPE) if status == 200 else _json(status, content)
+        if status != 200:
+            return _json(status, content)
+        accept = request.headers.get("accept", "")
+        return Response(exposition(content, accept), headers={"Content-Type": content_type(accept)})
 
 
 def _json(status: int, content: Any) -> JSONResponse:

@@ -35,6 +35,7 @@ class ChatRequest:
     """Whether a stream ends with its token counts."""
     with_logprobs: bool
     priority: int
+    cache_salt: str
     request_id: str | None
 
     @classmethod
@@ -70,6 +71,7 @@ class ChatRequest:
             include_usage=include_usage,
             with_logprobs=values["logprobs"] is not None,
             priority=fields.whole("priority", -(1 << 31), 1 << 31) or 0,
+            cache_salt=fields.name("cache_salt") if fields.has("cache_salt") else "",
             request_id=fields.text("rid"),
         )
 

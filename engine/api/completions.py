@@ -40,6 +40,7 @@ class CompletionRequest:
     echo: bool
     logprobs: int | None
     priority: int
+    cache_salt: str
     request_id: str | None
 
     @classmethod
@@ -70,6 +71,7 @@ class CompletionRequest:
             echo=echo,
             logprobs=logprobs,
             priority=fields.whole("priority", -(1 << 31), 1 << 31) or 0,
+            cache_salt=fields.name("cache_salt") if fields.has("cache_salt") else "",
             request_id=fields.text("rid"),
         )
 

@@ -25,7 +25,7 @@ EXTRA = (
     "ebnf",
 )
 """Fields beyond OpenAI's, as vLLM and SGLang name them (`extra_body` of the openai package)."""
-ROUTING = ("priority", "rid")
+ROUTING = ("priority", "rid", "cache_salt")
 """Fields about the request's way through the engine."""
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 """Fields about the sender; they never change an answer."""

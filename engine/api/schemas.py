@@ -64,6 +64,7 @@ _SAMPLING: Schema = {
     ),
     "priority": _whole(-(1 << 31), (1 << 31) - 1),
     "rid": {"type": "string", "minLength": 1},
+    "cache_salt": {"type": "string", "minLength": 1},
     "user": _TEXT,
 }
 _PART: Schema = _body(["type", "text"], {"type": {"const": "text"}, "text": _TEXT})

@@ -31,7 +31,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
         model = await asked.model()
         wanted, prompt = await asked.read(request, _read_messages)
         answer = MessagesAnswer(model, prompt.form, len(prompt.token_ids))
-        work = jobs([(prompt.token_ids, prompt.params)], answer.id, 0)
+        work = jobs([(prompt.token_ids, prompt.params)], answer.id)
         outputs = outputs_of(state, work, request)
         if wanted.stream:
             return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))

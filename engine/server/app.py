@@ -17,16 +17,16 @@ from tapscope.engine.server.client import EngineClient
 from tapscope.engine.server.door import KeyDoor, PageDoor, SizeDoor
 from tapscope.engine.server.front_state import FrontState
 from tapscope.engine.server.meters import Listener, Meters
-from tapscope.engine.server.metrics import CONTENT_TYPE
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.settings import ServerSettings
 from tapscope.errors import OverloadedError, TapscopeError, UsageError
+from tapscope.prometheus import content_type, joined
 
 if TYPE_CHECKING:
     from tapscope.engine.llm import LLM
 
-MoreMetrics = Callable[[], Awaitable[bytes]]
-"""Further metrics in Prometheus' text format, or nothing when they cannot be had now."""
+MoreMetrics = Callable[[str], Awaitable[bytes]]
+"""Further metrics in the format that a header Accept asks for, or nothing when they cannot be had now."""
 Connect = Callable[[Meters], AbstractAsyncContextManager[EngineClient]]
 
 
@@ -106,10 +106,12 @@ async def _greet(state: FrontState) -> None:
 
 def _add_metrics(app: FastAPI, state: FrontState, more: MoreMetrics | None) -> None:
     @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """For Prometheus."""
-        text = state.metrics.exposition(await state.client.call_all("state"))
-        return Response(text + (b"" if more is None else await more()), media_type=CONTENT_TYPE)
+    async def metrics(request: Request) -> Response:
+        """For Prometheus: its text format, or OpenMetrics where the header Accept asks for it."""
+        accept = request.headers.get("accept", "")
+        text = state.metrics.exposition(await state.client.call_all("state"), accept)
+        text = joined([text] if more is None else [text, await more(accept)])
+        return Response(text, headers={"Content-Type": content_type(accept)})
 
 
 def error_response(path: str, status: int, text: str) -> JSONResponse:

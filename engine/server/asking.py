@@ -67,15 +67,21 @@ class Job:
     params: SamplingParams
     request_id: str | None = None
     priority: int = 0
+    cache_salt: str = ""
     pooling: str | None = None
 
 
-def jobs(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], request_id: str | None, priority: int) -> list[Job]:
+def jobs(
+    prompts: Sequence[tuple[tuple[int, ...], SamplingParams]],
+    request_id: str | None,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> list[Job]:
     """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
     names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
     return [
-        Job(token_ids=ids, params=params, request_id=name, priority=priority)
+        Job(token_ids=ids, params=params, request_id=name, priority=priority, cache_salt=cache_salt)
         for (ids, params), name in zip(each, names, strict=True)
     ]
 
@@ -120,7 +126,13 @@ def outputs_of(state: FrontState, wanted: Sequence[Job], request: Request) -> As
                 job.token_ids,
                 job.params,
                 request_id=job.request_id,
-                options=options_of(priority=job.priority, pooling=job.pooling, capture=capture, parent=parent),
+                options=options_of(
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                    pooling=job.pooling,
+                    capture=capture,
+                    parent=parent,
+                ),
                 dp_rank=dp_rank,
             )
             for job in wanted

@@ -21,6 +21,7 @@ _CHOSEN = "must be a list of token ids, or a list of such lists, one for each pr
 _TEXT = "must be a text or a list of at least one text"
 _IDS = "must be a list of token ids or a list of such lists, none of them empty"
 _RID = "must be a text (of several prompts: what their ids begin with), or a list of texts, one for each prompt"
+_SALT = "must be a string that is not empty, for all prompts"
 _PARAMS = "must be a JSON object, or a list of them, one for each prompt"
 
 
@@ -41,6 +42,8 @@ class GenerateBody(BaseModel):
     return_routed_experts: Annotated[bool, rule("must be true or false")] = False
     return_hidden_states: Annotated[bool, rule("must be true or false")] = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), rule("must be a whole number")] = 0
+    cache_salt: Annotated[Name | None, rule(_SALT)] = None
+    extra_key: Annotated[Name | None, rule(_SALT)] = None
     data_parallel_rank: Annotated[int | None, rule("must be the number of a DP replica, from 0")] = None
     routed_dp_rank: Annotated[int | None, rule("must be the number of a DP replica, from 0")] = None
     log_metrics: Annotated[Literal[True], rule("must be true: /metrics counts every request")] = True
@@ -58,7 +61,14 @@ class GenerateBody(BaseModel):
             and self.data_parallel_rank != self.routed_dp_rank
         ):
             raise ValueError("'data_parallel_rank' and 'routed_dp_rank' name two replicas; give one of them")
+        if None not in (self.cache_salt, self.extra_key) and self.cache_salt != self.extra_key:
+            raise ValueError("'cache_salt' and 'extra_key' are two names of one thing; give one of them")
         return self
+
+    @property
+    def salt(self) -> str:
+        """What the request's cached prefixes are set apart by, under either name (``extra_key`` is SGLang's)."""
+        return self.cache_salt or self.extra_key or ""
 
     @property
     def replica(self) -> int | None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _LONG_TEXT = 10_000  # characters; a longer text is tokenized in a thread
 _LARGE_OUTPUT = 2_000  # values; an answer of a larger output is built in a thread
-_BACKGROUND_THREADS = 2
+_THREADS = 2  # for reading requests, and as many for building answers: neither waits for the other
 
 
 class EngineClient:
@@ -53,7 +53,8 @@ class EngineClient:
         """Why the replicas cannot be used, all of them alive: their weights differ."""
         self.replicas = [Replica(context, address, number, len(addresses)) for number, address in enumerate(addresses)]
         self._names = count()
-        self._background = ThreadPoolExecutor(_BACKGROUND_THREADS, thread_name_prefix="tapscope-requests")
+        self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="tapscope-requests")
+        self._builders = ThreadPoolExecutor(_THREADS, thread_name_prefix="tapscope-answers")
         self._live: dict[str, Replica] = {}
 
     @property
@@ -89,7 +90,8 @@ class EngineClient:
             raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
         watch = Stopwatch()
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        blocks = self._blocks(prompt_ids, params, options)
+        salt = str((options or {}).get("cache_salt", ""))
+        blocks = self._blocks(prompt_ids, params, options, salt)
         name, (replica, watch.routed_by) = self._name(request_id), choose(self.replicas, dp_rank, blocks)
         watch.dp_rank = replica.dp_rank
         replica.prefixes.note(blocks)
@@ -117,7 +119,7 @@ class EngineClient:
             replica.close_box(box)
             replica.num_tokens -= len(prompt_ids) + watch.num_tokens
             if blocks:  # a conversation goes on with what was answered
-                replica.prefixes.note(blocks_of(prompt_ids + assembly.token_ids))
+                replica.prefixes.note(blocks_of(prompt_ids + assembly.token_ids, salt))
             self.meters.ended(name, len(prompt_ids), watch)
 
     async def generate(
@@ -176,11 +178,13 @@ class EngineClient:
         """Disconnect; requests under way fail. Safe to call twice."""
         for replica in self.replicas:
             replica.disconnect()
-        self._background.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._builders):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        """``work`` of ``arguments`` in one of a few threads: long work neither holds the loop nor takes all cores."""
-        return await asyncio.get_running_loop().run_in_executor(self._background, work, *arguments)
+        """``work`` of ``arguments``, which reads or tokenizes a long request, in one of a few threads: it neither
+        holds the loop nor takes all cores, and waits for no answer that is being built."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work, *arguments)
 
     async def build(self, num_values: int, work: Callable[..., T], *arguments: Any) -> T:
         """``work`` of ``arguments``, which builds an answer of ``num_values`` numbers: in a thread if they are many."""
@@ -191,7 +195,7 @@ class EngineClient:
             with uncollected():
                 return work(*arguments)
 
-        return await self.in_background(without_pauses)
+        return await asyncio.get_running_loop().run_in_executor(self._builders, without_pauses)
 
     def forget_prefixes(self) -> None:
         """The replicas' prefix caches were emptied."""
@@ -199,12 +203,12 @@ class EngineClient:
             replica.prefixes.clear()
 
     def _blocks(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams, options: Mapping[str, Any] | None
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, options: Mapping[str, Any] | None, salt: str
     ) -> list[Block]:
         """What of a prompt a prefix cache may have; nothing where all rows are to be computed, or nobody asks."""
         options = options or {}
         computes_all = params.needs_every_row or "capture" in options or options.get("pooling") == "mean"
-        return [] if computes_all or not self._has_affinity else blocks_of(prompt_ids)
+        return [] if computes_all or not self._has_affinity else blocks_of(prompt_ids, salt)
 
     async def _encode(self, text: str) -> tuple[int, ...]:
         if self.tokenizer is None:

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tapscope.engine.output import Output
 from tapscope.engine.server.meters import Stopwatch
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from tapscope.prometheus import exposition
 
 _PREFIX = "tapscope_engine_"
 _COUNTERS = {
@@ -78,11 +77,9 @@ class FrontMetrics:
         if reason in ("stop", "length"):
             self._e2e.labels(str(watch.dp_rank)).observe(watch.elapsed_s)
 
-    def exposition(self, engines: Sequence[Mapping[str, Any]]) -> bytes:
-        """Prometheus' text format; ``engines`` are the states of the DP replicas, in order."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Engines(engines))
-        return generate_latest(registry) + generate_latest(self._registry)
+    def exposition(self, engines: Sequence[Mapping[str, Any]], accept: str = "") -> bytes:
+        """As :func:`tapscope.prometheus.exposition`; ``engines`` are the states of the DP replicas, in order."""
+        return exposition([_Engines(engines), self._registry], accept)
 
 
 class _Engines(Collector):

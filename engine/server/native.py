@@ -61,7 +61,10 @@ def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
         client = state.client
         style = _style(body, state)
         options = options_of(
-            priority=body.priority, capture=body.capture or capture_of(request), parent=parent_of(len(items))
+            priority=body.priority,
+            cache_salt=body.salt,
+            capture=body.capture or capture_of(request),
+            parent=parent_of(len(items)),
         )
         dp_rank = replica_of(request) if body.replica is None else body.replica
         indexed = is_batch(body, len(items))
@@ -210,11 +213,13 @@ async def _wholes(
         client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items
     ]
     sums: dict[int, Output] = {}
+    num_values = [0] * len(items)
     told = [-i.stream_interval for i in items]
     outputs = merged(streams)
     try:
         async for index, output in outputs:
             sums[index] = sums[index].followed_by(output) if index in sums else output
+            num_values[index] += output.num_values
             one, whole = items[index], sums[index]
             is_soon = only_ends or len(whole.token_ids) - told[index] < one.stream_interval
             if whole.finish_reason is None and is_soon:
@@ -226,7 +231,7 @@ async def _wholes(
                 has_text = client.tokenizer is not None
                 return write(index, answer(whole, took_s, one.logprobs, style, has_text=has_text))
 
-            yield index, await client.build(whole.num_values, written)
+            yield index, await client.build(num_values[index], written)
     finally:
         await outputs.aclose()
 

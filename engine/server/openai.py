@@ -46,7 +46,8 @@ def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
         model = await asked.model()
         wanted, prompt = await asked.read(request, _read_chat)
         answer = ChatAnswer(model, prompt.form, n=prompt.params.n, with_logprobs=wanted.with_logprobs)
-        work = jobs([(prompt.token_ids, prompt.params)], wanted.request_id or answer.id, wanted.priority)
+        name = wanted.request_id or answer.id
+        work = jobs([(prompt.token_ids, prompt.params)], name, wanted.priority, wanted.cache_salt)
         return await _reply(state, request, outputs_of(state, work, request), answer, wanted)
 
 
@@ -57,9 +58,8 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
         model = await asked.model()
         wanted = await asked.read(request, CompletionRequest.parse)
         answer = CompletionAnswer(model, wanted)
-        work = jobs(
-            list(zip(wanted.prompts, wanted.params, strict=True)), wanted.request_id or answer.id, wanted.priority
-        )
+        prompts = list(zip(wanted.prompts, wanted.params, strict=True))
+        work = jobs(prompts, wanted.request_id or answer.id, wanted.priority, wanted.cache_salt)
         return await _reply(state, request, outputs_of(state, work, request), answer, wanted)
 
 

@@ -45,10 +45,10 @@ class PrefixIndex:
         self._known.clear()
 
 
-def blocks_of(token_ids: Sequence[int]) -> list[Block]:
-    """The full blocks of a text, from its beginning."""
+def blocks_of(token_ids: Sequence[int], salt: str = "") -> list[Block]:
+    """The full blocks of a text, from its beginning; those of another salt are others."""
     found: list[Block] = []
-    before = 0
+    before = hash(salt) if salt else 0
     for end in range(BLOCK, min(len(token_ids), BLOCK * _MAX_OF_PROMPT) + 1, BLOCK):
         before = hash((before, *token_ids[end - BLOCK : end]))
         found.append(before)

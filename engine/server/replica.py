@@ -60,7 +60,7 @@ class Replica:
         """Nobody reads it any more: a request that goes on is dropped."""
         del self._mailboxes[box.number]
         if not box.is_over:
-            self.send(Message("drop", {"number": box.number}))
+            self.send(Message("drop", {"number": box.number, "request": box.name}))
 
     async def call(self, verb: str, **arguments: Any) -> dict[str, Any]:
         """What the engine answers between two steps; raises what it raised there."""

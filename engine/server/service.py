@@ -127,12 +127,7 @@ class EngineService:
         if message.kind == "submit":
             self._submit(identity, message)
         elif message.kind == "drop":
-            owner = (identity, message["number"])
-            for name in [name for name, preparing in self._preparing.items() if preparing.owner == owner]:
-                del self._preparing[name]
-            for name in [name for name, other in self._owners.items() if other == owner]:
-                del self._owners[name]
-                self._engine.abort(name)
+            self._drop(message["request"], (identity, message["number"]))
         elif message.kind == "abort":
             everybody = [*self._owners, *self._preparing]
             self._abort([message["request"]] if message["request"] is not None else everybody)
@@ -140,6 +135,14 @@ class EngineService:
             self._answer(identity, message)
         elif message.kind == "stop":
             self.stop()
+
+    def _drop(self, name: str, owner: Owner) -> None:
+        """A client wants no more of its request; another one's of this name goes on."""
+        if name in self._preparing and self._preparing[name].owner == owner:
+            del self._preparing[name]
+        if self._owners.get(name) == owner:
+            del self._owners[name]
+            self._engine.abort(name)
 
     def _submit(self, identity: bytes, message: Message) -> None:
         name, owner = message["request"], (identity, message["number"])

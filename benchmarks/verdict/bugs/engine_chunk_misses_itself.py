@@ -17,7 +17,7 @@ CAUSE = r"(key of its own|itself|own (key|token|position))"
 def patch(model):
     one = attention.attend_one
 
-    def call(query, keys, values, diagonal, spec):
-        return one(query, keys, values, diagonal - 1 if diagonal and len(query) > 1 else diagonal, spec)
+    def call(query, keys, values, diagonal, spec, masks):
+        return one(query, keys, values, diagonal - 1 if diagonal and len(query) > 1 else diagonal, spec, masks)
 
     return mock.patch.object(attention, "attend_one", call)

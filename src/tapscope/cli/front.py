@@ -31,13 +31,13 @@ class _Recorder:
                 raise UnreachableError(str(error)) from None
         return self._client
 
-    def metrics(self) -> bytes:
-        """The recorder's metrics; nothing when it cannot be asked."""
+    def metrics(self, accept: str) -> bytes:
+        """The recorder's metrics in the format that ``accept`` asks for; nothing when it cannot be asked."""
         try:
             status, content = self().call("state")
         except TapscopeError:
             return b""
-        return exposition(content) if status == 200 else b""
+        return exposition(content, accept) if status == 200 else b""
 
     async def reopen(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Where the recorder has ended: have every rank go on in a new run, whose recorder is another one."""
@@ -71,8 +71,8 @@ def extras(given: dict[str, Any], state: FrontState) -> Extras:
     recorder = _Recorder(Path(given["run"]), state)
     guard = Guard.of(given["host"], token_of(None))
 
-    async def more_metrics() -> bytes:
-        return await asyncio.to_thread(recorder.metrics)
+    async def more_metrics(accept: str) -> bytes:
+        return await asyncio.to_thread(recorder.metrics, accept)
 
     return Extras((make_router(recorder, guard, metrics=False, reopen=recorder.reopen),), more_metrics)
 
