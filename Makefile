@@ -13,7 +13,7 @@ help:  ## What can be made
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard kernels/native/*.cpp kernels/native/*.h)
 	@echo "1/3 making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "2/3 installing packages: 1.7 GB with the CPU build of torch, 7 GB with the CUDA build"
+	@echo "2/3 installing packages: 2.4 GB with the CPU build of torch, 7 GB with the CUDA build"
 	@echo "3/3 follows as 'Building editable for tapscope': $(words $(wildcard kernels/native/*.cpp)) C++ files, on all cores"
 	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

@@ -27,6 +27,9 @@ for _name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):  # how this sessio
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what is started inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if not Path("/proc/driver/nvidia").exists():  # Triton asks when it is imported, and a kernel when it is defined
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Properties meet the same examples in every run, however slow; with `--hypothesis-seed N` they meet others."""

@@ -1,0 +1,356 @@
+"""Paged decode attention: one query row a request against keys and values in pages, split along the sequence.
+
+For request b, head h and its key/value head g = h // (heads / kv_heads), arXiv:1706.03762:
+
+    scores[t] = cap(scale * query[b, h] . key[t, g])       t = max(0, length - window) .. length - 1
+    out[b, h] = sum_t softmax(scores)[t] * value[t, g]
+
+cap(s) = softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118) or s; a sink adds exp(sinks[h]) to the softmax's
+denominator and nothing to the sum (gpt-oss, arXiv:2309.17453). Position t of request b lies in page
+page_table[b, t // page_size] at t % page_size.
+
+Each program takes one request, one key/value head and one part of the sequence (Flash-Decoding, Dao et al., 2023): it
+keeps the running maximum, denominator and sum of arXiv:2205.14135, and a second kernel merges the parts. The grid
+depends on shapes alone, so a CUDA graph may capture it; lengths are read on the device. Scores, softmax and sums are
+in float32; the softmax's weights are rounded to the query's dtype before they meet the values.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tapscope.errors import UsageError
+from tapscope.kernels.triton.launch import check_same_device, check_stored, next_power, num_sms
+
+MAX_SPLITS = 64
+_MERGED = tl.constexpr(16)
+"""Parts that are merged at a time. Fixed: the order of the sum must not depend on the number of parts."""
+
+
+class Launch(NamedTuple):
+    """How the kernel is compiled for a class of shapes."""
+
+    block: int
+    """Positions of one iteration."""
+    warps: int
+    stages: int
+
+
+LAUNCHES: dict[tuple[int, int], Launch] = {
+    (64, 2): Launch(128, 4, 3),
+    (128, 2): Launch(64, 4, 3),
+    (256, 2): Launch(64, 4, 2),
+    (1024, 2): Launch(32, 4, 2),
+    (64, 1): Launch(128, 4, 3),
+    (128, 1): Launch(128, 4, 3),
+    (256, 1): Launch(64, 4, 3),
+    (1024, 1): Launch(32, 4, 2),
+    (64, 4): Launch(64, 4, 2),
+    (128, 4): Launch(32, 4, 2),
+    (256, 4): Launch(32, 4, 2),
+    (1024, 4): Launch(16, 4, 1),
+}
+"""By the key dim's class (up to 64, 128, 256 or more features) and the bytes of a stored element;
+benchmarks/tune_triton.py measures them. Nothing here depends on the batch: batch-invariant results need that."""
+
+
+def paged_decode_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    stored_scales: tuple[float, float] = (1.0, 1.0),
+    value_dim: int | None = None,
+) -> Tensor:
+    """What :func:`paged_decode` computes, one request at a time; lengths are read on the host."""
+    if keys.dtype != query.dtype:
+        keys = (keys.float() * stored_scales[0]).to(query.dtype)
+        if values is not None:
+            values = (values.float() * stored_scales[1]).to(query.dtype)
+    pools = keys, keys[..., :value_dim] if value_dim is not None or values is None else values
+    group = query.shape[1] // keys.shape[2]
+    outputs = []
+    for row, pages, length in zip(query, page_table, lengths.tolist(), strict=True):
+        start = max(0, length - window) if window else 0
+        used = pages[: -(-length // keys.shape[1])]
+        k, v = (pool[used].flatten(0, 1)[start:length].repeat_interleave(group, 1).float() for pool in pools)
+        scores = torch.einsum("hd,thd->ht", row.float(), k).mul(scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None]), dim=1)
+        weights = scores.softmax(-1)[:, : length - start]
+        outputs.append(torch.einsum("ht,thd->hd", weights, v).to(query.dtype))
+    return torch.stack(outputs)
+
+
+def paged_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    stored_scales: tuple[float, float] = (1.0, 1.0),
+    value_dim: int | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[requests, heads, key dim] against pages -> [requests, heads, value dim], in the query's dtype.
+
+    ``keys`` and ``values`` are [pages, page_size, kv_heads, dim], of any strides with the features side by side: in
+    the query's dtype, or in FP8, whose numbers times ``stored_scales`` (of keys, of values) are rounded once to it.
+    With ``value_dim`` the values are the first ``value_dim`` features of the keys (MLA, arXiv:2405.04434) and
+    ``values`` is not read. ``page_table`` [requests, most pages] and ``lengths`` [requests] are int32 on the device; a
+    request of length 0 is padding: none of its pages is read, and zeros are written. ``window`` counts the positions
+    that a row sees, itself included. ``sinks`` is [heads].
+
+    The sequence is cut into ``num_splits`` parts of equal size, by default as many as fill the device twice. With
+    ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch.
+    Raises UsageError for tensors that do not fit together.
+    """
+    if value_dim is not None:
+        values = keys[..., :value_dim]
+    if values is None:
+        raise UsageError("values are missing; without them value_dim says how many features of the keys they are")
+    _check(query, keys, values, page_table, lengths, sinks)
+    output = query.new_empty(*query.shape[:2], values.shape[3]) if out is None else out
+    group = query.shape[1] // keys.shape[2]
+    rows = min(32, max(16, next_power(group)))
+    programs = keys.shape[2] * -(-group // rows)
+    if split_size is not None:
+        splits = _parts_of(split_size, page_table.shape[1] * keys.shape[1])
+    else:
+        splits = num_splits or _splits(programs * len(query), num_sms(query.device))
+    if len(query):
+        tensors = query, keys, values, page_table, lengths, sinks, output
+        numbers = *_factors(scale, softcap), *stored_scales, window or 0
+        flags = {"IS_CAPPED": softcap is not None, "IS_LATENT": value_dim == _key_blocks(keys.shape[3])[0]}
+        _run(tensors, numbers, (programs, splits, len(query)), rows, split_size or 0, flags)
+    return output
+
+
+def _run(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    numbers: tuple[float, ...],
+    grid: tuple[int, int, int],
+    rows: int,
+    split_size: int,
+    flags: dict[str, bool],
+) -> None:
+    """Launch the kernel on ``grid``, and the one that merges the parts where there are several."""
+    query, keys, values, page_table, lengths, _, output = tensors
+    (requests, heads, dim), (_, page_size, kv_heads, width), splits = query.shape, values.shape, grid[1]
+    (main, rest), launch = _key_blocks(dim), _launch_of(dim, keys.element_size())
+    partial = states = output
+    if splits > 1:
+        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=query.device)
+        states = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=query.device)
+    strides = *query.stride(), *keys.stride()[:3], *values.stride()[:3], page_table.stride(0), *output.stride()[:2]
+    _decode_kernel[grid](
+        *tensors, partial, states, *strides, *numbers,
+        HEADS=heads, GROUP=heads // kv_heads, PAGE=page_size, DIM=dim, WIDTH=width, MAIN=main, REST=rest,
+        BLOCK_V=main if flags["IS_LATENT"] else max(16, next_power(width)), BLOCK_M=rows, BLOCK_N=launch.block,
+        SPLITS=splits, SPLIT_SIZE=split_size, IS_SCALED=numbers[2:4] != (1.0, 1.0), **flags,
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(heads, requests)](
+            partial, states, lengths, output, *output.stride()[:2],
+            WIDTH=width, SPLITS=splits, BLOCK_S=max(16, next_power(splits)), BLOCK_V=next_power(width), num_warps=4,
+        )  # fmt: skip
+
+
+def _check(
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, lengths: Tensor, sinks: Tensor | None
+) -> None:
+    """Raise UsageError for tensors that do not fit together."""
+    check_same_device(query, keys, values, page_table, lengths, sinks)
+    check_stored(keys.dtype, keys.device)
+    if query.shape[2] != keys.shape[3] or keys.shape[:3] != values.shape[:3] or query.shape[1] % keys.shape[2]:
+        shapes = f"{list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
+        raise UsageError(f"query {shapes} do not fit: [requests, heads, d] and twice [pages, page_size, kv_heads, d]")
+    if page_table.dtype != torch.int32 or lengths.dtype != torch.int32:
+        raise UsageError(f"page_table is {page_table.dtype} and lengths {lengths.dtype}; both are to be int32")
+    if len(page_table) != len(query) or len(lengths) != len(query):
+        raise UsageError(f"{len(query)} queries, {len(page_table)} rows of page_table, {len(lengths)} lengths")
+    if any(tensor.stride(-1) != 1 for tensor in (keys, values, page_table)) or not lengths.is_contiguous():
+        raise UsageError("keys, values, page_table and lengths need their last axis contiguous")
+    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
+        raise UsageError(f"sinks {list(sinks.shape)}: one for each of {query.shape[1]} heads is needed")
+
+
+def _parts_of(split_size: int, positions: int) -> int:
+    """How many parts of ``split_size`` positions there may be."""
+    if split_size <= 0 or split_size % 128:
+        raise UsageError(f"split_size={split_size}: a positive multiple of 128 is needed")
+    return max(1, -(-positions // split_size))
+
+
+def _splits(programs: int, sms: int) -> int:
+    """Parts of a sequence: with them, programs fill the device twice. Known from the shapes alone."""
+    return min(MAX_SPLITS, max(1, -(-2 * sms // programs)))
+
+
+def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What products are multiplied by before and after tanh; scores are powers of 2, not of e."""
+    log2e = math.log2(math.e)
+    return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
+
+
+@functools.lru_cache(maxsize=64)
+def _key_blocks(dim: int) -> tuple[int, int]:
+    """A key's features as one block and the rest, each a power of two of 16 or more: 576 = 512 + 64, 96 = 64 + 32."""
+    main = max(16, 1 << (dim.bit_length() - 1))
+    return main, max(16, next_power(dim - main)) if dim > main else 0
+
+
+def _launch_of(dim: int, itemsize: int) -> Launch:
+    return LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256 if dim <= 256 else 1024, itemsize]
+
+
+@triton.jit
+def _widened(stored, scale, dtype: tl.constexpr, IS_SCALED: tl.constexpr):
+    """What was stored, in the type computed with: ``stored`` * ``scale``, rounded once."""
+    if IS_SCALED:
+        wide = stored.to(tl.float32) * scale
+        if dtype == tl.float16:  # no finite value becomes infinite
+            wide = tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide))
+        return wide.to(dtype)
+    else:
+        return stored.to(dtype)
+
+
+@triton.jit
+def _capped(scores, cap):
+    """cap * tanh(scores)."""
+    return cap - 2.0 * cap / (tl.exp2(scores * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def _span(length, window, split, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first position that is seen, and the positions [low, high) of this part, from a multiple of BLOCK_N on."""
+    begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    aligned = begin // BLOCK_N * BLOCK_N
+    if SPLIT_SIZE > 0:
+        low = tl.maximum(split * SPLIT_SIZE, aligned)
+        high = tl.minimum((split + 1) * SPLIT_SIZE, length)
+    else:
+        size = (length - aligned + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
+        low = aligned + split * size
+        high = tl.minimum(low + size, length)
+    return begin, low, high
+
+
+@triton.jit
+def _decode_kernel(
+    query, keys, values, page_table, lengths, sinks, output, partial, states,
+    query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,
+    output_row, output_head, factor, cap, key_scale, value_scale, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):  # fmt: skip
+    """One part of one request's sequence, for BLOCK_M heads that share a key/value head."""
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    dtype: tl.constexpr = query.dtype.element_ty
+    kv_head, split, row = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    member = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + member
+    d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
+    query += row * query_row + head[:, None] * query_head
+    q = tl.load(query + d * query_dim, mask=(member < GROUP)[:, None] & (d < DIM), other=0.0)
+    if REST:
+        q_rest = tl.load(query + r * query_dim, mask=(member < GROUP)[:, None] & (r < DIM), other=0.0)
+    length = tl.load(lengths + row)
+    begin, low, high = _span(length, window, split, SPLITS, SPLIT_SIZE, BLOCK_N)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if sinks is not None:
+        if split == 0:
+            top = tl.load(sinks + head, mask=member < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+    for start in tl.range(low, high, BLOCK_N):
+        place = start + tl.arange(0, BLOCK_N)
+        seen = (place >= begin) & (place < high)
+        page = tl.load(page_table + row * table_row + place // PAGE, mask=seen, other=0).to(tl.int64)
+        at = (keys + page * key_page + place % PAGE * key_place + kv_head * key_head)[:, None]
+        k = _widened(tl.load(at + d, mask=seen[:, None] & (d < DIM), other=0.0), key_scale, dtype, IS_SCALED)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            k_rest = _widened(tl.load(at + r, mask=seen[:, None] & (r < DIM), other=0.0), key_scale, dtype, IS_SCALED)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores *= factor
+        if IS_CAPPED:
+            scores = _capped(scores, cap)
+        scores = tl.where(seen, scores, float("-inf"))
+        if IS_LATENT:
+            v = k
+        else:
+            at = (values + page * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
+            v = _widened(tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0), value_scale, dtype, IS_SCALED)
+        top, total, mixed = _attended(scores, v, top, total, mixed)
+    real = member < GROUP
+    written = real[:, None] & (e < WIDTH)
+    if SPLITS == 1:
+        mixed = tl.where(length > 0, mixed / total[:, None], 0.0)
+        at = output + row * output_row + head[:, None] * output_head + e
+        tl.store(at, mixed.to(output.dtype.element_ty), mask=written)
+    else:
+        part = (row * HEADS + head) * SPLITS + split
+        tl.store(states + 2 * part, top, mask=real)
+        tl.store(states + 2 * part + 1, total, mask=real)
+        tl.store(partial + part[:, None] * WIDTH + e, mixed, mask=written)
+
+
+@triton.jit
+def _attended(scores, values, top, total, mixed):
+    """The running state after a block of scores [M, N], in powers of 2, and values [N, V]; arXiv:2205.14135."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(top - base)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")
+    return higher, total * kept + tl.sum(weights, 1), mixed
+
+
+@triton.jit
+def _merge_kernel(
+    partial, states, lengths, output, output_row, output_head,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One head of one request: the parts' sums, brought to the highest of their maxima and added up in order."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = (row * tl.num_programs(0) + head) * SPLITS
+    e, every = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
+    highest = tl.max(tl.load(states + 2 * (first + every), mask=every < SPLITS, other=float("-inf")), 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total, mixed = 0.0, tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, SPLITS, _MERGED):
+        part = start + tl.arange(0, _MERGED)
+        top = tl.load(states + 2 * (first + part), mask=part < SPLITS, other=float("-inf"))
+        factor = tl.exp2(top - base)
+        total += tl.sum(factor * tl.load(states + 2 * (first + part) + 1, mask=part < SPLITS, other=0.0), 0)
+        full = (top > float("-inf"))[:, None] & (e < WIDTH)  # a part without positions has no sum
+        sums = tl.load(partial + (first + part)[:, None] * WIDTH + e, mask=full, other=0.0)
+        mixed += tl.sum(factor[:, None] * sums, 0)
+    mixed = tl.where(tl.load(lengths + row) > 0, mixed / total, 0.0)
+    tl.store(output + row * output_row + head * output_head + e, mixed.to(output.dtype.element_ty), mask=e < WIDTH)

@@ -1,0 +1,31 @@
+"""What the tests of Triton kernels share: on a machine without a GPU Triton's interpreter runs them, see conftest.py.
+
+The interpreter has no bfloat16, so that only a GPU tests it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = not Path("/proc/driver/nvidia").exists()
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="here kernels are compiled for the GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Of results of order one that were summed in float32 and rounded once or twice."""
+
+
+def served(device: str, dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or float16 in its place where it is bfloat16 and the interpreter runs."""
+    return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+def assert_near(found: Any, expected: Any, tolerance: float | None = None) -> None:
+    """``found``, on any device, is ``expected`` but for rounding; NaN and Inf are where they are to be."""
+    by = TOLERANCE.get(expected.dtype, 0.0) if tolerance is None else tolerance
+    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=by, atol=by, equal_nan=True)
