@@ -94,50 +94,112 @@ def test_a_cause_is_right_only_with_the_right_number() -> None:
 
 NORM, BIAS = "layers.0.input_layernorm.weight", "layers.0.k_proj.bias"
 ONE = {"start": 7}
+ZEROED, DOUBLED = (0.1532, 0.0), (0.923, 1.846)
 
 
 @pytest.mark.parametrize(
-    ("module", "fields", "text", "adds_one", "expected"),
+    ("module", "fields", "change", "text", "adds_one", "expected"),
     [
-        (BIAS, {"op": "zero", **ONE}, "in column 7: target = baseline − 0.1532 (removes 100 %", False, True),
-        (BIAS, {"op": "zero", **ONE}, "in column 7 (of rank 1): target = baseline − 0.1532", False, True),
-        (BIAS, {"op": "zero", **ONE}, "in column 8: target = baseline − 0.1532 (removes 100 %", False, False),
-        (BIAS, {"op": "zero", **ONE}, "in column 7: target = 1.5 × baseline (removes 93 %", False, False),
-        (BIAS, {"op": "zero", **ONE}, "in column 7 of request r0: target = baseline − 0.15", False, False),
-        (BIAS, {"op": "zero", **ONE}, "target = baseline − 0.1532 (removes 100 %", False, False),
-        (BIAS, {"op": "zero", "start": 0, "count": 8}, "in column 0: target = baseline − 0.15", False, False),
-        (BIAS, {"op": "swap", "other": 2, **ONE}, "in column 7: target = baseline − 0.15", False, False),
-        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 7: target = 1.48 × baseline", True, True),
-        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 7: target = 1.48 × baseline", False, False),
-        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 6: target = 1.48 × baseline", True, False),
-        (NORM, {"op": "scale", "amount": 2.0, **ONE}, "in column 7: target = baseline + 0.3", True, False),
-        (NORM, {"op": "add", "amount": 1.0, **ONE}, "in column 7: target = 1.9 × baseline", False, True),
-        (NORM, {"op": "round", "dtype": "float8_e4m3", **ONE}, "in column 7: target = 1.03 × baseline", False, True),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "in column 7: target = baseline − 0.1532 (removes 100 %", False, True),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "in column 7 (of rank 1): target = baseline − 0.1532", False, True),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "in column 7: target = baseline + 0.1532 (removes 100 %", False, False),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "in column 7: target = baseline − 0.2 (removes 100 %", False, False),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "in column 8: target = baseline − 0.1532 (removes 100 %", False, False),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "in column 7: target = 1.5 × baseline (removes 93 %", False, False),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "in column 7 of request r0: target = baseline − 0.15", False, False),
+        (BIAS, {"op": "zero", **ONE}, ZEROED, "target = baseline − 0.1532 (removes 100 %", False, False),
+        (BIAS, {"op": "zero", "start": 0, "count": 8}, None, "in column 0: target = baseline − 0.15", False, False),
+        (BIAS, {"op": "swap", "other": 2, **ONE}, ZEROED, "in column 7: target = baseline − 0.15", False, False),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, DOUBLED, "in column 7: target = 1.48 × baseline", True, True),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, DOUBLED, "in column 7: target = 1.2 × baseline", True, False),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, DOUBLED, "in column 7: target = 1.48 × baseline", False, False),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, DOUBLED, "in column 6: target = 1.48 × baseline", True, False),
+        (NORM, {"op": "scale", "amount": 2.0, **ONE}, DOUBLED, "in column 7: target = baseline + 0.3", True, False),
+        (NORM, {"op": "add", "amount": 1.0, **ONE}, (1.0, 1.9), "in column 7: target = 1.9 × baseline", False, True),
+        (NORM, {"op": "add", "amount": 1.0, **ONE}, (1.0, 1.9), "in column 7: target = 2.1 × baseline", False, False),
         (
             NORM,
             {"op": "round", "dtype": "bfloat16", **ONE},
-            "in column 7: target = (1 + 0.002) × baseline",
+            (1.0, 1.0021),
+            "in column 7: target = (1 + 0.0021) × baseline",
             False,
             True,
         ),
-        (NORM, {"op": "round", "dtype": "float16", **ONE}, "in column 7: target = 1.03 × baseline", False, False),
-        ("layers.0.k_proj.weight", {"op": "add", **ONE}, "in column 7: target = 1.9 × baseline", False, False),
+        (
+            NORM,
+            {"op": "round", "dtype": "bfloat16", **ONE},
+            (1.0, 0.9979),
+            "in column 7: target = (1 + 0.0021) × baseline",
+            False,
+            False,
+        ),
+        ("layers.0.k_proj.weight", {"op": "add", **ONE}, None, "in column 7: target = 1.9 × baseline", False, False),
     ],
 )
 def test_one_wrong_number_of_a_parameter_is_told_by_its_channel(
-    module: str, fields: dict[str, Any], text: str, adds_one: bool, expected: bool
+    module: str, fields: dict[str, Any], change: tuple[float, float] | None, text: str, adds_one: bool, expected: bool
 ) -> None:
-    bug = bugs.Bug(kind="weight", module=module, expect=(module,), damage=damage.Damage(**fields))
+    bug = bugs.Bug(kind="weight", module=module, expect=(module,), damage=damage.Damage(**fields), change=change)
     bug = replace(bug, cause=causes.cause_of(bug, adds_one=adds_one))
     assert causes.is_right(bug, text) is expected
 
 
 def test_the_column_of_a_rank_is_not_another_ranks() -> None:
     changed = damage.Damage(op="add", amount=1.0, **ONE)
-    bug = bugs.Bug(kind="rank_weight", module="layers.0.input_layernorm", expect=("m",), damage=changed, rank=1)
+    fields = {"module": "layers.0.input_layernorm", "expect": ("m",), "rank": 1, "change": (1.0, 1.9)}
+    bug = bugs.Bug(kind="rank_weight", damage=changed, **fields)
     bug = replace(bug, cause=causes.cause_of(bug))
     assert causes.is_right(bug, "in column 7 (of rank 1): target = 1.9 × baseline")
     assert not causes.is_right(bug, "in column 7 (of rank 0): target = 1.9 × baseline")
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        (
+            {"kind": "mask", "text": "hide_newest"},
+            "a token of target does not see itself",
+            "target's mask is lost: later tokens are seen",
+        ),
+        (
+            {"kind": "softmax_scale", "value": 1.1},
+            "target scales scores by 0.275, 1.1 × baseline's 0.25",
+            "target scales scores by 0.2625, 1.05 × baseline's 0.25",
+        ),
+        (
+            {"kind": "epsilon", "value": 0.1, "change": (1e-5, 0.1)},
+            "the norm's epsilon is larger by 0.1 (from the mean square of its input)",
+            "the norm's epsilon is smaller by 0.1 (from the mean square of its input)",
+        ),
+        (
+            {"kind": "epsilon", "value": 0.0, "change": (1e-5, 0.0)},
+            "the norm's epsilon is smaller by 1e-05 (from the variance of its input)",
+            "the norm's epsilon is smaller by 3e-05 (from the variance of its input)",
+        ),
+        (
+            {"kind": "activation", "text": "gelu_pytorch_tanh"},
+            "target = gelu (tanh) of its input, baseline = silu",
+            "target = gelu of its input, baseline = silu",
+        ),
+        (
+            {"kind": "positions", "text": "offset", "value": -1.0},
+            "positions are 1 lower in target's table",
+            "positions are 1 higher in target's table",
+        ),
+        (
+            {"kind": "positions", "text": "factor", "value": 0.5},
+            "RoPE at positions 0.5 times those of baseline",
+            "RoPE at positions 2 times those of baseline",
+        ),
+        ({"kind": "residual", "value": 1.0}, "target = baseline + m:in[x] (added once more)", "x (left out)"),
+        ({"kind": "residual", "value": -1.0}, "target = baseline − m:in[x] (left out)", "x (added once more)"),
+    ],
+)
+def test_a_cause_is_the_bugs_own(fields: dict[str, Any], right: str, wrong: str) -> None:
+    bug = bugs.Bug(module="m", expect=("m",), **fields)
+    bug = replace(bug, cause=causes.cause_of(bug))
+    assert causes.is_right(bug, right)
+    assert not causes.is_right(bug, wrong)
 
 
 ROUTED = {

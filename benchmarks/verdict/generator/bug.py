@@ -28,6 +28,8 @@ class Bug:
     """``first`` or ``last``: the only token row of each call that is affected."""
     cause: tuple[str, ...] = field(default=())
     """Regular expressions: a stated cause that contains one of them is right."""
+    change: tuple[float, float] | None = None
+    """Of one wrong number of a parameter, or of an epsilon: that number without the bug, and with it."""
 
     @property
     def patches(self) -> str:

@@ -109,7 +109,8 @@ class _Runs:
 
     def bug(self, number: int) -> Judged:
         """The target with a bug against the baseline."""
-        bug = self.drawn[number] = draw_bug(self.group.seed, number, self._ground())
+        ground = self._ground()
+        bug = self.drawn[number] = self._with_change(draw_bug(self.group.seed, number, ground), ground)
         case = self.case(number, bug)
         target = self._bench.patched(case)
         seen = observe(self._clean, target, self._noise(), bug.expect)
@@ -139,6 +140,24 @@ class _Runs:
             shapes = {key: tuple(stored.get_slice(key).get_shape()) for key in sorted(stored.keys())}
         config = family(self.pairing.model.family).config(dict(self.pairing.model.sizes))
         return Ground(self.pairing, shapes, config)
+
+    def _with_change(self, bug: Bug, ground: Ground) -> Bug:
+        """With the number before and behind, where one number of a parameter is wrong, or an epsilon."""
+        from safetensors import safe_open
+
+        if bug.kind == "epsilon":
+            own = getattr(ground.config, "rms_norm_eps", None)
+            return bug if own is None else replace(bug, change=(float(own), bug.value))
+        damage = bug.damage
+        key = bug.module if bug.kind == "weight" else f"{bug.module}.weight"
+        is_one = damage is not None and damage.start is not None and damage.count == 1
+        if "weight" not in bug.kind or not is_one or len(ground.shapes[key]) != 1:
+            return bug
+        assert damage is not None
+        with safe_open(self._bench.checkpoint(self.pairing.model) / "model.safetensors", "pt") as stored:
+            weight = stored.get_tensor(key).float()
+        values = [float(one[(damage.start or 0) % len(one)]) for one in (weight, damage(weight))]
+        return replace(bug, change=(values[0], values[1]))
 
     def _noise(self) -> Noise:
         """Two unharmed runs in the target's layout that differ by the rounding of the coarser side."""

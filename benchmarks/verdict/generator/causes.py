@@ -17,13 +17,7 @@ _CAST = {
     "float8_e4m3": ("e4m3", "fp8", "quantised"),
 }
 _KINDS = {
-    "epsilon": ("epsilon",),
-    "activation": ("of its input",),
-    "residual": ("added once more", "left out", "once too often"),
-    "positions": ("positions", "RoPE", "shifted by"),
-    "frequencies": ("RoPE", "theta", "frequenc"),
-    "softmax_scale": ("softmax", "scale of", "scores", "scaled"),
-    "mask": ("mask", r"\bkeys?\b", "attends", "sees", "window"),
+    "frequencies": (r"frequenc", r"RoPE at positions"),
     "keys": (r"\bkeys?\b", "cache"),
     "values": (r"\bvalues?\b of the cache", "cache", r"v_proj", r"\bvalue"),
 }
@@ -37,13 +31,27 @@ _ROUTED = {
     "last_dropped": "weight of the last chosen expert is zero",
 }
 """Each way of a router has its own words: another way's are a wrong cause."""
-_HIDDEN = {"hide_first": 0, "hide_third": 2}
-"""Index of the key that a mask hides: positions count from 0 as well."""
-_EPSILONS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3": 2.0**-4}
-"""Largest relative error of rounding."""
+_MASKED = {
+    "hide_first": r"does not see position 0\b",
+    "hide_third": r"does not see position 2\b",
+    "hide_newest": "does not see itself",
+    "see_next": "sees the next token too",
+    "see_all": "mask is lost",
+}
+"""What each way of a mask does; positions count from 0."""
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu (tanh)"}
+"""Names of activations that the comparator calls otherwise."""
+_NEAR = 0.06
+"""Relative error of a stated change that rounding may cause: its own, and that of two digits."""
+_LAST_DIGIT = 0.005
+"""Relative error of a factor of three digits."""
 _TARGET = r"in column (?P<column>\d+)(?: \((?:of|the shard of) rank (?P<rank>\d+)\))?: target "
-_ADDED = re.compile(_TARGET + r"= baseline [+−] [\d.]")
-_MULTIPLIED = re.compile(_TARGET + r"= (?:\(1 (?P<off>[+-] [\d.e-]+)\)|(?P<factor>-?[\d.]+(?:e[-+]?\d+)?)) × baseline")
+_NUMBER = r"-?[\d.]+(?:e[-+]?\d+)?"
+_FACTOR = rf"(?:\(1 (?P<off>[+-] [\d.e-]+)\)|(?P<factor>{_NUMBER})) × baseline"
+_ADDED = re.compile(_TARGET + rf"= baseline (?P<sign>[+−]) (?P<number>{_NUMBER})")
+_MULTIPLIED = re.compile(_TARGET + "= " + _FACTOR)
+_SCORES = re.compile("target scales scores by .*, " + _FACTOR + "'s")
+_EPSILON = re.compile(rf"epsilon is (?P<sign>larger|smaller) by (?P<number>{_NUMBER})")
 
 
 def cause_of(bug: Bug, *, adds_one: bool = False) -> tuple[str, ...]:
@@ -55,15 +63,24 @@ def _known_causes(bug: Bug) -> tuple[str, ...]:
     known = _KINDS.get(bug.kind, ())
     if bug.kind == "router":
         return (_ROUTED[bug.text],)
-    if bug.kind == "mask" and bug.text in _HIDDEN:
-        known += (rf"does not see position {_HIDDEN[bug.text]}\b",)
+    if bug.kind == "mask":
+        return (_MASKED[bug.text],)
+    if bug.kind == "activation":
+        return (rf"target = {re.escape(_ACTIVATIONS.get(bug.text, bug.text))} of its input",)
+    if bug.kind == "positions":
+        return _shifted(int(bug.value)) if bug.text == "offset" else (rf"RoPE at positions {bug.value:g} times",)
     if bug.kind == "frequencies" and bug.damage is not None and bug.damage.op == "negate":
         known += ("target = −baseline",)  # of the sines
     if bug.kind == "residual":
-        known += ("2 × baseline",) if bug.value > 0 else ()
-    if bug.damage is None or bug.kind in ("mask", "positions", "frequencies"):
+        known += ("added once more", "once too often", "= 2 × baseline") if bug.value > 0 else ("left out",)
+    if bug.damage is None or bug.kind == "frequencies":
         return known
     return known + _damaged(bug)
+
+
+def _shifted(offset: int) -> tuple[str, ...]:
+    more = f"{abs(offset)} {'higher' if offset > 0 else 'lower'}"
+    return rf"positions (?:are|were) {more}\b", rf"shifted by {-offset:+d}\b".replace("+", r"\+")
 
 
 def _damaged(bug: Bug) -> tuple[str, ...]:
@@ -98,14 +115,17 @@ def is_right(bug: Bug, text: str) -> bool:
         return True
     if "(scale)" in bug.cause and bug.damage is not None and _has_factor(text, bug.damage.amount):
         return True
-    return bug.damage is not None and _is_of_channel(bug, bug.damage, text)
+    if bug.kind == "softmax_scale":
+        return _is_near(_SCORES.search(text), 1.0, bug.value)
+    if bug.kind == "epsilon" and bug.change is not None:
+        return _is_near(_EPSILON.search(text), 0.0, bug.change[1] - bug.change[0])
+    return bug.damage is not None and bug.change is not None and _is_of_channel(bug, bug.damage, bug.change, text)
 
 
-def _is_of_channel(bug: Bug, damage: Damage, text: str) -> bool:
+def _is_of_channel(bug: Bug, damage: Damage, change: tuple[float, float], text: str) -> bool:
     """Whether a sentence says what one wrong number of a bias or of a norm's weight does: to this channel alone, in
     every row."""
-    is_parameter = bug.kind in ("weight", "rank_weight")
-    if not is_parameter or damage.start is None or damage.count != 1 or damage.op in ("swap", "roll"):
+    if bug.kind not in ("weight", "rank_weight") or damage.op in ("swap", "roll"):
         return False
     is_bias = bug.module.endswith(".bias")
     found = (_ADDED if is_bias else _MULTIPLIED).match(text)
@@ -113,15 +133,26 @@ def _is_of_channel(bug: Bug, damage: Damage, text: str) -> bool:
         return False
     if found["rank"] is not None and bug.rank not in (None, int(found["rank"])):
         return False  # of a wrong checkpoint it says who holds the column
-    return is_bias or ("norm" in bug.module and _is_possible(found, damage, "(channel of 1 + weight)" in bug.cause))
+    before, after = change
+    if is_bias:
+        return _is_near(found, 0.0, after - before)
+    one = float("(channel of 1 + weight)" in bug.cause)
+    return "norm" in bug.module and before + one != 0.0 and _is_near(found, 1.0, (after + one) / (before + one))
 
 
-def _is_possible(found: re.Match[str], damage: Damage, adds_one: bool) -> bool:
-    """Whether the damage of one number of a norm's weight can give this factor."""
-    factor = 1.0 + float(found["off"].replace(" ", "")) if found["off"] is not None else float(found["factor"])
-    if damage.op == "round":
-        return abs(factor - 1.0) <= 1.01 * _EPSILONS[damage.dtype]  # a sum with 1 is rounded by less
-    return adds_one or damage.op in ("add", "clip", "copy")  # otherwise the weight's own factor is known
+def _is_near(found: re.Match[str] | None, neutral: float, meant: float) -> bool:
+    """Whether the number that was stated is ``meant``, up to rounding: what differs from ``neutral`` is the change."""
+    if found is None:
+        return False
+    named = found.groupdict()
+    if named.get("off") is not None:
+        said, last = 1.0 + float(named["off"].replace(" ", "")), 0.0
+    elif named.get("factor") is not None:
+        said = float(named["factor"])
+        last = _LAST_DIGIT * abs(said)
+    else:
+        said, last = float(named["number"]) * (-1.0 if named["sign"] in ("−", "smaller") else 1.0), 0.0
+    return abs(said - meant) <= max(_NEAR * abs(meant - neutral), last)
 
 
 def _has_factor(text: str, factor: float) -> bool:
