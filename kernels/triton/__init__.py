@@ -15,7 +15,7 @@ def why_not(device: torch.device) -> str | None:
 
     With TRITON_INTERPRET=1 Triton's interpreter runs them on a CPU, for tests: slowly, and not in bfloat16.
     """
-    if find_spec("triton") is None:
+    if not _is_installed():
         return "Triton is not installed (pip install triton, in the version that torch asks for)"
     if is_interpreted():
         return None if device.type == "cpu" else f"TRITON_INTERPRET=1 runs kernels on a CPU, not on {device}"
@@ -28,3 +28,10 @@ def why_not(device: torch.device) -> str | None:
 def is_interpreted() -> bool:
     """Whether Triton's interpreter is asked for; settled when Triton is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on")
+
+
+def _is_installed() -> bool:
+    try:
+        return find_spec("triton") is not None
+    except ModuleNotFoundError:
+        return False

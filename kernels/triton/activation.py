@@ -1,0 +1,75 @@
+"""The elementwise part of a gated MLP, arXiv:2002.05202: act(gate) * up.
+
+act is one of transformers' names: ``silu`` x / (1 + exp(-x)), ``gelu`` x Phi(x), ``gelu_pytorch_tanh``
+(arXiv:1606.08415, section 2) or ``relu``. It is computed in float32 and rounded to the dtype before the product, as the
+modules do.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from tapscope.errors import UsageError
+from tapscope.kernels.triton.launch import check_same_device
+
+KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+_BLOCK = 1024
+
+
+def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """What :func:`gated` computes."""
+    if kind == "silu":
+        return functional.silu(gate) * up
+    if kind == "relu":
+        return functional.relu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none") * up
+
+
+def gated(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    """[tokens, n] and [tokens, n] -> [tokens, n], contiguous, in the dtype of ``gate``.
+
+    Without ``up``, ``gate`` is [tokens, 2n]: the gate's n features, then those of ``up``. Rows may be apart. Raises
+    UsageError for another kind, and for tensors that do not fit together.
+    """
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    check_same_device(gate, up)
+    if kind not in KINDS:
+        raise UsageError(f"activation {kind!r}: one of {', '.join(KINDS)} is needed")
+    if gate.ndim != 2 or gate.shape != up.shape or gate.dtype != up.dtype:
+        raise UsageError(f"gate {gate.dtype} {list(gate.shape)} and up {up.dtype} {list(up.shape)} do not fit")
+    output = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    (rows, columns), steps = gate.shape, (gate.stride(0), gate.stride(1), up.stride(0), up.stride(1))
+    if output.numel():
+        grid = rows, -(-columns // _BLOCK)
+        _gated_kernel[grid](gate, up, output, columns, *steps, KIND=KINDS.index(kind), BLOCK=_BLOCK, num_warps=4)
+    return output
+
+
+@triton.jit
+def _activated(x, KIND: tl.constexpr):
+    """The activation of float32 values."""
+    if KIND == 0:
+        return x / (1.0 + tl.exp(-x))
+    elif KIND == 1:
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 2:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))  # 1 + tanh(inner)
+    else:
+        return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
+def _gated_kernel(
+    gate, up, output, columns, gate_row, gate_column, up_row, up_column, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK features of one row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = gate.dtype.element_ty
+    x = tl.load(gate + row * gate_row + column * gate_column, mask=column < columns, other=0.0).to(tl.float32)
+    y = tl.load(up + row * up_row + column * up_column, mask=column < columns, other=0.0).to(tl.float32)
+    active = _activated(x, KIND).to(dtype).to(tl.float32)
+    tl.store(output + row * columns + column, (active * y).to(dtype), mask=column < columns)

@@ -1,0 +1,294 @@
+"""What lies between a layer's projections and its attention, in one kernel: norm of heads, rotation, KV cache.
+
+    query, key = norm(query), norm(key)              each head by itself; Qwen3, Gemma 3; as kernels/triton/norm.py
+    query, key = rotate(query), rotate(key)          arXiv:2104.09864
+    pool[slot of the token] = key, value             as the KV cache stores them
+
+cos and sin [tokens, rotary dim] are those of the step, in which features i and i + rotary dim / 2 turn alike; features
+outside of ``offset`` .. ``offset`` + rotary dim stay as they are (partial rotary embedding; MLA turns the last ones).
+Which features turn together, and where they go:
+
+    ``neox``                  i with i + half, in place; products rounded to the dtype: transformers' Llama
+    ``interleaved``           2i with 2i + 1, in place; float32 to the end: transformers' DeepseekV2
+    ``interleaved_to_neox``   2i with 2i + 1, left at i and i + half; products rounded: transformers' DeepseekV3
+
+A value x is stored as x / scale in FP8, brought into the type's range first (:mod:`tapscope.engine.kv_format`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tapscope.errors import UsageError
+from tapscope.kernels.triton.launch import check_same_device, check_stored, next_power
+from tapscope.kernels.triton.norm import rms_norm_reference
+
+STYLES = ("neox", "interleaved", "interleaved_to_neox")
+_TILE = 1024
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of every head of queries and of keys."""
+
+    query_weight: Tensor
+    """[dim], in the dtype of the queries."""
+    key_weight: Tensor
+    eps: float
+    is_gemma: bool = False
+
+
+class CachePool(NamedTuple):
+    """Where one layer's keys and values are kept."""
+
+    keys: Tensor
+    """[pages, page_size, kv_heads, dim]."""
+    values: Tensor | None
+    """[pages, page_size, kv_heads, value dim]; None where values are made from what is cached as keys."""
+    scales: tuple[float, float] = (1.0, 1.0)
+    """What a stored 1 means, of keys and of values."""
+
+
+def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor, style: str = "neox", offset: int = 0) -> Tensor:
+    """[tokens, heads, dim] with the features from ``offset`` on turned."""
+    end = offset + cos.shape[1]
+    turned, half = states[..., offset:end], cos.shape[1] // 2
+    cos, sin = cos[:, None, :half], sin[:, None, :half]
+    if style == "neox":
+        first, second = turned[..., :half], turned[..., half:]
+    else:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    if style == "interleaved":
+        first, second = first.float(), second.float()
+        both = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((states[..., :offset], both.to(states.dtype), states[..., end:]), dim=-1)
+
+
+def rotate_and_store_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    rotation: tuple[Tensor, Tensor],
+    slots: Tensor,
+    pool: CachePool,
+    *,
+    norm: HeadNorm | None = None,
+    style: str = "neox",
+    offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """What :func:`rotate_and_store` computes and stores."""
+    if norm is not None:
+        query = rms_norm_reference(query, norm.query_weight, norm.eps, is_gemma=norm.is_gemma)
+        key = rms_norm_reference(key, norm.key_weight, norm.eps, is_gemma=norm.is_gemma)
+    query, key = (rotate_reference(states, *rotation, style, offset) for states in (query, key))
+    for kept, states, scale in ((pool.keys, key, pool.scales[0]), (pool.values, value, pool.scales[1])):
+        if kept is not None and states is not None:
+            if kept.dtype != states.dtype:
+                most = torch.finfo(kept.dtype).max
+                states = (states.float() / scale if kept.dtype in _FP8 else states).clamp(-most, most)
+            for slot, row in zip(slots.tolist(), states.to(kept.dtype), strict=True):
+                kept[slot // kept.shape[1], slot % kept.shape[1]] = row
+    return query, key
+
+
+def rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    rotation: tuple[Tensor, Tensor],
+    slots: Tensor,
+    pool: CachePool,
+    *,
+    norm: HeadNorm | None = None,
+    style: str = "neox",
+    offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """[tokens, heads, dim], [tokens, kv_heads, dim] and [tokens, kv_heads, value dim] -> query and key, turned.
+
+    The three may be views with the last axis contiguous; the results are new and contiguous, in the query's dtype.
+    Keys and values go to ``slots`` [tokens] int64 of the ``pool``: page * page_size + place. ``rotation`` is (cos,
+    sin). Raises UsageError for tensors that do not fit together.
+    """
+    cos, sin = rotation
+    _check(query, key, value, cos, sin, slots, pool, norm)
+    if style not in STYLES:
+        raise UsageError(f"style {style!r}: one of {', '.join(STYLES)} is needed")
+    (tokens, heads, dim), kv_heads, rotary = query.shape, key.shape[1], cos.shape[1]
+    if rotary % 2 or offset not in (0, dim - rotary):
+        raise UsageError(
+            f"{rotary} features from {offset} on: an even number is turned, the first or the last of {dim}"
+        )
+    turned = torch.empty_like(query, memory_format=torch.contiguous_format)
+    cached = torch.empty_like(key, memory_format=torch.contiguous_format)
+    if not tokens:
+        return turned, cached
+    values = cached if value is None else value
+    kept = pool.keys if pool.values is None else pool.values
+    block = max(1, _TILE // next_power(dim))
+    query_blocks, key_blocks = -(-heads // block), -(-kv_heads // block)
+    weights = (None, None) if norm is None else norm[:2]
+    _rope_kernel[(tokens, query_blocks + key_blocks * (1 if value is None else 2))](
+        query, key, values, cos, sin, slots, *weights, pool.keys, kept, turned, cached,
+        *query.stride()[:2], *key.stride()[:2], *values.stride()[:2], cos.stride(0), sin.stride(0),
+        *pool.keys.stride()[1:3], *kept.stride()[1:3], 0.0 if norm is None else norm.eps, *pool.scales,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=values.shape[2], ROTARY=rotary, OFFSET=offset,
+        STYLE=STYLES.index(style), IS_GEMMA=norm is not None and norm.is_gemma, BLOCK_H=block,
+        HALF=next_power(rotary // 2), REST=next_power(dim - rotary) if dim > rotary else 0,
+        BLOCK_V=next_power(values.shape[2]), QUERY_BLOCKS=query_blocks, KEY_BLOCKS=key_blocks,
+        MOST=torch.finfo(pool.keys.dtype).max, IS_PLAIN=pool.keys.dtype == key.dtype,
+        IS_FP8=pool.keys.dtype in _FP8, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return turned, cached
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    pool: CachePool,
+    norm: HeadNorm | None,
+) -> None:
+    """Raise UsageError for tensors that do not fit together."""
+    weights = () if norm is None else norm[:2]
+    check_same_device(query, key, value, cos, sin, slots, pool.keys, pool.values, *weights)
+    check_stored(pool.keys.dtype, pool.keys.device)
+    if len({query.dtype, key.dtype, *(() if value is None else (value.dtype,))}) > 1:
+        raise UsageError("query, key and value are to have one dtype")
+    tokens, dim = len(query), query.shape[2]
+    if key.shape != (tokens, pool.keys.shape[2], dim) or pool.keys.shape[3] != dim or slots.shape != (tokens,):
+        shapes = f"query {list(query.shape)}, key {list(key.shape)}, slots {list(slots.shape)}"
+        raise UsageError(f"{shapes} do not fit the pool of keys {list(pool.keys.shape)}")
+    if (value is None) != (pool.values is None):
+        raise UsageError("values and their pool are to be given together, or neither")
+    if value is not None and pool.values is not None and value.shape[1:] != pool.values.shape[2:]:
+        raise UsageError(f"value {list(value.shape)} does not fit the pool {list(pool.values.shape)}")
+    if slots.dtype != torch.int64 or cos.shape != sin.shape or len(cos) != tokens:
+        raise UsageError(f"slots are {slots.dtype} (int64 is needed), cos {list(cos.shape)} and sin {list(sin.shape)}")
+    for weight in weights:
+        if weight.shape != (dim,) or weight.dtype != query.dtype or not weight.is_contiguous():
+            raise UsageError(f"a norm's weight is {weight.dtype} {list(weight.shape)}; {query.dtype} [{dim}] is needed")
+    for kept in (pool.keys, pool.values):
+        if kept is not None and (kept.stride(0) != kept.shape[1] * kept.stride(1) or kept.dtype != pool.keys.dtype):
+            raise UsageError("a pool's pages are to lie one after the other, those of keys and values in one dtype")
+    if any(t is not None and t.stride(-1) != 1 for t in (query, key, value, cos, sin, pool.keys, pool.values)):
+        raise UsageError("the last axis of every tensor is to be contiguous")
+
+
+@triton.jit
+def _encoded(wide, scale, dtype: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr):
+    """Float32 values as the cache stores them; NaN stays NaN."""
+    if IS_FP8:
+        wide = tl.div_rn(wide, scale)
+    if not IS_PLAIN:
+        wide = tl.where(wide > MOST, MOST, tl.where(wide < -MOST, -MOST, wide))
+    return wide.to(dtype)
+
+
+@triton.jit
+def _pair(j, ROTARY: tl.constexpr, OFFSET: tl.constexpr, IS_APART: tl.constexpr):
+    """Which two features turn together as pair ``j``."""
+    if IS_APART:
+        return OFFSET + j, OFFSET + ROTARY // 2 + j
+    else:
+        return OFFSET + 2 * j, OFFSET + 2 * j + 1
+
+
+@triton.jit
+def _turned(first, second, cos, sin, dtype: tl.constexpr, STYLE: tl.constexpr):
+    """Pairs of float32 features, turned; products are rounded to ``dtype`` unless the style is `interleaved`."""
+    a, b, c, d = first * cos, second * sin, second * cos, first * sin
+    if STYLE != 1:
+        a, b, c, d = a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
+    return (a.to(tl.float32) - b.to(tl.float32)).to(dtype), (c.to(tl.float32) + d.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _turn_heads(
+    states, weight, turned, kept, cos, sin, head, step, kept_step, heads, eps, scale,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, STYLE: tl.constexpr, IS_GEMMA: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token: normed and turned into ``turned`` [heads, DIM], and stored where ``kept`` is given."""
+    dtype: tl.constexpr = states.dtype.element_ty
+    j, i, real = tl.arange(0, HALF), tl.arange(0, REST if REST else 1), head < heads
+    pairs, others = real & (j < ROTARY // 2), real & (i < DIM - ROTARY)
+    one, two = _pair(j, ROTARY, OFFSET, STYLE == 0)
+    rest = tl.where(i < OFFSET, i, i + ROTARY)
+    first = tl.load(states + head * step + one, mask=pairs, other=0.0).to(tl.float32)
+    second = tl.load(states + head * step + two, mask=pairs, other=0.0).to(tl.float32)
+    other = tl.load(states + head * step + rest, mask=others, other=0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(first * first + second * second, 1) + tl.sum(other * other, 1)
+        by = tl.rsqrt(squares / DIM + eps)[:, None]
+        first = _weighted(first * by, weight + one, j < ROTARY // 2, dtype, IS_GEMMA)
+        second = _weighted(second * by, weight + two, j < ROTARY // 2, dtype, IS_GEMMA)
+        other = _weighted(other * by, weight + rest, i < DIM - ROTARY, dtype, IS_GEMMA)
+    cosine = tl.load(cos + j, mask=j < ROTARY // 2, other=0.0).to(tl.float32)
+    sine = tl.load(sin + j, mask=j < ROTARY // 2, other=0.0).to(tl.float32)
+    first, second = _turned(first, second, cosine, sine, dtype, STYLE)
+    one, two = _pair(j, ROTARY, OFFSET, STYLE != 1)
+    tl.store(turned + head * DIM + one, first, mask=pairs)
+    tl.store(turned + head * DIM + two, second, mask=pairs)
+    tl.store(turned + head * DIM + rest, other.to(dtype), mask=others)
+    if kept is not None:
+        stored: tl.constexpr = kept.dtype.element_ty
+        kept += head * kept_step
+        tl.store(kept + one, _encoded(first.to(tl.float32), scale, stored, MOST, IS_PLAIN, IS_FP8), mask=pairs)
+        tl.store(kept + two, _encoded(second.to(tl.float32), scale, stored, MOST, IS_PLAIN, IS_FP8), mask=pairs)
+        tl.store(kept + rest, _encoded(other, scale, stored, MOST, IS_PLAIN, IS_FP8), mask=others)
+
+
+@triton.jit
+def _weighted(wide, weight, real, dtype: tl.constexpr, IS_GEMMA: tl.constexpr):
+    """Normalised float32 values times a norm's weight, rounded where the norm rounds."""
+    by = tl.load(weight, mask=real, other=0.0).to(tl.float32)
+    if IS_GEMMA:
+        wide *= 1.0 + by
+    else:
+        wide = wide.to(dtype).to(tl.float32) * by
+    return wide.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rope_kernel(
+    query, key, value, cos, sin, slots, query_weight, key_weight, key_pool, value_pool, turned, cached,
+    query_row, query_head, key_row, key_head, value_row, value_head, cos_row, sin_row,
+    key_slot, key_pool_head, value_slot, value_pool_head, eps, key_scale, value_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr,
+    OFFSET: tl.constexpr, STYLE: tl.constexpr, IS_GEMMA: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, BLOCK_V: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
+    MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H heads of one token: of its queries, its keys or its values."""
+    row, part, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK_H)[:, None]
+    cos += row * cos_row
+    sin += row * sin_row
+    if part < QUERY_BLOCKS:
+        _turn_heads(
+            query + row * query_row, query_weight, turned + row * HEADS * DIM, None, cos, sin, part * BLOCK_H + head,
+            query_head, 0, HEADS, eps, key_scale,
+            DIM, ROTARY, OFFSET, STYLE, IS_GEMMA, HALF, REST, MOST, IS_PLAIN, IS_FP8,
+        )  # fmt: skip
+    elif part < QUERY_BLOCKS + KEY_BLOCKS:
+        kept = key_pool + tl.load(slots + row) * key_slot
+        _turn_heads(
+            key + row * key_row, key_weight, cached + row * KV_HEADS * DIM, kept, cos, sin,
+            (part - QUERY_BLOCKS) * BLOCK_H + head, key_head, key_pool_head, KV_HEADS, eps, key_scale,
+            DIM, ROTARY, OFFSET, STYLE, IS_GEMMA, HALF, REST, MOST, IS_PLAIN, IS_FP8,
+        )  # fmt: skip
+    else:
+        head += (part - QUERY_BLOCKS - KEY_BLOCKS) * BLOCK_H
+        e = tl.arange(0, BLOCK_V)
+        real = (head < KV_HEADS) & (e < WIDTH)
+        wide = tl.load(value + row * value_row + head * value_head + e, mask=real, other=0.0).to(tl.float32)
+        at = value_pool + tl.load(slots + row) * value_slot + head * value_pool_head + e
+        stored: tl.constexpr = value_pool.dtype.element_ty
+        tl.store(at, _encoded(wide, value_scale, stored, MOST, IS_PLAIN, IS_FP8), mask=real)

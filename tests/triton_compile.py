@@ -1,0 +1,124 @@
+"""A program: compiles every Triton kernel for the GPUs on the command line, without one, and prints what it made.
+
+The wrappers are called with tensors on the CPU; in the place of a launch the kernel is compiled as it would be
+launched: each for every target at its first launch, for the last target at each.
+"""
+
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tapscope.kernels.triton import activation, launch, norm, paged_decode, rope
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "grid", "warmup")
+BF16 = torch.bfloat16
+COMPILED: set[Any] = set()
+
+
+def type_of(value: Any) -> str:
+    """What Triton's launcher calls the type of an argument that is no constant."""
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    """Compile ``kernel`` as a launch with these arguments would."""
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    options.pop("grid"), options.pop("warmup")
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    is_constant = {parameter.name: parameter.is_constexpr for parameter in kernel.params}
+    constants = {name: value for name, value in given.items() if is_constant[name] or value is None}
+    constants |= {
+        name: 1 for name, value in given.items() if type(value) is int and value == 1 and name not in constants
+    }
+    signature = {name: "constexpr" if name in constants else type_of(given[name]) for name in kernel.arg_names}
+    aligned = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if name not in constants and (isinstance(given[name], torch.Tensor) or given[name] % 16 == 0)
+    ]
+    source = ASTSource(
+        kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    for target in TARGETS[-1:] if kernel in COMPILED else TARGETS:
+        if target < 89 and any("fp8e4nv" in kind for kind in signature.values()):
+            continue  # the wrappers refuse it
+        made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        assert made.asm["cubin"], kernel
+        assert made.metadata.shared <= (164 if target == 80 else 227) * 1024, (kernel, made.metadata.shared)
+        COMPILED.add(kernel)
+        print(f"sm_{target} {kernel.__name__} {made.metadata.shared}", flush=True)
+
+
+def decode() -> None:
+    """Attention of one row a request: grouped queries, long heads, latents, FP8."""
+    table, lengths = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for heads, kv_heads, dim, stored, settings in (
+        (32, 8, 128, BF16, {}),
+        (32, 8, 128, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
+        (16, 8, 256, BF16, {"split_size": 512}),
+        (32, 1, 576, BF16, {"value_dim": 512}),
+        (32, 8, 128, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
+        (8, 2, 96, torch.float32, {}),
+    ):
+        pool = torch.zeros(8, 16, kv_heads, dim).to(stored)
+        query = torch.zeros(4, heads, dim, dtype=torch.float32 if stored == torch.float32 else BF16)
+        paged_decode.paged_decode(query, pool, pool, table, lengths, 0.1, **settings)
+
+
+def layers() -> None:
+    """Norms, rotation and the cache's write, activations."""
+    states, weight = torch.zeros(4, 4096, dtype=BF16), torch.ones(4096, dtype=BF16)
+    for is_gemma in (False, True):
+        norm.add_rms_norm(states, states, weight, 1e-6, is_gemma=is_gemma, post_weight=weight if is_gemma else None)
+        norm.rms_norm(states.view(4, 32, 128), weight[:128], 1e-6, is_gemma=is_gemma)
+    query, key = torch.zeros(4, 32, 128, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16)
+    headed = rope.HeadNorm(weight[:128], weight[:128], 1e-6)
+    for stored, style, rotary, qk_norm in (
+        (BF16, "neox", 128, headed),
+        (torch.float8_e4m3fn, "neox", 64, None),
+        (torch.float8_e5m2, "interleaved_to_neox", 128, None),
+        (BF16, "interleaved", 64, None),
+    ):
+        pool = rope.CachePool(torch.zeros(8, 16, 8, 128).to(stored), torch.zeros(8, 16, 8, 128).to(stored))
+        rotation, slots = (torch.ones(4, rotary, dtype=BF16),) * 2, torch.zeros(4, dtype=torch.int64)
+        rope.rotate_and_store(query, key, key, rotation, slots, pool, norm=qk_norm, style=style)
+    for kind in activation.KINDS:
+        activation.gated(states, None, kind)
+
+
+if __name__ == "__main__":
+    TARGETS = [int(word) for word in sys.argv[1:]]
+    with (
+        patch.object(launch, "check_device"),
+        patch.object(launch, "check_stored"),
+        patch.object(paged_decode, "check_stored"),
+        patch.object(rope, "check_stored"),
+        patch.object(paged_decode, "num_sms", lambda _: 132),
+        patch.object(JITFunction, "run", compile_as_launched),
+    ):
+        decode()
+        layers()
