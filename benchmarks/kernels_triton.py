@@ -1,0 +1,203 @@
+"""How fast the Triton kernels are on this GPU, beside their plain torch references and torch's own attention.
+
+    python benchmarks/kernels_triton.py [--only decode]
+
+Each kernel is captured several times in one CUDA graph; the figure is the median of replays, without the launches of
+Python. Bytes count what must be read and written once; the share is of a copy on this GPU, read and write counted, or
+for prefill of a bf16 matrix product. References run eagerly, as the engine calls them. What fits into the L2 cache
+(norms of few rows) shows latency: read the microseconds there, not the share.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tapscope.kernels.triton import activation, norm, paged_decode, rope, why_not
+
+BF16 = torch.bfloat16
+PAGE = 16
+CUDA = torch.device("cuda")
+
+
+class Case(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    call: Callable[[], object]
+    reference: Callable[[], object] | None
+    amount: float
+    """Bytes, or floating-point operations, of one call."""
+    torch_own: Callable[[], object] | None = None
+    is_flops: bool = False
+
+
+def graph_us(call: Callable[[], object], calls: int = 10, replays: int = 9) -> float:
+    """Median microseconds of one call within a CUDA graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return statistics.median(events_us(graph.replay) for _ in range(replays)) / calls
+
+
+def eager_us(call: Callable[[], object], rounds: int = 5) -> float:
+    """Median microseconds of one eager call, host included."""
+    call()
+    return statistics.median(events_us(call) for _ in range(rounds))
+
+
+def events_us(call: Callable[[], object]) -> float:
+    """Microseconds of the device between before and after."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (graph_us(lambda: target.copy_(source), 3) * 1e-6)
+
+
+def matmul_rate() -> float:
+    """Floating-point operations a second of a bf16 product of 8192 x 8192."""
+    a = torch.randn(8192, 8192, device=CUDA, dtype=BF16)
+    return 2 * 8192**3 / (graph_us(lambda: a @ a, 3) * 1e-6)
+
+
+def noise(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Normal numbers on the GPU."""
+    return torch.randn(shape, device=CUDA).to(dtype)
+
+
+def paged(batch: int, length: int) -> tuple[Tensor, Tensor, int]:
+    """A page table in disorder, lengths, and the number of pages."""
+    count = -(-length // PAGE)
+    table = torch.randperm(batch * count, device=CUDA).int().view(batch, count)
+    return table, torch.full((batch,), length, dtype=torch.int32, device=CUDA), batch * count
+
+
+def decode_cases() -> Iterator[Case]:
+    """Attention of one row a request."""
+    for batch, length, heads, kv_heads, dim, stored in (
+        (1, 1024, 32, 8, 128, BF16),
+        (1, 32768, 32, 8, 128, BF16),
+        (32, 1024, 32, 8, 128, BF16),
+        (32, 4096, 16, 8, 128, BF16),
+        (32, 4096, 32, 8, 128, BF16),
+        (32, 4096, 64, 8, 128, BF16),
+        (32, 4096, 32, 8, 128, torch.float8_e4m3fn),
+        (256, 1024, 16, 8, 128, BF16),
+        (32, 4096, 14, 2, 64, BF16),
+        (32, 4096, 16, 8, 256, BF16),
+    ):
+        table, lengths, pages = paged(batch, length)
+        keys, values = (noise(pages, PAGE, kv_heads, dim, dtype=stored) for _ in range(2))
+        query = noise(batch, heads, dim)
+        call = query, keys, values, table, lengths, dim**-0.5
+        dense = None
+        if stored == BF16:
+            k, v = (noise(batch, kv_heads, length, dim) for _ in range(2))
+            q = query.view(batch, kv_heads, -1, dim)
+            dense = lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v)  # noqa: E731
+        name = f"decode {batch} x {length}, {heads}/{kv_heads} x {dim} {str(stored)[6:]}"
+        yield Case(
+            name,
+            lambda call=call: paged_decode.paged_decode(*call),
+            lambda call=call: paged_decode.paged_decode_reference(*call),
+            2 * batch * length * kv_heads * dim * keys.element_size(),
+            dense,
+        )
+    yield from latent_cases()
+
+
+def latent_cases() -> Iterator[Case]:
+    """Decode of latents: keys of 576 features, of which the first 512 are the values."""
+    for batch, length, heads in ((1, 4096, 16), (32, 4096, 16), (32, 4096, 128)):
+        table, lengths, pages = paged(batch, length)
+        keys, query = noise(pages, PAGE, 1, 576), noise(batch, heads, 576)
+        call = query, keys, None, table, lengths, 0.07
+        yield Case(
+            f"decode MLA {batch} x {length}, {heads} heads",
+            lambda call=call: paged_decode.paged_decode(*call, value_dim=512),
+            lambda call=call: paged_decode.paged_decode_reference(*call, value_dim=512),
+            batch * length * 576 * 2,
+        )
+
+
+def layer_cases() -> Iterator[Case]:
+    """Norms, rotation with the cache's write, activations."""
+    for rows in (1, 32, 256, 8192):
+        states, residual, weight = noise(rows, 4096), noise(rows, 4096), noise(4096)
+        yield Case(
+            f"add + norm {rows} x 4096",
+            lambda call=(states, residual, weight): norm.add_rms_norm(*call, 1e-6),
+            lambda call=(states, residual, weight): norm.add_rms_norm_reference(*call, 1e-6),
+            4 * states.numel() * 2,
+        )
+        fused = noise(rows, 48, 128)
+        query, key, value = fused.split((32, 8, 8), dim=1)
+        table = torch.randperm(max(rows, 1024), device=CUDA)[:rows]
+        pool = rope.CachePool(*(noise(max(rows, 1024) // PAGE, PAGE, 8, 128) for _ in range(2)))
+        rotation, headed = (noise(rows, 128), noise(rows, 128)), rope.HeadNorm(noise(128), noise(128), 1e-6)
+        call = query, key, value, rotation, table, pool
+        yield Case(
+            f"q/k norm + rope + store {rows} x 32/8 x 128",
+            lambda call=call, headed=headed: rope.rotate_and_store(*call, norm=headed),
+            None,
+            2 * fused.numel() * 2 + 2 * key.numel(),
+        )
+        gate_up = noise(rows, 2 * 14336)
+        yield Case(
+            f"silu * up {rows} x 14336",
+            lambda gate_up=gate_up: activation.gated(gate_up, None, "silu"),
+            lambda gate_up=gate_up: activation.gated_reference(*gate_up.chunk(2, dim=-1), "silu"),
+            3 * gate_up.numel(),
+        )
+
+
+GROUPS: dict[str, Callable[[], Iterator[Case]]] = {"decode": decode_cases, "layers": layer_cases}
+
+
+def line_of(case: Case, copy: float, product: float) -> str:
+    """One line of the table."""
+    us = graph_us(case.call)
+    rate = case.amount / (us * 1e-6)
+    share = rate / (product if case.is_flops else copy)
+    others = [f"{fn(case_call):9.1f}" if case_call else f"{'-':>9}" for fn, case_call in (
+        (eager_us, case.reference), (graph_us, case.torch_own))]  # fmt: skip
+    unit = f"{rate / 1e12:8.1f} TFLOP/s" if case.is_flops else f"{rate / 1e9:8.0f} GB/s   "
+    return f"{case.name:46}{us:9.1f} {unit} {share:6.2f}  {others[0]} {others[1]}"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", choices=GROUPS, help="one group of kernels")
+    only = parser.parse_args().only
+    reason = why_not(CUDA) if torch.cuda.is_available() else "there is no CUDA device"
+    if reason is not None:
+        raise SystemExit(f"nothing to measure: {reason}")
+    copy, product = copy_rate(), matmul_rate()
+    print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, bf16 product {product / 1e12:.0f} TFLOP/s")
+    print(f"{'kernel':46}{'us':>9} {'':13}    share  ref. us   torch us")
+    for name, cases in GROUPS.items():
+        for case in cases() if only in (None, name) else ():
+            print(line_of(case, copy, product), flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
