@@ -14,6 +14,7 @@ from tapscope.comparator.explain.attended import attended
 from tapscope.comparator.explain.casts import casts, missing, overflow
 from tapscope.comparator.explain.columns import input_columns
 from tapscope.comparator.explain.damage import Damage, find_damage
+from tapscope.comparator.explain.experts import expert_weights
 from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
@@ -144,6 +145,8 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
             "" if _holds_everywhere(damage, winner, kin) else describe(damage, kin.requests, kin.padded, counted=False)
         )
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
+    if (known := expert_weights(damage, kin.sites)) is not None:
+        return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))
     extent = describe(damage, kin.requests, kin.padded, counted=True)
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
 

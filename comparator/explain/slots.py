@@ -12,6 +12,7 @@ from tapscope.comparator.alignment.rowmap import PADDING, RowMap
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import blocks
 from tapscope.comparator.assembly.read import read
+from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.runs.grids import SideRows
 
 Array = np.ndarray[Any, Any]
@@ -41,6 +42,18 @@ class Slots(Struct, frozen=True):
         """(step, request, position) -> row, of real tokens."""
         keys = zip(self.step.tolist(), self.request.tolist(), self.position.tolist(), strict=True)
         return {key: i for i, key in enumerate(keys) if key[2] != PADDED}
+
+
+def rows_like(given: Slots, sample: Sample) -> Array | None:
+    """[rows, width] the values of a sample's rows; None where any is missing.
+
+    A sample has the target's steps. The baseline may have computed a row in another one: it is found by its position.
+    """
+    at = given.place()
+    by_position = {key[1:]: row for key, row in at.items()}
+    keys = zip(sample.step.tolist(), sample.request.tolist(), sample.position.tolist(), strict=True)
+    found = np.array([at.get(key, by_position.get(key[1:], -1)) for key in keys], dtype=np.int64)
+    return given.values[found] if found.min(initial=0) >= 0 else None
 
 
 def slots_of(ready: Prepared, row_map: RowMap, side: int) -> Slots | None:

@@ -20,6 +20,8 @@ class Bug:
     """Of a setting: the wrong epsilon, scale, offset."""
     text: str = ""
     """Of a choice: which activation, which part."""
+    shape: tuple[int, ...] = ()
+    """Of the tensor that is damaged, where it is a weight: on one rank, where only that has it."""
     rank: int | None = None
     """The only rank that has it; None for all."""
     first_call: int = 0

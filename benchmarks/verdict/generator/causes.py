@@ -7,6 +7,7 @@ number to one channel, one wrong number of a norm's weight multiplies one channe
 import math
 import re
 
+from benchmarks.verdict.generator import weight_causes
 from benchmarks.verdict.generator.bug import Bug
 from benchmarks.verdict.generator.damage import Damage
 
@@ -87,13 +88,13 @@ def _damaged(bug: Bug) -> tuple[str, ...]:
     damage = bug.damage
     assert damage is not None
     about_inputs = bug.kind in ("weight", "rank_weight") and damage.axis == -1
-    found: tuple[str, ...] = (r"\bweights?\b", r"\bbias") if "weight" in bug.kind else ()
+    found: tuple[str, ...] = ()
     if "weight" in bug.kind and "norm" in bug.module and "bias" not in bug.module:
         found += ("a factor of its own for each channel",)
     if bug.module.endswith("bias"):
         found += ("a summand of its own for each channel",)
     if about_inputs:
-        found += (r"input columns?", r"column \d+ of its input", r"summand of rank")
+        found += (r"summand of rank",)
     if damage.op == "round":
         return found + _CAST[damage.dtype]
     if damage.op in ("swap", "roll", "copy"):
@@ -111,6 +112,11 @@ def _damaged(bug: Bug) -> tuple[str, ...]:
 
 def is_right(bug: Bug, text: str) -> bool:
     """Whether a stated cause is the cause of this bug."""
+    if "weight" in bug.kind:
+        if (named := weight_causes.judged(bug, text)) is not None:
+            return named
+        if weight_causes.is_elsewhere(bug, text):
+            return False
     if any(re.search(pattern, text) for pattern in bug.cause if not pattern.startswith("(")):
         return True
     if "(scale)" in bug.cause and bug.damage is not None and _has_factor(text, bug.damage.amount):

@@ -97,7 +97,7 @@ def _weight(draw: random.Random, ground: Ground) -> Bug:
     key = draw.choice(sorted(key for key in ground.shapes if not key.endswith("wpe.weight")))
     shape = ground.shapes[key]
     damage = _damage(draw, ground, shape, key)
-    return Bug(kind="weight", module=key, expect=_owners(key, ground), damage=damage)
+    return Bug(kind="weight", module=key, expect=_owners(key, ground), damage=damage, shape=tuple(shape))
 
 
 def _owners(key: str, ground: Ground) -> tuple[str, ...]:
@@ -322,7 +322,8 @@ def _rank_weight(draw: random.Random, ground: Ground) -> Bug:
     shape = (*shape[:-1], shape[-1] // ground.tp) if "proj" in module else shape
     damage = _damage(draw, ground, shape)
     expect = (*_both(module, ground), f"{module}.partial")
-    return Bug(kind="rank_weight", module=module, expect=expect, damage=damage, rank=draw.randrange(ground.tp))
+    rank = draw.randrange(ground.tp)
+    return Bug(kind="rank_weight", module=module, expect=expect, damage=damage, rank=rank, shape=tuple(shape))
 
 
 _DRAWN: Mapping[str, Any] = {

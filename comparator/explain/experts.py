@@ -1,0 +1,126 @@
+"""Experts: only rows of one expert are off, so that expert's weights differ."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.extent import spans
+from tapscope.comparator.explain.heads import Sites
+from tapscope.comparator.explain.proof import Proven
+from tapscope.comparator.explain.slots import rows_like
+
+Array = np.ndarray[Any, Any]
+
+CHANCE = 1e-3
+"""Probability, over all experts, that as many rows drawn at random would all have chosen the same one."""
+BEYOND = 2.0
+"""Rows that are off have this many times the largest error of the rows that did not choose the expert."""
+APART = 4.0
+"""Columns are off that have this many times the error of the other rows, and of the other columns of their own."""
+SAME = 1e-3
+"""Relative distance below which two rows have the same input: they choose the same experts, so they count once."""
+_INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
+
+
+def expert_weights(damage: Damage, sites: Sites) -> Proven | None:
+    """The one expert that all rows that are off chose; None where the site is none of experts, or it may be chance."""
+    path, _, port = damage.sample.site.rpartition(":")
+    path = path.removesuffix(".partial")
+    if not path.endswith("experts") or not port.startswith("out") or damage.sample.is_integer:
+        return None
+    chosen = _chosen(path, sites, damage)
+    if chosen is None:
+        return None
+    known = np.flatnonzero(chosen.min(axis=1) >= 0)  # where the runs chose others, that is why the row is off
+    error = _errors(damage)
+    given = next((found for name in _INPUTS if (found := sites.slots(f"{path}:{name}")) is not None), None)
+    rows = None if given is None else rows_like(given[0], damage.sample)
+    expert = common(chosen[known], error[known], None if rows is None else rows[known])
+    if expert is None:
+        return None
+    has = (chosen == expert).any(axis=1)
+    return Proven("expert", f"{_what(damage, expert, has)}: {_said(error, has, known)}", 0.0)
+
+
+def common(chosen: Array, error: Array, given: Array | None) -> int | None:
+    """The expert whose rows alone are off, if neither that nor that it is this one of theirs is an accident; None
+    where there is none. ``chosen`` [rows, k], ``error`` [rows], ``given`` [rows, width] what the experts were given."""
+    once = _distinct(given, len(chosen))
+    chosen, error = chosen[once], error[once]
+    has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}
+    off = {e: error > BEYOND * float(error[~rows].max(initial=0.0)) for e, rows in has.items()}
+    chance = {e: len(has) * _chance(int(rows.sum()), len(rows), int(off[e].sum())) for e, rows in has.items()}
+    best = min(chance, key=lambda e: chance[e], default=-1)
+    if best < 0 or chance[best] >= CHANCE:
+        return None
+    rows, here = off[best], has[best]
+    others = [other for e, other in has.items() if e != best and other[rows].all()]
+    shared = [_chance(int((here & other).sum()), int(other.sum()), int(rows.sum())) for other in others]
+    return best if max(shared, default=0.0) < CHANCE else None
+
+
+def _chance(size: int, total: int, number: int) -> float:
+    """That ``number`` of ``total`` rows, drawn at random, are all among ``size`` of them."""
+    return math.comb(size, number) / math.comb(total, number)
+
+
+def _what(damage: Damage, expert: int, has: Array) -> str:
+    """Which of its weights; rows of its down projection alone give single columns."""
+    error = (damage.sample.target - damage.sample.baseline) / damage.sample.size
+    columns = columns_apart(error[has], error[~has])
+    if columns is None:
+        return f"the weights of expert {expert} differ, or what it computes"
+    return f"the down projection of expert {expert} differs in its {spans('row', columns)}"
+
+
+def columns_apart(error: Array, others: Array) -> Array | None:
+    """Columns of ``error`` that are off where the rest of them is as in the ``others``; None where all are off."""
+    here, there = (np.sqrt((rows**2).mean(axis=0)) for rows in (error, others))
+    level = APART * float(np.sqrt((there**2).mean()))
+    found = np.flatnonzero(here > level)
+    spared = np.delete(here, found)
+    if not len(found) or 2 * len(spared) < len(here) or not here[found].min() > APART * float(spared.max()):
+        return None
+    return found
+
+
+def _said(error: Array, has: Array, known: Array) -> str:
+    here = np.zeros(len(error), bool)
+    here[known] = True
+    off = has & here & (error > BEYOND * float(error[here & ~has].max(initial=0.0)))
+    count = int((has & here).sum())
+    rows = f"all {count}" if off.sum() == count else f"{int(off.sum())} of {count}"
+    return f"{rows} rows that chose it are off, and no other"
+
+
+def _chosen(path: str, sites: Sites, damage: Damage) -> Array | None:
+    """[rows, k] the experts of each row of the sample, -1 in rows in which the runs chose others."""
+    parent = path.rpartition(".")[0]
+    names = (f"{path}:in[top_k_index]", f"{parent}.gate:out[2]", f"{parent}.router:out[2]")
+    both = next((found for name in names if (found := sites.slots(name)) is not None), None)
+    if both is None:
+        return None
+    sides = [rows_like(side, damage.sample) for side in both]
+    if sides[0] is None or sides[1] is None or sides[0].shape != sides[1].shape:
+        return None
+    one, two = (np.sort(side, axis=1) for side in sides if side is not None)
+    return np.where((one == two).all(axis=1, keepdims=True), one, -1.0).astype(np.int64)
+
+
+def _errors(damage: Damage) -> Array:
+    """[rows] relative to the row's size; infinite where values are not finite."""
+    sample = damage.sample
+    error = np.nan_to_num(sample.target - sample.baseline, nan=np.inf)
+    found: Array = np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0]
+    return found
+
+
+def _distinct(given: Array | None, count: int) -> Array:
+    """Indices of rows whose inputs are not those of an earlier row."""
+    if given is None or not np.isfinite(given).all():
+        return np.arange(count)
+    unit = given / np.maximum(np.sqrt((given**2).sum(axis=1, keepdims=True)), 1e-300)
+    apart = np.sqrt(np.maximum(2.0 - 2.0 * unit @ unit.T, 0.0))
+    return np.flatnonzero(~np.tril(apart < SAME, -1).any(axis=1))
