@@ -52,6 +52,8 @@ class Place(Struct, frozen=True, gc=False):
     element: tuple[int, ...] = ()
     """Index along all axes of a tensor compared whole, as ``tapscope show --slice`` takes it; empty where that is not
     known, or within a token row."""
+    in_shard: tuple[int, ...] = ()
+    """The same in what :attr:`rank` recorded, where several ranks hold the tensor; also within a token row."""
 
     def text(self) -> str:
         """``request 0, position 6``, with the visit where it is not the first; ``[0,6,2,21]`` without token rows."""

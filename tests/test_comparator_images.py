@@ -1,6 +1,7 @@
 """Tensors laid out [batch, channels, height, width]: a channel is the second axis, not a column of the picture."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,4 +123,9 @@ def test_the_next_command_names_the_rank_that_alone_holds_the_place(tmp_path: Pa
     texts, tables = prompts((9, 6)), weights()
     Toy(tables, tp=2).write(tmp_path / "b", texts).close()
     Toy(tables, tp=2, hooks={"model.layers.1.self_attn.q_proj:out": harmed}).write(tmp_path / "t", texts).close()
-    assert answer(compare(tmp_path / "b", tmp_path / "t"))[-1].endswith("q_proj:out --step 0 --rank 1")
+    _, where, _, command = answer(compare(tmp_path / "b", tmp_path / "t"))
+    assert command.endswith("q_proj:out --step 0 --rank 1")
+    found = re.search(r"position (\d+), column 40 \(of rank 1: --slice (\d+),(\d+)\)", where)
+    assert found is not None
+    position, row, column = map(int, found.groups())
+    assert (column, row) == (40 - 32, position), "what `tapscope show --rank 1 --slice` takes"

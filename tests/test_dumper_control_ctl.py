@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +29,14 @@ def test_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
     assert [rank["status"] for rank in state["ranks"]] == ["connected", "connected"]
     changed = json.loads(ctl(where, "configure", "keep=stats", "rules=layers.0:out=full").stdout)
     assert (set(changed["ranks"]), changed["config"]["rules"]) == ({"0", "1"}, ["layers.0:out=full"])
-    captured = json.loads(ctl(where, "capture", "--steps", "1000000").stdout)
+    captured = json.loads(ctl(where, "capture", "--steps", "1000000", "--json").stdout)
     assert captured["config"]["capture_steps"] == 1_000_000
     refused = ctl(where, "capture", "keep=stats")
     assert (refused.returncode, "is under way" in refused.stderr) == (2, True)
     replaced = ctl(where, "capture", "--replace", "keep=stats")
-    assert "the capture of 1000000 steps" in json.loads(replaced.stdout)["ended"]
+    first, ended = replaced.stdout.splitlines()
+    assert re.fullmatch(r"capture of 1 step: rank(s 0-1|.*, rank .) (from step \d+|pending)", first)
+    assert ended.startswith("ended: the capture of 1000000 steps")
     assert json.loads(ctl(where, "sites", "layers.1:out").stdout)["num_sites"] == 1
     assert json.loads(ctl(where, "reset", f"by-{by}").stdout)["run"] == str(job.run.with_name(f"by-{by}"))
     text = ctl(where, "metrics").stdout

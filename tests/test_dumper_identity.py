@@ -82,6 +82,37 @@ def test_device_meshes_tell_the_coordinates_also_of_groups_that_come_late(tmp_pa
     assert "open the run after init_process_group" in said[1]
 
 
+_FSDP = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from tapscope import Dumper
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+fully_shard(model)
+with Dumper(model, f"{folder}/run", keep="full", params=True) as dumper, dumper.step():
+    model(torch.randn(3, 8)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_the_mesh_that_fully_shard_makes_is_data_parallel(tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(_FSDP)
+    ranks = [warm.start(program, tmp_path, rank, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    said = [process.communicate(timeout=90)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    run = open_run(tmp_path / "run")
+    assert (run.mesh, run.ledger().complete) == ({"dp": 2}, True)
+    assert {record.dims for record in run.select(["0:param[weight]"])} == {"d0[dp] d1"}
+    assert {event.kind for event in run.events()} <= {"open", "config", "close"}
+    assert "num_tokens" not in {metric.name for metric in run.metrics()}, "a model without token rows has none"
+
+
 def test_hyperparameters_have_one_spelling_whatever_the_framework() -> None:
     def of(**config: object) -> dict[str, int | float]:
         model = nn.Identity()

@@ -109,27 +109,35 @@ def _leaves(piece: Piece) -> Iterator[Record]:
             yield from _leaves(part)
 
 
-def ranks_at(piece: Piece, at: Sequence[int]) -> set[int]:
-    """The ranks whose records have a part in one element; ``at`` is its index, one number an axis."""
+def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[int, ...]]]:
+    """The records that have a part in one element, each with the element's index in it; ``at``: one number an axis."""
     if isinstance(piece, Leaf):
-        return {piece.record.key.rank}
-    if isinstance(piece, Turned):
+        yield piece.record, tuple(at)
+    elif isinstance(piece, Turned):
         turned = dict(zip(piece.order, at, strict=True))
-        return ranks_at(piece.part, [turned[i] for i in range(len(at))])
-    if isinstance(piece, Summed):
-        return set().union(*(ranks_at(part, at) for part in piece.parts))
-    before, here, after = at[: piece.axis], at[piece.axis], at[piece.axis + 1 :]
+        yield from records_at(piece.part, [turned[i] for i in range(len(at))])
+    elif isinstance(piece, Summed):
+        for part in piece.parts:
+            yield from records_at(part, at)
+    else:
+        before, here, after = at[: piece.axis], at[piece.axis], at[piece.axis + 1 :]
+        for part, place in _at(piece, here):
+            yield from records_at(part, [*before, place, *after])
+
+
+def _at(piece: Cut | Placed | Joined, here: int) -> Iterator[tuple[Piece, int]]:
+    """The parts that hold what is at ``here`` along the piece's axis, and where in them it is."""
     if isinstance(piece, Cut):
-        return ranks_at(piece.part, [*before, here + piece.start, *after])
-    if isinstance(piece, Placed):
-        rows = np.flatnonzero(piece.rows == here).tolist()
-        return set().union(*(ranks_at(piece.part, [*before, row, *after]) for row in rows))
-    for part in piece.parts:
-        length = part.shape[piece.axis]
-        if here < length:
-            return ranks_at(part, [*before, here, *after])
-        here -= length
-    return set()
+        yield piece.part, here + piece.start
+    elif isinstance(piece, Placed):
+        yield from ((piece.part, row) for row in np.flatnonzero(piece.rows == here).tolist())
+    else:
+        for part in piece.parts:
+            length = part.shape[piece.axis]
+            if here < length:
+                yield part, here
+                return
+            here -= length
 
 
 def is_joined(piece: Piece) -> bool:

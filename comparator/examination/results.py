@@ -11,7 +11,7 @@ from tapscope.comparator.alignment.prepare import Prepared
 from tapscope.comparator.alignment.rowmap import RowMap
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import row_axes
-from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, leaves, ranks_at
+from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, leaves, records_at
 from tapscope.comparator.facts import Place, StepResult
 from tapscope.comparator.measures.joined_rows import Part, part_at
 from tapscope.comparator.measures.measure import Measured
@@ -84,8 +84,21 @@ def _is_spread(piece: Piece | None) -> bool:
 def _rank_at(whole: Whole, layout: Layout, row: int, column: int) -> int | None:
     """The rank that alone holds an element of the rows, if one does."""
     assert whole.piece is not None
-    found = ranks_at(whole.piece, _element(whole, layout, row, column))
+    found = {record.key.rank for record, _ in records_at(whole.piece, _element(whole, layout, row, column))}
     return found.pop() if len(found) == 1 else None
+
+
+def index_in_shard(measured: Measured, row: int, ready: Prepared, rank: int) -> tuple[int, ...]:
+    """The index of a measured row's largest distance in what ``rank`` recorded, as ``tapscope show --slice`` takes it;
+    empty where that is not one element, or the only record."""
+    part = part_at(measured.parts, row)
+    whole, picked, at = ready.right[part.join.target], part.join.target_rows, row - part.first
+    if len(whole.records) < 2 or whole.piece is None or measured.rows.nonfinite_mismatch.item(row):
+        return ()
+    target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
+    element = _element(whole, ready.layouts[1], target_row, measured.rows.argmax.item(row))
+    found = [index for record, index in records_at(whole.piece, element) if record.key.rank == rank]
+    return found[0] if len(found) == 1 else ()
 
 
 def _element(whole: Whole, layout: Layout, row: int, column: int) -> tuple[int, ...]:

@@ -211,8 +211,10 @@ def _where(report: "Report") -> str:
     if why is not None and why.extent and not why.is_clear:
         parts.append(f"only {why.extent}")
     place = divergence.place
-    column = f", column {place.index[-1]}" if place.position is not None and place.index else ""
-    return f"{', '.join(parts)}; {_extent(divergence.finding)} {place.text()}{column}{_also(report, divergence)}"
+    where = place.text() + (f", column {place.index[-1]}" if place.position is not None and place.index else "")
+    if place.in_shard:
+        where += f" (of rank {place.rank}: --slice {','.join(map(str, place.in_shard))})"
+    return f"{', '.join(parts)}; {_extent(divergence.finding)} {where}{_also(report, divergence)}"
 
 
 def _also(report: "Report", divergence: Divergence) -> str:

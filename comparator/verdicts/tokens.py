@@ -5,7 +5,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.examination.examine import Examiner
 from tapscope.comparator.examination.examined import Examined
-from tapscope.comparator.examination.results import place_of
+from tapscope.comparator.examination.results import index_in_shard, place_of
 from tapscope.comparator.facts import Place
 from tapscope.comparator.measures.measure import Opened, WidthError, measure
 from tapscope.comparator.measures.summand_ranks import is_lone, odd_rank
@@ -65,7 +65,8 @@ def tokens_of(
         rank = odd_rank(measured, worst, ready)
     else:
         rank = place.rank if is_lone(measured, worst, ready, place.rank, finding.row_floor) else None
-    place = structs.replace(place, rank=rank)
+    in_shard = () if rank is None else index_in_shard(measured, worst, ready, rank)
+    place = structs.replace(place, rank=rank, in_shard=in_shard)
     return tuple(found), int(beyond.sum()), place
 
 

@@ -2,13 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from tapscope.dumper.job.hyperparameters import hyperparameters
+from tapscope.dumper.job.meshes import axis_names, meshes
 from tapscope.observe import RankInfo
 
 _AXES = {
@@ -125,20 +126,11 @@ def _ask(host: Any, function: str) -> int | None:
 def _from_meshes(models: Sequence[nn.Module]) -> tuple[dict[str, int], dict[str, int]]:
     mesh: dict[str, int] = {}
     coords: dict[str, int] = {}
-    for found in _meshes(models):
-        names, here = found.mesh_dim_names, found.get_coordinate()
-        for name, size, coordinate in zip(names or (), found.shape, here or (), strict=False):
+    for found in meshes(models):
+        here = found.get_coordinate()
+        for name, size, coordinate in zip(axis_names(found), found.shape, here or (), strict=False):
+            if name is None:
+                continue
             mesh.setdefault(name, int(size))
             coords.setdefault(name, int(coordinate))
     return mesh, coords
-
-
-def _meshes(models: Sequence[nn.Module]) -> Iterator[Any]:
-    """The device meshes of the models' DTensor parameters, each once."""
-    seen: list[Any] = []
-    for model in models:
-        for parameter in model.parameters():
-            mesh = getattr(parameter, "device_mesh", None)
-            if mesh is not None and mesh not in seen:
-                seen.append(mesh)
-                yield mesh

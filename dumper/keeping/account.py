@@ -63,7 +63,7 @@ class Account:
         self._sum_up(step, step.counts)
         for name, value in (step.measured() | metrics).items():
             self.metric(step.info.step, name, value)
-        if "num_tokens" not in metrics:
+        if "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows):
             self.sink.append(step.line(lambda info: _metric(info.step, "num_tokens", info.num_rows)))
         self._put_line(ledger.end_line(step.info.step, step.counts))
 
@@ -107,19 +107,19 @@ class Account:
         with self.lock:
             self.num_failed += 1
 
-    def complain(self, where: str, reason: str, step: OpenStep | None = None) -> None:
+    def complain(self, where: str, reason: str, step: OpenStep | None = None, *, kind: str = "failed") -> None:
         """Say in the run that something could not be captured; the first ones only, all are counted."""
         step = step or self.open
         self._num_complaints += 1
         if self._num_complaints <= _MAX_COMPLAINTS:
             number = step.info.step if step else None
-            self._put_line(event_line("failed", where=where, reason=reason, step=number))
+            self._put_line(event_line(kind, where=where, reason=reason, step=number))
 
     def complain_of_dims(self, where: str, reason: str) -> None:
         """What is wrong with the dims of one site is wrong with those of many: each reason is said once."""
         if reason not in self._wrong_dims:
             self._wrong_dims.add(reason)
-            self.complain(where, f"dims left out, here and where the same holds: {reason}")
+            self.complain(where, f"left out, here and where the same holds: {reason}", kind="dims")
 
     def _sum_up(self, step: OpenStep, counts: StepCounts) -> None:
         """Say at once when values begin to be lost, and in the run how many each step lost."""

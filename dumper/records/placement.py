@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from tapscope import dims
 from tapscope.dims import Dim, Dims, Shard
+from tapscope.dumper.job.meshes import axis_names
 from tapscope.errors import DimsError
 
 
@@ -25,8 +26,7 @@ Placed = tuple[Axis, ...]
 def placed_of(tensor: Any) -> Placed:
     """The placements of a DTensor; axes of one rank are left out."""
     mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or (None,) * mesh.ndim
-    each = zip(names, tensor.placements, mesh.shape, strict=True)
+    each = zip(axis_names(mesh), tensor.placements, mesh.shape, strict=True)
     return tuple(_axis(name, placement, tensor.ndim) for name, placement, size in each if size > 1)
 
 

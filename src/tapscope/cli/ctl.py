@@ -15,6 +15,8 @@ from tapscope import extras
 from tapscope.cli import output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.errors import DataError, RankLostError, UnreachableError, UsageError
+from tapscope.site import compact_ranges
+from tapscope.text import plural, size
 
 _TIMEOUT_S = 30.0
 _TOKEN_VARIABLE = "TAPSCOPE_CONTROL_TOKEN"
@@ -23,7 +25,7 @@ _Ask = Callable[[str, dict[str, Any] | str | None], Any]
 
 
 class CtlCommand:
-    """Steer a running dumper; every answer is JSON (metrics: Prometheus' text).
+    """Steer a running dumper; answers are JSON (capture: a line, or JSON with --json; metrics: Prometheus' text).
 
     $ tapscope ctl 127.0.0.1:8000 state
     $ tapscope ctl 127.0.0.1:8000 configure enabled=true keep=stats 'rules=layers.3.*:out=full'
@@ -45,6 +47,7 @@ class CtlCommand:
         parser.add_argument("--past", type=int, metavar="N", help="capture: the last N steps of the flight recorder")
         parser.add_argument("--replace", action="store_true", help="capture: end one that is under way")
         parser.add_argument("--table", action="store_true", help="state: one line a rank instead of JSON")
+        parser.add_argument("--json", action="store_true", help="capture: the whole answer as JSON")
         text = f"what the server asks for; better the environment variable {_TOKEN_VARIABLE}, which nobody else sees"
         parser.add_argument("--token", metavar="TOKEN", help=text)
 
@@ -61,6 +64,8 @@ class CtlCommand:
             output.write_lines(answer.rstrip("\n"))
         elif args.table:
             _write_table(answer)
+        elif args.verb == "capture" and not args.json:
+            output.write_lines(_captured(answer))
         else:
             output.write_lines(json.dumps(answer, indent=1, ensure_ascii=False))
         return ExitCode.OK
@@ -81,7 +86,7 @@ class CtlCommand:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    owners = {"steps": "capture", "past": "capture", "replace": "capture", "table": "state"}
+    owners = {"steps": "capture", "past": "capture", "replace": "capture", "json": "capture", "table": "state"}
     for flag, verb in owners.items():
         if getattr(args, flag) not in (None, False) and args.verb != verb:
             raise UsageError(f"--{flag} goes with {verb}, not with {args.verb}")
@@ -137,6 +142,24 @@ def _http_refusal(error: urllib.error.HTTPError, url: str) -> Exception:
 
 def _refusal(status: int, text: str) -> Exception:
     return RankLostError(text) if status in (502, 503, 504) else UsageError(text)
+
+
+def _captured(answer: dict[str, Any]) -> str:
+    """What every rank does about a capture, and what it ended or does not match."""
+    past = answer.get("past")
+    num_steps = past or answer["config"]["capture_steps"]
+    said: dict[str, list[int]] = {}
+    for rank, told in answer["ranks"].items():
+        if isinstance(told, dict):
+            words = f"released {plural(told['steps'], 'step')}, {size(told['bytes'])}"
+        else:
+            words = f"from step {told}" if isinstance(told, int) else str(told)
+        said.setdefault(words, []).append(int(rank))
+    ranks = ", ".join(f"rank{'s' * (len(some) > 1)} {compact_ranges(some)} {words}" for words, some in said.items())
+    lines = [f"{'the past' if past else 'capture of'} {plural(num_steps, 'step')}: {ranks}"]
+    lines += [f"ended: {answer['ended']}"] if answer.get("ended") else []
+    lines += [f"no site matches on rank {r}: {', '.join(rules)}" for r, rules in answer.get("unmatched", {}).items()]
+    return "\n".join(lines)
 
 
 def _write_table(state: dict[str, Any]) -> None:
