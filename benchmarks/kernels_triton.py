@@ -11,13 +11,14 @@ for prefill of a bf16 matrix product. References run eagerly, as the engine call
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tapscope.kernels.triton import activation, norm, paged_decode, rope, why_not
+from tapscope.kernels.triton import activation, norm, paged_decode, paged_prefill, rope, why_not
 
 BF16 = torch.bfloat16
 PAGE = 16
@@ -111,12 +112,12 @@ def decode_cases() -> Iterator[Case]:
         if stored == BF16:
             k, v = (noise(batch, kv_heads, length, dim) for _ in range(2))
             q = query.view(batch, kv_heads, -1, dim)
-            dense = lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v)  # noqa: E731
+            dense = partial(scaled_dot_product_attention, q, k, v)
         name = f"decode {batch} x {length}, {heads}/{kv_heads} x {dim} {str(stored)[6:]}"
         yield Case(
             name,
-            lambda call=call: paged_decode.paged_decode(*call),
-            lambda call=call: paged_decode.paged_decode_reference(*call),
+            partial(paged_decode.paged_decode, *call),
+            partial(paged_decode.paged_decode_reference, *call),
             2 * batch * length * kv_heads * dim * keys.element_size(),
             dense,
         )
@@ -131,9 +132,39 @@ def latent_cases() -> Iterator[Case]:
         call = query, keys, None, table, lengths, 0.07
         yield Case(
             f"decode MLA {batch} x {length}, {heads} heads",
-            lambda call=call: paged_decode.paged_decode(*call, value_dim=512),
-            lambda call=call: paged_decode.paged_decode_reference(*call, value_dim=512),
+            partial(paged_decode.paged_decode, *call, value_dim=512),
+            partial(paged_decode.paged_decode_reference, *call, value_dim=512),
             batch * length * 576 * 2,
+        )
+
+
+def prefill_cases() -> Iterator[Case]:
+    """Whole prompts, chunks behind a cached prefix, and many short requests; operations of what the mask leaves."""
+    for batch, cached, rows, heads, kv_heads, dim in (
+        (1, 0, 1024, 32, 8, 128),
+        (1, 0, 8192, 32, 8, 128),
+        (1, 28672, 4096, 32, 8, 128),
+        (8, 0, 1024, 32, 8, 128),
+        (64, 512, 64, 32, 8, 128),
+        (1, 0, 8192, 14, 2, 64),
+        (1, 0, 8192, 16, 8, 256),
+    ):
+        table, lengths, pages = paged(batch, cached + rows)
+        keys, values = (noise(pages, PAGE, kv_heads, dim) for _ in range(2))
+        query, starts = noise(batch * rows, heads, dim), torch.arange(batch + 1, device=CUDA, dtype=torch.int32) * rows
+        call = query, keys, values, table, starts, lengths, dim**-0.5
+        dense = None
+        if not cached:
+            q, k, v = (noise(batch, count, rows, dim) for count in (heads, kv_heads, kv_heads))
+            own = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+            dense = partial(own, q, k, v)
+        yield Case(
+            f"prefill {batch} x {cached} + {rows}, {heads}/{kv_heads} x {dim}",
+            partial(paged_prefill.paged_prefill, *call),
+            partial(paged_prefill.paged_prefill_reference, *call) if cached + rows <= 1024 else None,
+            4 * batch * heads * dim * rows * (cached + (rows + 1) / 2),
+            dense,
+            is_flops=True,
         )
 
 
@@ -143,8 +174,8 @@ def layer_cases() -> Iterator[Case]:
         states, residual, weight = noise(rows, 4096), noise(rows, 4096), noise(4096)
         yield Case(
             f"add + norm {rows} x 4096",
-            lambda call=(states, residual, weight): norm.add_rms_norm(*call, 1e-6),
-            lambda call=(states, residual, weight): norm.add_rms_norm_reference(*call, 1e-6),
+            partial(norm.add_rms_norm, states, residual, weight, 1e-6),
+            partial(norm.add_rms_norm_reference, states, residual, weight, 1e-6),
             4 * states.numel() * 2,
         )
         fused = noise(rows, 48, 128)
@@ -155,20 +186,24 @@ def layer_cases() -> Iterator[Case]:
         call = query, key, value, rotation, table, pool
         yield Case(
             f"q/k norm + rope + store {rows} x 32/8 x 128",
-            lambda call=call, headed=headed: rope.rotate_and_store(*call, norm=headed),
+            partial(rope.rotate_and_store, *call, norm=headed),
             None,
             2 * fused.numel() * 2 + 2 * key.numel(),
         )
         gate_up = noise(rows, 2 * 14336)
         yield Case(
             f"silu * up {rows} x 14336",
-            lambda gate_up=gate_up: activation.gated(gate_up, None, "silu"),
-            lambda gate_up=gate_up: activation.gated_reference(*gate_up.chunk(2, dim=-1), "silu"),
+            partial(activation.gated, gate_up, None, "silu"),
+            partial(activation.gated_reference, *gate_up.chunk(2, dim=-1), "silu"),
             3 * gate_up.numel(),
         )
 
 
-GROUPS: dict[str, Callable[[], Iterator[Case]]] = {"decode": decode_cases, "layers": layer_cases}
+GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
+    "decode": decode_cases,
+    "prefill": prefill_cases,
+    "layers": layer_cases,
+}
 
 
 def line_of(case: Case, copy: float, product: float) -> str:

@@ -1,6 +1,6 @@
 """Measures launches of the Triton kernels and prints tables to put into kernels/triton.
 
-    python benchmarks/tune_triton.py [decode]
+    python benchmarks/tune_triton.py [decode | prefill]
 
 For each class of shapes every launch is compiled and measured within a CUDA graph; the class's figure is the geometric
 mean over its shapes. What does not compile (too much shared memory) is left out.
@@ -10,12 +10,14 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from kernels_triton import BF16, CUDA, PAGE, graph_us, noise, paged
 
-from tapscope.kernels.triton import paged_decode
-from tapscope.kernels.triton.paged_decode import Launch
+from tapscope.kernels.triton.paged_decode import LAUNCHES, Launch, paged_decode
+from tapscope.kernels.triton.paged_prefill import PREFILL_LAUNCHES, PrefillLaunch, paged_prefill
 
 FP8 = torch.float8_e4m3fn
 DECODE = {
@@ -26,6 +28,11 @@ DECODE = {
     (128, 1): [(32, 4096, 32, 8, 128, FP8), (1, 4096, 32, 8, 128, FP8)],
     (64, 1): [(32, 4096, 16, 8, 64, FP8)],
     (256, 1): [(32, 2048, 16, 8, 256, FP8)],
+}
+PREFILL = {
+    (64, 2): [(1, 0, 8192, 14, 2, 64), (8, 512, 512, 16, 8, 64)],
+    (128, 2): [(1, 0, 8192, 32, 8, 128), (64, 512, 64, 32, 8, 128), (1, 8192, 2048, 16, 8, 128)],
+    (256, 2): [(1, 0, 8192, 16, 8, 256), (8, 512, 512, 8, 4, 256)],
 }
 
 
@@ -44,30 +51,57 @@ def decode_calls(shapes: list[tuple[int, int, int, int, int, torch.dtype]]) -> l
         table, lengths, pages = paged(batch, length)
         keys, query = noise(pages, PAGE, kv_heads, dim, dtype=stored), noise(batch, heads, dim)
         values = None if dim == 576 else noise(pages, PAGE, kv_heads, dim, dtype=stored)
-        settings = {"value_dim": 512 if dim == 576 else None}
         call = query, keys, values, table, lengths, dim**-0.5
-        calls.append(lambda call=call, settings=settings: paged_decode.paged_decode(*call, **settings))
+        calls.append(partial(paged_decode, *call, value_dim=512 if dim == 576 else None))
     return calls
 
 
-def tune_decode() -> None:
-    """Print LAUNCHES of paged_decode.py, the best first for each class."""
-    for place, shapes in DECODE.items():
-        calls, found = decode_calls(shapes), []
-        for launch in launches(*place):
-            paged_decode.LAUNCHES[place] = launch
-            try:
-                times = [graph_us(call, 5, 5) for call in calls]
-            except Exception as error:  # noqa: BLE001  (triton's errors have no common class)
-                print(f"  {launch}: {type(error).__name__}", flush=True)
-                continue
-            found.append((math.prod(times) ** (1 / len(times)), launch, times))
-        for mean, launch, times in sorted(found)[:4]:
-            print(f"{place}: {launch}  {mean:.1f} us {[round(time, 1) for time in times]}", flush=True)
-        torch.cuda.empty_cache()
+def prefill_launches(dim: int) -> Iterator[PrefillLaunch]:
+    """What is tried."""
+    for rows, block, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        if block * dim * 4 * stages <= 200 << 10 and not (rows == 64 and warps == 8):
+            yield PrefillLaunch(rows, block, warps, stages)
+
+
+def prefill_calls(shapes: list[tuple[int, int, int, int, int, int]]) -> list[Callable[[], object]]:
+    """One call for each shape."""
+    calls: list[Callable[[], object]] = []
+    for batch, cached, rows, heads, kv_heads, dim in shapes:
+        table, lengths, pages = paged(batch, cached + rows)
+        keys, values = (noise(pages, PAGE, kv_heads, dim) for _ in range(2))
+        query, starts = noise(batch * rows, heads, dim), torch.arange(batch + 1, device=CUDA, dtype=torch.int32) * rows
+        calls.append(partial(paged_prefill, query, keys, values, table, starts, lengths, dim**-0.5))
+    return calls
+
+
+def tune(
+    table: dict[tuple[int, int], Any], place: tuple[int, int], tried: Iterator[Any], calls: list[Callable[[], object]]
+) -> None:
+    """Print the four best launches of a class."""
+    found = []
+    for launch in tried:
+        table[place] = launch
+        try:
+            times = [graph_us(call, 5, 5) for call in calls]
+        except Exception as error:  # noqa: BLE001  (triton's errors have no common class)
+            print(f"  {launch}: {type(error).__name__}", flush=True)
+            continue
+        found.append((math.prod(times) ** (1 / len(times)), launch, times))
+    for mean, launch, times in sorted(found)[:4]:
+        print(f"{place}: {launch}  {mean:.1f} us {[round(time, 1) for time in times]}", flush=True)
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Print the best launches of every class."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"nothing to tune: no {CUDA.type} device here")
+    kinds = sys.argv[1:] or ["decode", "prefill"]
+    for place, shapes in DECODE.items() if "decode" in kinds else ():
+        tune(LAUNCHES, place, launches(*place), decode_calls(shapes))
+    for place, rows in PREFILL.items() if "prefill" in kinds else ():
+        tune(PREFILL_LAUNCHES, place, prefill_launches(place[0]), prefill_calls(rows))
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit(f"nothing to tune: no {CUDA.type} device here")
-    {"decode": tune_decode}[(sys.argv[1:] or ["decode"])[0]]()
+    main()

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tapscope.kernels.triton import activation, launch, norm, paged_decode, rope
+from tapscope.kernels.triton import activation, launch, norm, paged_decode, paged_prefill, rope
 
 TYPES = {
     torch.float32: "fp32",
@@ -89,6 +89,21 @@ def decode() -> None:
         paged_decode.paged_decode(query, pool, pool, table, lengths, 0.1, **settings)
 
 
+def prefill() -> None:
+    """Attention of many rows a request."""
+    table, lengths = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    starts = torch.zeros(5, dtype=torch.int32)
+    for heads, kv_heads, dim, stored, settings in (
+        (32, 8, 128, BF16, {}),
+        (32, 8, 256, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
+        (16, 16, 192, BF16, {}),
+        (14, 2, 64, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
+    ):
+        pool = torch.zeros(8, 16, kv_heads, dim).to(stored)
+        query = torch.zeros(40, heads, dim, dtype=BF16)
+        paged_prefill.paged_prefill(query, pool, pool, table, starts, lengths, 0.1, **settings)
+
+
 def layers() -> None:
     """Norms, rotation and the cache's write, activations."""
     states, weight = torch.zeros(4, 4096, dtype=BF16), torch.ones(4096, dtype=BF16)
@@ -116,9 +131,11 @@ if __name__ == "__main__":
         patch.object(launch, "check_device"),
         patch.object(launch, "check_stored"),
         patch.object(paged_decode, "check_stored"),
+        patch.object(paged_prefill, "check_stored"),
         patch.object(rope, "check_stored"),
         patch.object(paged_decode, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),
     ):
         decode()
+        prefill()
         layers()

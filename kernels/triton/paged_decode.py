@@ -140,8 +140,8 @@ def paged_decode(
         splits = num_splits or _splits(programs * len(query), num_sms(query.device))
     if len(query):
         tensors = query, keys, values, page_table, lengths, sinks, output
-        numbers = *_factors(scale, softcap), *stored_scales, window or 0
-        flags = {"IS_CAPPED": softcap is not None, "IS_LATENT": value_dim == _key_blocks(keys.shape[3])[0]}
+        numbers = *factors(scale, softcap), *stored_scales, window or 0
+        flags = {"IS_CAPPED": softcap is not None, "IS_LATENT": value_dim == key_blocks(keys.shape[3])[0]}
         _run(tensors, numbers, (programs, splits, len(query)), rows, split_size or 0, flags)
     return output
 
@@ -157,7 +157,7 @@ def _run(
     """Launch the kernel on ``grid``, and the one that merges the parts where there are several."""
     query, keys, values, page_table, lengths, _, output = tensors
     (requests, heads, dim), (_, page_size, kv_heads, width), splits = query.shape, values.shape, grid[1]
-    (main, rest), launch = _key_blocks(dim), _launch_of(dim, keys.element_size())
+    (main, rest), launch = key_blocks(dim), _launch_of(dim, keys.element_size())
     partial = states = output
     if splits > 1:
         partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=query.device)
@@ -208,14 +208,14 @@ def _splits(programs: int, sms: int) -> int:
     return min(MAX_SPLITS, max(1, -(-2 * sms // programs)))
 
 
-def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
+def factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """What products are multiplied by before and after tanh; scores are powers of 2, not of e."""
     log2e = math.log2(math.e)
     return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
 
 
 @functools.lru_cache(maxsize=64)
-def _key_blocks(dim: int) -> tuple[int, int]:
+def key_blocks(dim: int) -> tuple[int, int]:
     """A key's features as one block and the rest, each a power of two of 16 or more: 576 = 512 + 64, 96 = 64 + 32."""
     main = max(16, 1 << (dim.bit_length() - 1))
     return main, max(16, next_power(dim - main)) if dim > main else 0
@@ -226,7 +226,7 @@ def _launch_of(dim: int, itemsize: int) -> Launch:
 
 
 @triton.jit
-def _widened(stored, scale, dtype: tl.constexpr, IS_SCALED: tl.constexpr):
+def widened(stored, scale, dtype: tl.constexpr, IS_SCALED: tl.constexpr):
     """What was stored, in the type computed with: ``stored`` * ``scale``, rounded once."""
     if IS_SCALED:
         wide = stored.to(tl.float32) * scale
@@ -238,7 +238,7 @@ def _widened(stored, scale, dtype: tl.constexpr, IS_SCALED: tl.constexpr):
 
 
 @triton.jit
-def _capped(scores, cap):
+def capped(scores, cap):
     """cap * tanh(scores)."""
     return cap - 2.0 * cap / (tl.exp2(scores * 2.8853900817779268) + 1.0)
 
@@ -293,21 +293,21 @@ def _decode_kernel(
         seen = (place >= begin) & (place < high)
         page = tl.load(page_table + row * table_row + place // PAGE, mask=seen, other=0).to(tl.int64)
         at = (keys + page * key_page + place % PAGE * key_place + kv_head * key_head)[:, None]
-        k = _widened(tl.load(at + d, mask=seen[:, None] & (d < DIM), other=0.0), key_scale, dtype, IS_SCALED)
+        k = widened(tl.load(at + d, mask=seen[:, None] & (d < DIM), other=0.0), key_scale, dtype, IS_SCALED)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
-            k_rest = _widened(tl.load(at + r, mask=seen[:, None] & (r < DIM), other=0.0), key_scale, dtype, IS_SCALED)
+            k_rest = widened(tl.load(at + r, mask=seen[:, None] & (r < DIM), other=0.0), key_scale, dtype, IS_SCALED)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores *= factor
         if IS_CAPPED:
-            scores = _capped(scores, cap)
+            scores = capped(scores, cap)
         scores = tl.where(seen, scores, float("-inf"))
         if IS_LATENT:
             v = k
         else:
             at = (values + page * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
-            v = _widened(tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0), value_scale, dtype, IS_SCALED)
-        top, total, mixed = _attended(scores, v, top, total, mixed)
+            v = widened(tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0), value_scale, dtype, IS_SCALED)
+        top, total, mixed = attended(scores, v, top, total, mixed)
     real = member < GROUP
     written = real[:, None] & (e < WIDTH)
     if SPLITS == 1:
@@ -322,7 +322,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _attended(scores, values, top, total, mixed):
+def attended(scores, values, top, total, mixed):
     """The running state after a block of scores [M, N], in powers of 2, and values [N, V]; arXiv:2205.14135."""
     higher = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -1,0 +1,273 @@
+"""Paged prefill attention: any number of query rows a request against keys and values in pages, causally.
+
+Row i of request b stands at position p = lengths[b] - count[b] + i, where count[b] = starts[b + 1] - starts[b] is the
+request's rows in this step: a whole prompt, a chunk of one, the rest after a cached prefix, or a single row. It sees
+the positions max(0, p - window + 1) .. p; scores, softmax, soft-cap and sinks are those of
+kernels/triton/paged_decode.py.
+
+Each program takes a block of rows times the heads of one key/value head (as the Triton backend of vLLM,
+arXiv:2511.11581) and goes through the keys with the running softmax of arXiv:2205.14135: first through blocks that
+every row sees whole, then through those on the diagonal, which are masked. Blocks begin at multiples of their size, so
+that a row's bits depend neither on the other rows nor on how its prompt is cut. The grid depends on shapes alone:
+program n belongs to the last request b with starts[b] // block + b <= n.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tapscope.errors import UsageError
+from tapscope.kernels.triton.launch import check_same_device, check_stored, next_power
+from tapscope.kernels.triton.paged_decode import attended, capped, factors, key_blocks, widened
+
+
+class PrefillLaunch(NamedTuple):
+    """How the kernel is compiled for a class of shapes."""
+
+    rows: int
+    """Rows times heads of a program."""
+    block: int
+    """Positions of one iteration."""
+    warps: int
+    stages: int
+
+
+PREFILL_LAUNCHES: dict[tuple[int, int], PrefillLaunch] = {
+    (64, 2): PrefillLaunch(128, 64, 4, 3),
+    (128, 2): PrefillLaunch(128, 64, 8, 3),
+    (256, 2): PrefillLaunch(128, 32, 8, 2),
+    (64, 1): PrefillLaunch(128, 64, 4, 3),
+    (128, 1): PrefillLaunch(128, 64, 8, 3),
+    (256, 1): PrefillLaunch(128, 32, 8, 2),
+    (64, 4): PrefillLaunch(64, 32, 4, 2),
+    (128, 4): PrefillLaunch(64, 32, 4, 2),
+    (256, 4): PrefillLaunch(32, 16, 4, 1),
+}
+"""By the key dim's class (up to 64, 128 or 256 features) and the bytes of a stored element."""
+
+
+def paged_prefill_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    stored_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """What :func:`paged_prefill` computes, one request at a time; lengths are read on the host."""
+    if keys.dtype != query.dtype:
+        keys, values = (
+            (pool.float() * by).to(query.dtype) for pool, by in zip((keys, values), stored_scales, strict=True)
+        )
+    output = query.new_zeros(*query.shape[:2], values.shape[3])
+    bounds = starts.tolist()
+    for b, length in enumerate(lengths.tolist()):
+        rows = slice(bounds[b], bounds[b + 1])
+        used = page_table[b, : -(-length // keys.shape[1])]
+        group = query.shape[1] // keys.shape[2]
+        k, v = (pool[used].flatten(0, 1)[:length].repeat_interleave(group, 1).float() for pool in (keys, values))
+        scores = torch.einsum("ihd,thd->hit", query[rows].float(), k).mul(scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        place = torch.arange(length, device=query.device)
+        position = place[length - scores.shape[1] :, None]
+        hidden = (place > position) | (place <= position - (window or length))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
+        output[rows] = torch.einsum("hit,thd->ihd", weights, v).to(query.dtype)
+    return output
+
+
+def paged_prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    stored_scales: tuple[float, float] = (1.0, 1.0),
+    out: Tensor | None = None,
+) -> Tensor:
+    """[tokens, heads, key dim] against pages -> [tokens, heads, value dim], in the query's dtype.
+
+    Pools, ``page_table`` [requests, most pages] and ``lengths`` [requests] are those of
+    :func:`tapscope.kernels.triton.paged_decode.paged_decode`; lengths count the step's own rows. ``starts`` [requests
+    + 1] int32 is the first row of each request, then the number of rows; rows after it are left as they are. A request
+    may have no row. Key dims go up to 256. Raises UsageError for tensors that do not fit together.
+    """
+    _check(query, keys, values, page_table, starts, lengths, sinks)
+    (tokens, heads, dim), (_, page_size, kv_heads, width) = query.shape, values.shape
+    output = query.new_empty(tokens, heads, width) if out is None else out
+    group, requests = heads // kv_heads, len(lengths)
+    launch = PREFILL_LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256, keys.element_size()]
+    rows = max(launch.rows, next_power(group))
+    main, rest = key_blocks(dim)
+    if not tokens or not requests:
+        return output
+    _prefill_kernel[(tokens // (rows // group) + requests, kv_heads)](
+        query, keys, values, page_table, starts, lengths, sinks, output,
+        *query.stride(), *keys.stride()[:3], *values.stride()[:3], page_table.stride(0), *output.stride()[:2],
+        requests, *factors(scale, softcap), *stored_scales, window or 0,
+        GROUP=group, PAGE=page_size, DIM=dim, WIDTH=width, MAIN=main, REST=rest,
+        BLOCK_V=max(16, next_power(width)), BLOCK_M=rows, BLOCK_N=launch.block, IS_WINDOWED=window is not None,
+        IS_CAPPED=softcap is not None, IS_SCALED=stored_scales != (1.0, 1.0),
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return output
+
+
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Raise UsageError for tensors that do not fit together."""
+    check_same_device(query, keys, values, page_table, starts, lengths, sinks)
+    check_stored(keys.dtype, keys.device)
+    if query.shape[2] != keys.shape[3] or keys.shape[:3] != values.shape[:3] or query.shape[1] % keys.shape[2]:
+        shapes = f"{list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
+        raise UsageError(f"query {shapes} do not fit: [tokens, heads, d] and twice [pages, page_size, kv_heads, d]")
+    if max(query.shape[2], values.shape[3]) > 256 or query.shape[1] // keys.shape[2] > 256:
+        raise UsageError("key and value dims, and the heads of a key/value head, go up to 256")
+    if {page_table.dtype, starts.dtype, lengths.dtype} != {torch.int32}:
+        raise UsageError("page_table, starts and lengths are to be int32")
+    if len(page_table) != len(lengths) or len(starts) != len(lengths) + 1:
+        raise UsageError(f"{len(page_table)} rows of page_table, {len(starts)} starts, {len(lengths)} lengths")
+    vectors = [starts, lengths] if sinks is None else [starts, lengths, sinks]
+    if any(t.stride(-1) != 1 for t in (keys, values, page_table)) or not all(t.is_contiguous() for t in vectors):
+        raise UsageError("keys, values, page_table, starts, lengths and sinks need their last axis contiguous")
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise UsageError(f"sinks {list(sinks.shape)}: one for each of {query.shape[1]} heads is needed")
+
+
+@triton.jit
+def _request_of(starts, block, requests, BLOCK_Q: tl.constexpr):
+    """The last request whose first block does not come after ``block``."""
+    low, high = 0 * requests, requests - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = tl.load(starts + middle) // BLOCK_Q + middle <= block
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _tile(at, seen, feature, DIM: tl.constexpr, BLOCK: tl.constexpr, IS_MASKED: tl.constexpr):
+    """[positions, features] at ``at`` [positions, 1]; zeros where there is no position or no feature."""
+    if IS_MASKED:
+        return tl.load(at + feature, mask=seen[:, None] & (feature < DIM), other=0.0)
+    elif DIM % BLOCK == 0:
+        return tl.load(at + feature)
+    else:
+        return tl.load(at + feature, mask=feature < DIM, other=0.0)
+
+
+@triton.jit
+def _go_through(
+    q, q_rest, top, total, mixed, keys, values, table, low, high, position, window,
+    key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr, IS_WINDOWED: tl.constexpr,
+    IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr,
+):  # fmt: skip
+    """The running state (top, total, mixed) after the positions [low, high)."""
+    dtype: tl.constexpr = q.dtype
+    d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
+    for start in tl.range(low, high, BLOCK_N):
+        place = start + tl.arange(0, BLOCK_N)
+        near = place < high
+        if IS_MASKED:
+            page = tl.load(table + place // PAGE, mask=near, other=0).to(tl.int64)
+        else:
+            page = tl.load(table + place // PAGE).to(tl.int64)
+        at = (keys + page * key_page + place % PAGE * key_place)[:, None]
+        k = widened(_tile(at, near, d, DIM, MAIN, IS_MASKED), key_scale, dtype, IS_SCALED)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            k_rest = widened(_tile(at, near, r, DIM, MAIN + REST, IS_MASKED), key_scale, dtype, IS_SCALED)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores *= factor
+        if IS_CAPPED:
+            scores = capped(scores, cap)
+        if IS_MASKED:
+            seen = near[None, :] & (place[None, :] <= position[:, None])
+            if IS_WINDOWED:
+                seen &= place[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        at = (values + page * value_page + place % PAGE * value_place)[:, None]
+        v = widened(_tile(at, near, e, WIDTH, BLOCK_V, IS_MASKED), value_scale, dtype, IS_SCALED)
+        top, total, mixed = attended(scores, v, top, total, mixed)
+    return top, total, mixed
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _prefill_kernel(
+    query, keys, values, page_table, starts, lengths, sinks, output,
+    query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,
+    output_row, output_head, requests, factor, cap, key_scale, value_scale, window,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr,
+    REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_WINDOWED: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M // GROUP rows of one request, for all heads of one key/value head."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    block, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest begin first
+    request = _request_of(starts, block, requests, BLOCK_Q)
+    begin = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - begin
+    first = (block - begin // BLOCK_Q - request) * BLOCK_Q
+    if first >= count:
+        return
+    length = tl.load(lengths + request)
+    m = tl.arange(0, BLOCK_M)
+    row, head = first + m // GROUP, kv_head * GROUP + m % GROUP
+    real = (m < BLOCK_Q * GROUP) & (row < count)
+    position = length - count + row
+    d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
+    at = query + ((begin + row).to(tl.int64) * query_row + head * query_head)[:, None]
+    q = tl.load(at + d * query_dim, mask=real[:, None] & (d < DIM), other=0.0)
+    q_rest = tl.load(at + r * query_dim, mask=real[:, None] & (r < DIM), other=0.0)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    high = tl.minimum(length - count + first + BLOCK_Q, length)
+    low = tl.maximum(length - count + first - window + 1, 0) // BLOCK_N * BLOCK_N if IS_WINDOWED else 0
+    whole = tl.maximum((length - count + first + 1) // BLOCK_N * BLOCK_N, low)
+    keys += kv_head * key_head
+    values += kv_head * value_head
+    table = page_table + request.to(tl.int64) * table_row
+    top, total, mixed = _go_through(
+        q, q_rest, top, total, mixed, keys, values, table, low, whole, position, window,
+        key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
+        PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, IS_WINDOWED, IS_WINDOWED, IS_CAPPED, IS_SCALED,
+    )  # fmt: skip
+    top, total, mixed = _go_through(
+        q, q_rest, top, total, mixed, keys, values, table, whole, high, position, window,
+        key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
+        PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, True, IS_WINDOWED, IS_CAPPED, IS_SCALED,
+    )  # fmt: skip
+    at = output + ((begin + row).to(tl.int64) * output_row + head * output_head)[:, None] + e
+    tl.store(at, (mixed / total[:, None]).to(output.dtype.element_ty), mask=real[:, None] & (e < WIDTH))
