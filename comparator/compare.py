@@ -33,6 +33,7 @@ from tapscope.comparator.verdicts.pointwise import with_pointwise
 from tapscope.comparator.verdicts.recomputed import with_recomputed
 from tapscope.comparator.verdicts.rules import Rule, compile_rules
 from tapscope.comparator.verdicts.set_aside import sound_flips
+from tapscope.comparator.verdicts.sinusoids import sinusoids
 from tapscope.comparator.verdicts.tokens import tokens_of
 from tapscope.comparator.verdicts.training import beginning, merged, trained_steps, with_drifts
 from tapscope.errors import ConfigError, NothingInCommonError, RuleError
@@ -157,6 +158,7 @@ def _judge(seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: Comp
         flips=seen.flips,
         unmet=around,
         cache=cache_epsilon([run.manifest for run in runs]),
+        sinusoids=sinusoids(seen.examined, seen.examiner.preparer),
         allowed=tuple(map(Glob, options.allow_differ)),
         absent=absent,
     )

@@ -125,7 +125,7 @@ def test_the_next_command_names_the_rank_that_alone_holds_the_place(tmp_path: Pa
     Toy(tables, tp=2, hooks={"model.layers.1.self_attn.q_proj:out": harmed}).write(tmp_path / "t", texts).close()
     _, where, _, command = answer(compare(tmp_path / "b", tmp_path / "t"))
     assert command.endswith("q_proj:out --step 0 --rank 1")
-    found = re.search(r"position (\d+), column 40 \(of rank 1: --slice (\d+),(\d+)\)", where)
+    found = re.search(r"position (\d+), column 40 \(on rank 1: --slice (\d+),(\d+)\)", where)
     assert found is not None
     position, row, column = map(int, found.groups())
     assert (column, row) == (40 - 32, position), "what `tapscope show --rank 1 --slice` takes"

@@ -213,7 +213,7 @@ def _where(report: "Report") -> str:
     place = divergence.place
     where = place.text() + (f", column {place.index[-1]}" if place.position is not None and place.index else "")
     if place.in_shard:
-        where += f" (of rank {place.rank}: --slice {','.join(map(str, place.in_shard))})"
+        where += f" (on rank {place.rank}: --slice {','.join(map(str, place.in_shard))})"
     return f"{', '.join(parts)}; {_extent(divergence.finding)} {where}{_also(report, divergence)}"
 
 

@@ -28,12 +28,14 @@ _MIXES = frozenset({"around", "inside", "before"})
 
 
 class Beside(NamedTuple):
-    """What is known of the attentions of a comparison beside the sites that meet."""
+    """What is known of a comparison beside the sites that meet."""
 
     sharpness: Mapping[str, Quantiles] = {}
     """Of modules whose weights one run alone recorded."""
     cache: float = 0.0
     """Epsilon of the format in which both runs keep their caches, where that is a narrow one; see :mod:`.caches`."""
+    sinusoids: Mapping[str, float] = {}
+    """Site -> the largest error of a row of an embedding that differs as the time does which it is of."""
 
 
 NONE = Beside()

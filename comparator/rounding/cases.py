@@ -37,6 +37,7 @@ class Cases:
     ) -> None:
         """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules."""
         self.examined, self.graph, self.params = examined, graph, params
+        self._sinusoids = beside.sinusoids
         self.names = [computed_in(examined, graph, node) for node in range(len(examined))]
         """The dtypes that each node was computed in."""
         self._reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]
@@ -167,8 +168,11 @@ class Cases:
         spread = one.read.spread  # else it has no sizes
         lost = math.hypot(underflow(names, spread), drowned(spread)) if spread is not None else 0.0
         turned = angle_error(self.graph.nodes[node].cls, one.read.worst)
-        once = math.hypot(unit(*names, reduction), lost, turned)
-        return once * math.sqrt(inputs.ops * summed), max(ROW_LIMIT, CONDITION * lost)
+        of_time = self._sinusoids.get(one.site, 0.0)
+        once = math.hypot(unit(*names, reduction), lost, turned, of_time)
+        handed = inputs.nodes if self.graph.nodes[node].is_input else ()
+        off = max((self._sinusoids.get(self.examined[i].site, 0.0) for i in handed), default=of_time)
+        return once * math.sqrt(inputs.ops * summed), max(ROW_LIMIT, CONDITION * lost, CONDITION * off)
 
     def _summands(self, node: int) -> int:
         """Length of the sums over token rows or places; 0 where there are none."""

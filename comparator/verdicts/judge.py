@@ -47,6 +47,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Modules with a norm inside that was not compared, see :func:`.lifts.unmet`."""
     cache: float = 0.0
     """See :attr:`.attention.Beside.cache`."""
+    sinusoids: Mapping[str, float] = field(default_factory=dict)
+    """See :attr:`.attention.Beside.sinusoids`."""
     allowed: tuple[Glob, ...] = ()
     """Sites that may differ."""
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +77,8 @@ class Judge:
         self.inputs: list[Inputs] = self.graph.all_inputs
         alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
-        self._rounding = Rounding(ours, self.graph, params, self._standards.unmet, Beside(alone, self._standards.cache))
+        beside = Beside(alone, self._standards.cache, self._standards.sinusoids)
+        self._rounding = Rounding(ours, self.graph, params, self._standards.unmet, beside)
         give_back()  # findings take as much room as the arrays did that floors were worked out in
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
