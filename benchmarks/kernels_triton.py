@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tapscope.kernels.triton import activation, norm, paged_decode, paged_prefill, rope, why_not
+from tapscope.kernels.triton import activation, norm, paged_decode, paged_prefill, rope, tap, why_not
 
 BF16 = torch.bfloat16
 PAGE = 16
@@ -66,10 +66,10 @@ def events_us(call: Callable[[], object]) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a second, read and written, of a copy of 1 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    """Bytes a second, read and written, of an elementwise kernel over 1 GiB; cudaMemcpy is slower within a GPU."""
+    source = torch.zeros(1 << 28, device=CUDA)
     target = torch.empty_like(source)
-    return 2 * source.numel() / (graph_us(lambda: target.copy_(source), 3) * 1e-6)
+    return 8 * source.numel() / (graph_us(lambda: torch.neg(source, out=target), 3) * 1e-6)
 
 
 def matmul_rate() -> float:
@@ -197,6 +197,18 @@ def layer_cases() -> Iterator[Case]:
             partial(activation.gated_reference, *gate_up.chunk(2, dim=-1), "silu"),
             3 * gate_up.numel(),
         )
+
+
+def tap_cases() -> Iterator[Case]:
+    """Statistics and digests, of one tensor and of the outputs of many modules at once."""
+    for rows, columns, dtype in ((1, 4096, BF16), (32, 4096, BF16), (256, 4096, BF16), (65536, 4096, BF16)):
+        tensor, row = noise(rows, columns, dtype=dtype), torch.zeros(tap.WIDTH, dtype=torch.int64, device=CUDA)
+        name = f"tap {rows} x {columns} {str(dtype)[6:]}"
+        yield Case(name, partial(tap.summarize, tensor, row), None, tensor.numel() * tensor.element_size())
+    tensors = [noise(32, 4096) for _ in range(200)]
+    table, rows = tap.table_of(tensors).to(CUDA), torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=CUDA)
+    call = partial(tap.summarize_many, table, BF16, 32 * 4096 * 2, rows)
+    yield Case("tap 200 tensors of 32 x 4096", call, None, len(tensors) * 32 * 4096 * 2)
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {

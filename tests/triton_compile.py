@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tapscope.kernels.triton import activation, launch, norm, paged_decode, paged_prefill, rope
+from tapscope.kernels.triton import activation, launch, norm, paged_decode, paged_prefill, rope, tap
 
 TYPES = {
     torch.float32: "fp32",
@@ -125,6 +125,23 @@ def layers() -> None:
         activation.gated(states, None, kind)
 
 
+def taps() -> None:
+    """Statistics of elements of every kind, of one tensor and of many."""
+    for dtype in (
+        BF16,
+        torch.float32,
+        torch.float16,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+    ):
+        tap.summarize(torch.zeros(100).to(dtype))
+    tensor, rows = torch.zeros(100_000, dtype=BF16), torch.zeros(1, 15, dtype=torch.int64)
+    tap.summarize(tensor)
+    tap.summarize_many(tap.table_of([tensor]), BF16, 200_000, rows)
+
+
 if __name__ == "__main__":
     TARGETS = [int(word) for word in sys.argv[1:]]
     with (
@@ -134,8 +151,10 @@ if __name__ == "__main__":
         patch.object(paged_prefill, "check_stored"),
         patch.object(rope, "check_stored"),
         patch.object(paged_decode, "num_sms", lambda _: 132),
+        patch.object(tap, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),
     ):
         decode()
         prefill()
         layers()
+        taps()
