@@ -1,4 +1,4 @@
-"""Weights that differ are told by what they leave in the outputs: of one expert, of columns of the input."""
+"""Weights that differ are told by what they leave in the outputs: of one expert, of some inputs, without a bias."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from factories import RunFactory
 
 from tapscope.comparator import compare
 from tapscope.comparator.explain.experts import columns_apart, common
+from tapscope.comparator.explain.input_ranges import told
 from tapscope.observe import RowRun
 from tapscope.run import open_run
 
@@ -106,3 +107,111 @@ def test_columns_are_apart_where_the_rest_is_as_in_other_rows(level: float, expe
     error[:, [2, 5]] = 0.5
     found = columns_apart(error, others)
     assert (None if found is None else found.tolist()) == expected
+
+
+INPUTS, OUTPUTS = 64, 48
+X = RNG.standard_normal((ROWS, INPUTS)) * RNG.lognormal(0, 0.3, INPUTS)
+WEIGHT = RNG.standard_normal((OUTPUTS, INPUTS)) / 8
+BIAS = RNG.standard_normal(OUTPUTS)
+
+
+def linear(path: Path, weight: Array, x: Array = X, bias: Array = BIAS, baseline: Array = WEIGHT) -> str:
+    sides = [
+        {"in[input]": x.astype(np.float32), "out": (x @ w.T + bias).astype(np.float32)} for w in (baseline, weight)
+    ]
+    return stated(path, "layers.1.mlp.up_proj", (sides[0], sides[1]))
+
+
+def with_columns(columns: Any, change: Any) -> Array:
+    found = WEIGHT.copy()
+    found[:, columns] = change(found[:, columns])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        (with_columns(slice(16, 32), np.negative), "columns 16–31 of its input"),
+        (with_columns(slice(1, 48, 3), np.negative), "every third column from 1 to 46 of its input"),
+        (with_columns(slice(20, 52), lambda w: w * 0.98), "columns 20–51 of its input"),
+        (with_columns([3, 40], np.zeros_like), "columns 3 and 40 of its input"),
+    ],
+)
+def test_the_inputs_whose_weights_differ_are_named(tmp_path: Path, weight: Array, said: str) -> None:
+    assert linear(tmp_path, weight).startswith(f"the weight differs in {said}: the error is what these add")
+
+
+def test_an_exchange_of_inputs_is_told_from_two_wrong_ranges(tmp_path: Path) -> None:
+    order = np.arange(INPUTS)
+    order[:16], order[32:48] = np.arange(32, 48), np.arange(16)
+    said = "columns 0–15 and 32–47 of its input are exchanged in the weight"
+    assert linear(tmp_path / "exchanged", WEIGHT[:, order]) == said
+    assert "exchanged" not in linear(tmp_path / "other", with_columns([*range(16), *range(32, 48)], np.negative))
+
+
+def test_a_weight_that_differs_everywhere_is_told_where_rows_are_enough(tmp_path: Path) -> None:
+    other = RNG.standard_normal(WEIGHT.shape) / 8
+    narrow = X[:, :20]
+    said = linear(tmp_path / "narrow", other[:, :20], x=narrow, baseline=WEIGHT[:, :20])
+    assert said == "the weight differs: the error is a linear function of the input"
+    assert linear(tmp_path / "wide", other) == "", "any error of 40 rows is a linear function of 64 inputs"
+
+
+def test_an_error_that_is_no_function_of_the_inputs_is_not_of_the_weight() -> None:
+    error = RNG.standard_normal((ROWS, OUTPUTS))
+    assert told(X, error, 1e-3) is None
+    assert told(X[:, :20], error, 1e-3) is None
+
+
+def test_inputs_that_are_much_alike_are_not_told_apart() -> None:
+    alike = RNG.standard_normal((ROWS, 4)) @ RNG.standard_normal((4, INPUTS)) + 1e-4 * X
+    assert told(alike, alike[:, 16:32] @ WEIGHT[:, 16:32].T, 1e-2) is None
+    assert told(X, X[:, 16:32] @ WEIGHT[:, 16:32].T, 1e-2) is not None
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (2.0, "target = 2 × baseline + a number for each channel: the weight is 2 × baseline's, the bias is not"),
+        (-1.0, "target = -1 × baseline + a number for each channel: the weight is -1 × baseline's, the bias is not"),
+        (0.0, "target is the same in every row: the weight counts as zero, the bias alone is left"),
+    ],
+)
+def test_a_weight_that_is_scaled_without_its_bias(tmp_path: Path, factor: float, said: str) -> None:
+    assert linear(tmp_path, factor * WEIGHT).startswith(said)
+
+
+def test_a_wrong_bias_and_a_whole_that_is_scaled_are_no_scaled_weight(tmp_path: Path) -> None:
+    sides = [{"in[input]": X.astype(np.float32), "out": out} for out in (X @ WEIGHT.T, X @ WEIGHT.T + BIAS)]
+    assert "the bias is not" not in stated(tmp_path / "bias", "layers.1.mlp.up_proj", (sides[0], sides[1]))
+    sides = [{"in[input]": X.astype(np.float32), "out": f * (X @ WEIGHT.T + BIAS)} for f in (1.0, 2.0)]
+    assert stated(tmp_path / "all", "layers.1.mlp.up_proj", (sides[0], sides[1])).startswith("target = 2 × baseline (")
+
+
+def replicated(path: Path, change: Any) -> str:
+    """The cause where rank 1 holds something else than rank 0, which agrees with the baseline."""
+    values = (X[:, :32] * 2).astype(np.float32)
+    other = change(values).astype(np.float32)
+    for name, mesh, out in (("b", {}, values), ("t", {"tp": 2}, {0: values, 1: other})):
+        with RunFactory(path / name, mesh=mesh) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            same = {0: X.astype(np.float32), 1: X.astype(np.float32)}
+            run.put("norm:in[x]", same if mesh else same[0], dims="t h # tp:replicated" if mesh else "t h")
+            run.put("norm:out", out, dims="t h # tp:replicated" if mesh else "t h")
+    with open_run(path / "b") as one, open_run(path / "t") as two:
+        first = compare(one, two).first_divergence
+    assert first is not None
+    return "" if first.explanation is None else first.explanation.text
+
+
+def test_what_one_rank_alone_has_is_explained_with_its_rank(tmp_path: Path) -> None:
+    assert replicated(tmp_path / "all", np.negative).startswith("in rank 1: target = −baseline")
+
+    def part(values: Array) -> Array:
+        found = values.copy()
+        found[:, 8:16] *= 3
+        return found
+
+    assert replicated(tmp_path / "part", part).startswith("in columns 8–15 (of rank 1): target = 3 × baseline")
+    noise = RNG.standard_normal((ROWS, 32))
+    assert replicated(tmp_path / "noise", lambda values: values + noise) == ""

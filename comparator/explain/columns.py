@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.extent import spans
 from tapscope.comparator.explain.heads import Sites
-from tapscope.comparator.explain.slots import Slots
+from tapscope.comparator.explain.slots import rows_like
 from tapscope.comparator.explain.trial import Trial
 
 Array = np.ndarray[Any, Any]
@@ -17,26 +18,41 @@ ROWS_PER_COLUMN = 4
 ENOUGH = 2.0
 """Times the noise that may be left when enough columns are found."""
 MAX_COLUMNS = 64
+MIN_ROWS = 16
 _INPUTS = ("in[input]", "in[input_]", "in[x]", "in[hidden_states]")
-_LINEAR = ("proj", "fc1", "fc2", "gate", "lm_head", "linear_qkv", "wq", "wk", "wv", "wo", "c_attn", "c_fc", "dense")
+_FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
+"""Layers that are given what the module around them is given; where they are fused, that alone is recorded."""
+_LINEAR = (
+    "proj",
+    "fc1",
+    "fc2",
+    "gate",
+    "lm_head",
+    "linear_qkv",
+    "wq",
+    "wk",
+    "wv",
+    "wo",
+    "c_attn",
+    "c_fc",
+    "dense",
+    "mqa",
+)
 
 
 def input_columns(damage: Damage, sites: Sites) -> Iterator[Trial]:
     """The baseline plus what a few columns of the target's input add, fitted on half of the rows for the others."""
-    path, _, port = damage.sample.site.rpartition(":")
-    if not port.startswith("out") or not path.rpartition(".")[2].endswith(_LINEAR) or len(damage.rows) < 16:
+    whole = input_of(damage, sites) if len(damage.rows) >= MIN_ROWS else None
+    if whole is None:
         return
-    given = next((both for name in _INPUTS if (both := sites.slots(f"{path}:{name}")) is not None), None)
-    x = None if given is None else _rows(damage, given[1])
-    if x is None or not np.isfinite(x).all():
-        return
+    x = whole[damage.rows]
     error = np.nan_to_num(damage.after - damage.before) * damage.weight
     floor = ENOUGH * damage.noise * float(np.sqrt(((damage.before * damage.weight) ** 2).sum()))
     found = chosen(x * damage.weight, error, floor)
     if not found:
         return
     values = damage.before + _crossed(x[:, found], damage.after - damage.before, damage.weight)
-    named = _said(found)
+    named = spans("column", found)
     text = f"the weight differs in {named} of its input: the error is what these add"
     yield Trial("input columns", text, values, 2)
 
@@ -55,9 +71,18 @@ def chosen(x: Array, error: Array, floor: float) -> list[int]:
         gains = ((unit.T @ rest) ** 2).sum(axis=1)
         gains[found] = -1.0
         found.append(int(np.argmax(gains)))
-        part = x[:, found]
-        rest = error - part @ np.linalg.lstsq(part, error, rcond=None)[0]
+        rest = _rest(x, error, found)
+    for one in sorted(found, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
+        fewer = [i for i in found if i != one]
+        if float(np.sqrt((_rest(x, error, fewer) ** 2).sum())) <= floor:
+            found = fewer  # it was near the best while others were missing
     return sorted(found)
+
+
+def _rest(x: Array, error: Array, columns: list[int]) -> Array:
+    part = x[:, columns]
+    rest: Array = error - part @ np.linalg.lstsq(part, error, rcond=None)[0]
+    return rest
 
 
 def _crossed(x: Array, error: Array, weight: Array) -> Array:
@@ -69,16 +94,20 @@ def _crossed(x: Array, error: Array, weight: Array) -> Array:
     return values
 
 
-def _rows(damage: Damage, given: Slots) -> Array | None:
-    at, sample = given.place(), damage.sample
-    keys = zip(sample.step.tolist(), sample.request.tolist(), sample.position.tolist(), strict=True)
-    found = np.array([at.get(key, -1) for key in keys])[damage.rows]
-    return given.values[found] if found.min(initial=0) >= 0 else None
+def is_linear(site: str) -> bool:
+    """Whether a site is called as the output of a linear layer."""
+    path, _, port = site.rpartition(":")
+    return port.startswith("out") and path.removesuffix(".partial").rpartition(".")[2].endswith(_LINEAR)
 
 
-def _said(columns: list[int]) -> str:
-    if len(columns) == 1:
-        return f"column {columns[0]}"
-    if columns[-1] - columns[0] + 1 == len(columns):
-        return f"columns {columns[0]}–{columns[-1]}"
-    return f"columns {', '.join(map(str, columns[:4]))}{', …' if len(columns) > 4 else ''}"
+def input_of(damage: Damage, sites: Sites) -> Array | None:
+    """[rows, inputs] what the target's linear layer was given; None where the site is no output of one."""
+    path = damage.sample.site.rpartition(":")[0].removesuffix(".partial")
+    if not is_linear(damage.sample.site):
+        return None
+    parent, _, last = path.rpartition(".")
+    owners = (path, parent) if last in _FIRST else (path,)
+    ports = (f"{owner}:{name}" for owner in owners for name in _INPUTS)
+    given = next((both for port in ports if (both := sites.slots(port)) is not None), None)
+    x = None if given is None else rows_like(given[1], damage.sample)
+    return None if x is None or not np.isfinite(x).all() else x

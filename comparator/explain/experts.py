@@ -47,7 +47,7 @@ def expert_weights(damage: Damage, sites: Sites) -> Proven | None:
 def common(chosen: Array, error: Array, given: Array | None) -> int | None:
     """The expert whose rows alone are off, if neither that nor that it is this one of theirs is an accident; None
     where there is none. ``chosen`` [rows, k], ``error`` [rows], ``given`` [rows, width] what the experts were given."""
-    once = _distinct(given, len(chosen))
+    once = np.arange(len(chosen)) if given is None or not np.isfinite(given).all() else distinct(given)
     chosen, error = chosen[once], error[once]
     has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}
     off = {e: error > BEYOND * float(error[~rows].max(initial=0.0)) for e, rows in has.items()}
@@ -117,10 +117,8 @@ def _errors(damage: Damage) -> Array:
     return found
 
 
-def _distinct(given: Array | None, count: int) -> Array:
-    """Indices of rows whose inputs are not those of an earlier row."""
-    if given is None or not np.isfinite(given).all():
-        return np.arange(count)
+def distinct(given: Array) -> Array:
+    """Indices of the rows that are not those of an earlier row."""
     unit = given / np.maximum(np.sqrt((given**2).sum(axis=1, keepdims=True)), 1e-300)
     apart = np.sqrt(np.maximum(2.0 - 2.0 * unit @ unit.T, 0.0))
     return np.flatnonzero(~np.tril(apart < SAME, -1).any(axis=1))

@@ -11,11 +11,13 @@ from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.attended import attended
+from tapscope.comparator.explain.biased import scaled_weights
 from tapscope.comparator.explain.casts import casts, missing, overflow
 from tapscope.comparator.explain.columns import input_columns
 from tapscope.comparator.explain.damage import Damage, find_damage
 from tapscope.comparator.explain.experts import expert_weights
 from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.input_ranges import input_ranges
 from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
 from tapscope.comparator.explain.masks import masks
@@ -109,12 +111,25 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
         kin = Kin(
             context.preparer, context.examined, [context.matched[i] for i in context.inputs[node].nodes], one, sample
         )
+        rank = None if divergence.place is None else divergence.place.rank
+        replica = kin.replica(rank)
+        if replica is not None:
+            sample = replace(sample, target=replica, ranks=np.full(len(sample.ranks), rank))
         if (counted := positions(sample, context.preparer.row_map.requests)) is not None:
             return counted
-        known = attended(one, kin.sites, kin)
-        return known or _try_all(sample, _inherited(context, node), kin)
+        known = attended(one, kin.sites, kin) or _try_all(
+            sample, _inherited(context, node), kin, is_replica=replica is not None
+        )
+        return known if known is None or replica is None else _of_rank(known, rank)
     except DataError:  # bytes that cannot be read are a finding of their own
         return None
+
+
+def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
+    """What was found in one rank's values, with that rank."""
+    extent = explanation.extent
+    said = extent if "rank" in extent else f"{extent} (of rank {rank})" if extent else f"rank {rank}"
+    return structs.replace(explanation, extent=said)
 
 
 def _inherited(context: Context, node: int) -> float:
@@ -125,7 +140,7 @@ def _inherited(context: Context, node: int) -> float:
 
 
 @np.errstate(all="ignore")  # values may be as large as their type allows: what overflows explains nothing
-def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
+def _try_all(sample: Sample, inherited: float, kin: Kin, *, is_replica: bool) -> Explanation | None:
     damage = find_damage(sample, inherited, kin.sizes, kin.head_dims)
     if damage is None:
         return None
@@ -139,7 +154,7 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
         return told
     if (known := routed(damage, kin.sites, kin.configs)) is not None:
         return Explanation(known.name, known.sentence, known.share, "", (), len(sample.baseline))
-    winner, tested = choose(damage, _trials(damage, kin))
+    winner, tested = choose(damage, _trials(damage, kin, is_replica=is_replica))
     if winner is not None:
         extent = (
             "" if _holds_everywhere(damage, winner, kin) else describe(damage, kin.requests, kin.padded, counted=False)
@@ -148,6 +163,9 @@ def _try_all(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
     if (known := expert_weights(damage, kin.sites)) is not None:
         return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))
     extent = describe(damage, kin.requests, kin.padded, counted=True)
+    if (known := input_ranges(damage, kin.sites)) is not None:
+        where = describe(replace(damage, rows=np.arange(len(sample.baseline))), (), frozenset(), counted=False)
+        return Explanation(known.name, known.sentence, known.share, where, tested, len(sample.baseline))
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
 
 
@@ -159,7 +177,7 @@ def _holds_everywhere(damage: Damage, winner: Tested, kin: Kin) -> bool:
     everywhere = replace(damage, rows=rows, columns=columns)
     return any(
         trial.name == winner.name and share_of(everywhere, trial.values) > winner.share - SLACK
-        for trial in _trials(everywhere, kin)
+        for trial in _trials(everywhere, kin, is_replica=False)
     )
 
 
@@ -179,7 +197,7 @@ def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float])
     yield from turns(damage, thetas)
 
 
-def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
+def _trials(damage: Damage, kin: Kin, *, is_replica: bool) -> Iterator[Trial]:
     yield from hypotheses(damage, kin.requests, kin.thetas)
     if damage.sample.is_integer or np.unique(damage.before).size < MIN_DIFFERENT:
         return
@@ -189,9 +207,10 @@ def _trials(damage: Damage, kin: Kin) -> Iterator[Trial]:
     yield from activations(damage, others)
     yield from other_weights(damage, kin.sites)
     yield from input_columns(damage, kin.sites)
+    yield from scaled_weights(damage)
     for axis, parts in kin.summands():
         yield from summands(damage, parts, axis)
-    for axis, parts in kin.replicas():
+    for axis, parts in () if is_replica else kin.replicas():
         yield from unsummed(damage, parts, axis)
 
 

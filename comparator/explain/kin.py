@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tapscope.comparator.alignment.prepare import Prepared, Preparer
 from tapscope.comparator.alignment.rowmap import PADDING
 from tapscope.comparator.assembly.assemble import Whole
@@ -14,6 +16,8 @@ from tapscope.comparator.explain.relatives import Relative, Summand
 from tapscope.comparator.explain.sample import Sample, read_like, read_parts
 from tapscope.comparator.runs.names import is_partial, reduced
 from tapscope.site import layer_of
+
+Array = np.ndarray[Any, Any]
 
 MAX_RELATIVES = 16
 """Other sites that are read for one culprit."""
@@ -94,6 +98,11 @@ class Kin:
             parts = list(self._parts(self._ready, ranks, _replica))
             if len(parts) == len(ranks):
                 yield axis, parts
+
+    def replica(self, rank: int | None) -> Array | None:
+        """[rows, columns] what a rank of the target holds beside the one that is compared; None where there is none."""
+        found = (part for _, parts in self.replicas() for part in parts) if rank is not None else ()
+        return next((part.values for part in found if part.rank == rank), None)
 
     @property
     def _site(self) -> str:

@@ -14,7 +14,7 @@ MAX_BLOCKS = 512
 """Blocks whose order is searched for."""
 SEARCH_ROWS = 32
 """Damaged rows that the search looks at."""
-MIN_EVIDENCE = 32
+MIN_EVIDENCE = 16
 """Values that a block must have over those rows: fewer find a match by chance."""
 FOUND = 0.9
 

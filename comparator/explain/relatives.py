@@ -82,8 +82,10 @@ def summands(damage: Damage, parts: list[Summand], axis: str) -> Iterator[Trial]
 
 
 def unsummed(damage: Damage, others: list[Summand], axis: str) -> Iterator[Trial]:
-    """What the ranks hold should be equal; added up it is the baseline."""
+    """What the ranks hold should be equal; added up it is the baseline. A rank that holds zeros lacks no sum."""
     total = np.sum([damage.cut(other.values) for other in others], axis=0)
+    if not damage.after.any():
+        return
     sentence = (
         f"the values of the {len(others) + 1} ranks add up to the baseline: the all-reduce over {axis} is missing"
     )

@@ -34,7 +34,8 @@ def constants(damage: Damage) -> Iterator[Trial]:
         return
     yield Trial("sign", "target = −baseline", -before)
     yield from _dropout(before, after)
-    for axis, size in damage.sizes.items():
+    is_whole = len(damage.columns) == damage.sample.baseline.shape[1]  # a sum over ranks is of whole rows
+    for axis, size in damage.sizes.items() if is_whole else ():
         doubled = f"target = {size} × baseline: added up over {axis}={size} once too often (a doubled all-reduce)"
         yield Trial("all-reduce", doubled, before * size)
         shared = (
@@ -52,7 +53,7 @@ def _dropout(before: Array, after: Array) -> Iterator[Trial]:
         if abs(factor * (1.0 - rate) - 1.0) > 0.1:
             return
         sentence = (
-            f"{rate:.1%} of target's values are zero and the others {_number(factor)} × baseline (dropout left on)"
+            f"{rate:.1%} of target's values are zero and the others {number(factor)} × baseline (dropout left on)"
         )
         yield Trial("dropout", sentence, np.where(lost, 0.0, before * factor), 1)
 
@@ -64,10 +65,10 @@ def scales(damage: Damage) -> Iterator[Trial]:
     before, after = _clean(damage)
     factor = _factor(before, after, None)
     board = np.add.outer(np.arange(before.shape[0]), np.arange(before.shape[1])) % 2 == 0
-    if board.sum() >= MIN_VALUES:
+    if 2 * board.sum() >= MIN_VALUES:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
-        said = f"target = {_number(factor, damage.noise)} × baseline{_known(factor, damage)}"
+        said = f"target = {number(factor, damage.noise)} × baseline{_known(factor, damage)}"
         yield Trial("scale", said, values, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
@@ -86,7 +87,7 @@ def offsets(damage: Damage) -> Iterator[Trial]:
     if error.size >= (MIN_INTEGERS if damage.sample.is_integer else MIN_VALUES):
         common = float(np.median(error)) if damage.sample.is_integer else float(error.mean())
         sign = "+" if common >= 0 else "−"
-        yield Trial("offset", f"target = baseline {sign} {_number(abs(common))}", before + common, 1)
+        yield Trial("offset", f"target = baseline {sign} {number(abs(common))}", before + common, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
             note = ", as a bias that is wrong, missing or added twice would be" if axis == 0 else ""
@@ -148,11 +149,11 @@ def _known(factor: float, damage: Damage) -> str:
     return ""
 
 
-def _number(value: float, noise: float = 0.0) -> str:
+def number(value: float, noise: float = 0.0) -> str:
     """Four digits, three of coarsely rounded values, or as many more as it takes to see that it is not 1."""
     short = f"{value:.{3 if noise > 1e-3 else 4}g}"
     return f"(1 {'-' if value < 1 else '+'} {abs(value - 1.0):.2g})" if short == "1" and value != 1.0 else short
 
 
 def _range(values: Array) -> str:
-    return f"{_number(float(values.min()))} to {_number(float(values.max()))}"
+    return f"{number(float(values.min()))} to {number(float(values.max()))}"

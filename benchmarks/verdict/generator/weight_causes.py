@@ -9,7 +9,7 @@ import re
 from benchmarks.verdict.generator.bug import Bug
 
 _INPUTS = re.compile(
-    r"the weight differs in (?P<what>[^:]*?) of its input|(?P<swapped>columns? [^:]*?) of its input are"
+    r"the weight differs in (?P<what>[^:]*?) of its input|(?P<swapped>columns? [^:]*?) of its input are exchanged"
 )
 _EXPERT = re.compile(
     r"(?:weights|down projection) of expert (?P<expert>\d+) differs?(?: in its (?P<rows>rows? [^:]*))?"
@@ -28,6 +28,10 @@ def judged(bug: Bug, text: str) -> bool | None:
     if (found := _INPUTS.search(text)) is not None:
         inputs = changed(bug, outputs=False)
         return inputs is not None and _within(found["what"] or found["swapped"], inputs)
+    if "the weight counts as zero" in text:
+        return bug.damage is not None and bug.damage.op == "zero" and not is_elsewhere(bug, text)
+    if "the weight differs: the error is a linear function of the input" in text:
+        return len(bug.shape) == 2 and not is_elsewhere(bug, text)
     if (found := _BY_ONE.search(text)) is not None:
         return "norm" in bug.module and not is_elsewhere(bug, text) and _is_by_one(bug, found[1])
     return None
@@ -67,7 +71,8 @@ def changed(bug: Bug, *, outputs: bool) -> frozenset[int] | None:
     axis = -1 if len(shape) == 1 else damage.axis
     of_outputs = len(shape) == 1 or (axis == -2) is first_is_output
     if of_outputs is not outputs:
-        return None
+        is_shard = bug.kind == "rank_weight" and not outputs and len(shape) == 2 and bug.rank is not None
+        return frozenset(range(bug.rank * shape[-1], (bug.rank + 1) * shape[-1])) if is_shard else None
     if damage.start is None:
         return frozenset(range(shape[axis]))
     offset = (bug.rank or 0) * shape[axis] if bug.kind == "rank_weight" and not outputs else 0

@@ -1,0 +1,52 @@
+"""Biased: the weight of a linear layer is scaled, zero or negated, and its bias is not."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.columns import is_linear
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.scale import number
+from tapscope.comparator.explain.trial import Trial
+
+Array = np.ndarray[Any, Any]
+
+MIN_ROWS = 8
+ONE = 0.02
+"""A factor within this of 1 leaves a wrong bias, and one within this of 0 the bias alone."""
+
+
+def scaled_weights(damage: Damage) -> Iterator[Trial]:
+    """``target = factor × (baseline - bias) + bias``, fitted on half of the rows for the others."""
+    if len(damage.rows) < MIN_ROWS or not is_linear(damage.sample.site):
+        return
+    before, after = damage.before, damage.after
+    if not np.isfinite(before).all() or not np.isfinite(after).all():
+        return
+    weight = np.broadcast_to(damage.weight, before.shape)
+    factor, _ = _fit(before, after, weight)
+    if abs(factor - 1.0) < ONE:
+        return
+    values = np.empty_like(before)
+    for mine, other in ((0, 1), (1, 0)):
+        fitted = slice(other, None, 2)
+        times, plus = _fit(before[fitted], after[fitted], weight[fitted])
+        values[mine::2] = times * before[mine::2] + plus
+    if abs(factor) < ONE:
+        text = "target is the same in every row: the weight counts as zero, the bias alone is left"
+    else:
+        said = f"{number(factor, damage.noise)} × baseline"
+        text = f"target = {said} + a number for each channel: the weight is {said}'s, the bias is not"
+    yield Trial("weight scale", text, values, 2)
+
+
+def _fit(before: Array, after: Array, weight: Array) -> tuple[float, Array]:
+    """(one factor, a summand for each column) of least squares."""
+    square = weight**2
+    total = square.sum(axis=0)
+    one, two = ((square * side).sum(axis=0) / total for side in (before, after))
+    x, y = (before - one) * weight, (after - two) * weight
+    energy = float((x * x).sum())
+    factor = float((x * y).sum()) / energy if energy > 0.0 else 1.0
+    return factor, two - factor * one

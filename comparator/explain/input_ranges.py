@@ -1,0 +1,197 @@
+"""Input ranges: the error of a linear layer is what a range of its inputs can add, so that part of its weight is wrong.
+
+``error = x[:, C] D`` with ``D`` unknown and ``C`` a range of columns, or every n-th of one: whatever ``D`` is, the
+error has nothing beside the space that these columns span over the rows. The shortest range that leaves no more than
+rounding does is searched for. That needs more rows than columns: each row beyond them is one that the range need not
+have explained.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.explain.columns import ENOUGH, input_of
+from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.experts import distinct
+from tapscope.comparator.explain.extent import spans
+from tapscope.comparator.explain.heads import Sites
+from tapscope.comparator.explain.proof import Proven
+
+Array = np.ndarray[Any, Any]
+
+MAX_ROWS = 128
+MAX_WIDTH = 1024
+MAX_STRIDE = 4
+PATTERNS = 12
+"""Largest patterns of the error that are looked at during the search."""
+MIN_SPARE = 4
+"""Rows beyond the columns of a range, at least."""
+CHANCE = 1e-9
+"""Probability, over all ranges, that the error lies in the space of one by accident."""
+LEAST = 1e-3
+"""Share of the error that may be left anyhow."""
+STEP = 5.0
+"""Where one more column leaves so many times less, a range is complete: rounding may be far below what it may be."""
+NEAR = 3.0
+"""Ranges of the same length that leave this many times what may be left are not told apart."""
+DRAWN = 24
+"""Random sets of columns that a range is compared with."""
+CLEAR = 4.0
+"""Times what may be left that each of them must leave."""
+KEPT = 0.75
+"""Share of their columns that ranges which are not told apart must have in common."""
+SHARES = (8, 6, 4, 3, 2)
+"""Parts of the width that may be exchanged with each other: halves, heads, shards."""
+
+
+class Found(NamedTuple):
+    """The shortest range of one family."""
+
+    columns: tuple[int, ...]
+    """Those that every range of this length which is not told apart from it has."""
+    length: int
+    """Number of columns that were free."""
+    is_complete: bool
+    """Whether one column less leaves far more."""
+    level: float
+    """What may be left: what rounding may leave, or what is left where one more column leaves far less."""
+    tried: int
+    """Ranges that were tried."""
+    others: tuple[int, ...] = ()
+    """The columns that these are exchanged with."""
+
+
+def input_ranges(damage: Damage, sites: Sites) -> Proven | None:
+    """The range of inputs that alone explains the error; None where no one does, or several do."""
+    x = input_of(damage, sites)
+    if x is None or x.shape[1] > MAX_WIDTH:
+        return None
+    sample = damage.sample
+    rows = distinct(x)[:MAX_ROWS]
+    weight = 1.0 / sample.size[rows]
+    before, after = (side[np.ix_(rows, damage.columns)] * weight for side in (sample.baseline, sample.target))
+    if not np.isfinite(before).all() or not np.isfinite(after).all():
+        return None
+    floor = ENOUGH * damage.noise * float(np.sqrt((before**2 + after**2).sum()))
+    said = told(x[rows] * weight, after - before, floor)
+    return None if said is None else Proven("input columns", said, 0.0)
+
+
+def told(x: Array, error: Array, floor: float) -> str | None:
+    """Which part of the weight explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows, inputs]."""
+    total = float(np.sqrt((error**2).sum()))
+    width = x.shape[1]
+    if not total > 0.0 or floor > total or len(x) <= MIN_SPARE:
+        return None
+    left, size, _ = np.linalg.svd(error, full_matrices=False)
+    patterns = left[:, :PATTERNS] * size[:PATTERNS]
+    ranges = [one for one in _ranges(x, patterns, floor) if _is_no_accident(one, len(x), total)]
+    pairs = [one for one in _exchanges(x, patterns, floor) if _is_no_accident(one, len(x), total)]
+    best = min(ranges + pairs, key=lambda one: one.length, default=None)
+    if best is None or any(one is not best and not set(best.columns) <= set(one.columns) for one in ranges):
+        return None
+    if not _is_alone(x, error, best):
+        return None
+    if best.others:
+        both = f"{spans('column', best.columns)} and {spans('column', best.others).removeprefix('columns ')}"
+        return f"{both} of its input are exchanged in the weight"
+    if len(best.columns) == width:
+        return "the weight differs: the error is a linear function of the input"
+    more = "" if best.is_complete else " at least"
+    return f"the weight differs in {spans('column', best.columns)} of its input{more}: the error is what these add"
+
+
+def _is_no_accident(found: Found, rows: int, total: float) -> bool:
+    """A direction drawn at random has a share below s outside of a space with a chance of about s to the number of
+    dimensions that the space lacks."""
+    spare = rows - found.length
+    return spare >= MIN_SPARE and found.tried * (found.level / total) ** spare < CHANCE
+
+
+def _is_alone(x: Array, error: Array, found: Found) -> bool:
+    """Whether as many columns drawn at random leave far more: inputs that are alike explain each other's errors."""
+    draw = np.random.default_rng(0)
+    for _ in range(DRAWN if found.length < x.shape[1] else 0):
+        some = x[:, draw.choice(x.shape[1], found.length, replace=False)]
+        rest = error - some @ np.linalg.lstsq(some, error, rcond=None)[0]
+        if float(np.sqrt((rest**2).sum())) < CLEAR * found.level:
+            return False
+    return True
+
+
+def _ranges(x: Array, error: Array, floor: float) -> Iterator[Found]:
+    """The shortest range, and the shortest ones of every second, third … column."""
+    width = x.shape[1]
+    for stride in range(1, MAX_STRIDE + 1):
+        found = [
+            (np.arange(offset, width, stride), one)
+            for offset in range(stride)
+            if (one := shortest(x[:, offset::stride], error, floor)) is not None
+        ]
+        for columns, (starts, length, level, sure) in sorted(found, key=lambda one: one[1][1])[:1]:
+            kept = _common([columns[start : start + length] for start in starts])
+            if len(kept) >= KEPT * length:
+                yield Found(kept, length, sure, level, width * stride)
+
+
+def _exchanges(x: Array, error: Array, floor: float) -> Iterator[Found]:
+    """The shortest range of columns that are exchanged with those a part of the width further on."""
+    width = x.shape[1]
+    apart = {width // share * count for share in SHARES for count in range(1, share) if width // share * count}
+    for distance in sorted(one for one in apart if 2 * one <= width):
+        here = np.arange(distance if 2 * distance == width else width)
+        there = (here + distance) % width
+        one = shortest(x[:, here] - x[:, there], error, floor)
+        if one is None:
+            continue
+        starts, length, level, sure = one
+        kept = _common([here[start : start + length] for start in starts])
+        if len(kept) >= KEPT * length:
+            others = tuple(int(there[i]) for i in kept)
+            yield Found(kept, length, sure, level, width * len(apart), others)
+
+
+def _common(ranges: Sequence[Array]) -> tuple[int, ...]:
+    kept = set(ranges[0].tolist())
+    for other in ranges[1:]:
+        kept &= set(other.tolist())
+    return tuple(sorted(kept))
+
+
+def shortest(x: Array, error: Array, floor: float) -> tuple[Array, int, float, bool] | None:
+    """(starts, length, what may be left, whether one column less leaves far more) of the shortest ranges of columns
+    of ``x`` [rows, n] whose space leaves no more than ``floor`` of ``error`` [rows, m]; None where that needs nearly
+    as many columns as rows.
+
+    All ranges of one length are made from those that are one shorter: their bases are orthogonal, and grow by a column
+    each (Gram and Schmidt, twice).
+    """
+    rows, width = x.shape
+    limit = min(rows - MIN_SPARE, width)
+    total = float(np.sqrt((error**2).sum()))
+    basis = np.zeros((width, limit, rows))
+    rest = np.broadcast_to(error, (width, *error.shape)).copy()
+    lefts = [np.full(width, total)]
+    for length in range(1, limit + 1):
+        count = width - length + 1
+        added = x.T[length - 1 :].copy()
+        size = np.sqrt((added**2).sum(axis=1))
+        for _ in range(2):
+            known = basis[:count, : length - 1]
+            added -= np.matmul(np.matmul(known, added[:, :, None])[:, None, :, 0], known)[:, 0]
+        new = np.sqrt((added**2).sum(axis=1))
+        unit = np.where((new > 1e-9 * size)[:, None], added / np.maximum(new, 1e-300)[:, None], 0.0)
+        basis[:count, length - 1] = unit
+        rest = rest[:count]
+        rest -= unit[:, :, None] * np.matmul(unit[:, None, :], rest)
+        lefts.append(np.sqrt((rest**2).sum(axis=(1, 2))))
+    least = np.maximum([float(left.min()) for left in lefts], 1e-9 * total)
+    enough = np.flatnonzero(least <= floor)
+    if not len(enough) or enough[0] == 0:
+        return None
+    steps = least[enough - 1] / least[enough]
+    length = int(enough[np.argmax(steps)] if steps.max() > STEP else enough[0])
+    is_complete = bool(steps.max() > STEP)
+    level = max(float(least[length]), LEAST * total) if is_complete else floor
+    return np.flatnonzero(lefts[length] <= NEAR * level), length, level, is_complete
