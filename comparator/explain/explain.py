@@ -128,6 +128,8 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
 def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
     """What was found in one rank's values, with that rank."""
     extent = explanation.extent
+    if not explanation.is_clear:
+        return explanation
     said = extent if "rank" in extent else f"{extent} (of rank {rank})" if extent else f"rank {rank}"
     return structs.replace(explanation, extent=said)
 
