@@ -1,6 +1,6 @@
 """Measures launches of the Triton kernels and prints tables to put into kernels/triton.
 
-    python benchmarks/tune_triton.py [decode | prefill]
+    python benchmarks/tune_triton.py [decode | prefill | linear]
 
 For each class of shapes every launch is compiled and measured within a CUDA graph; the class's figure is the geometric
 mean over its shapes. What does not compile (too much shared memory) is left out.
@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from kernels_triton import BF16, CUDA, PAGE, graph_us, noise, paged
+from torch.nn import functional
 
+from tapscope.kernels.triton.linear import LINEAR_LAUNCHES, LinearLaunch, few_rows_linear
 from tapscope.kernels.triton.paged_decode import LAUNCHES, Launch, paged_decode
 from tapscope.kernels.triton.paged_prefill import PREFILL_LAUNCHES, PrefillLaunch, paged_prefill
 
@@ -29,6 +31,8 @@ DECODE = {
     (64, 1): [(32, 4096, 16, 8, 64, FP8)],
     (256, 1): [(32, 2048, 16, 8, 256, FP8)],
 }
+LINEAR = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 4096), (6144, 4096)]
+"""(outputs, inputs): the layers of Qwen3-0.6B and two of Llama-8B."""
 PREFILL = {
     (64, 2): [(1, 0, 8192, 14, 2, 64), (8, 512, 512, 16, 8, 64)],
     (128, 2): [(1, 0, 8192, 32, 8, 128), (64, 512, 64, 32, 8, 128), (1, 8192, 2048, 16, 8, 128)],
@@ -74,6 +78,43 @@ def prefill_calls(shapes: list[tuple[int, int, int, int, int, int]]) -> list[Cal
     return calls
 
 
+def linear_launches(rows: int) -> Iterator[LinearLaunch]:
+    """What is tried."""
+    outputs = (2, 4, 8) if rows == 1 else (16, 32)
+    for out, block, warps, stages in itertools.product(outputs, (128, 256, 512, 1024), (2, 4, 8), (3, 5)):
+        size = (out + (1 if rows == 1 else max(16, rows))) * block * 2 * stages
+        if size <= 200 << 10 and (rows == 1) == (out < 16) and not (rows == 1 and (block < 512 or stages > 3)):
+            yield LinearLaunch(out, block, warps, stages)
+
+
+def tune_linear() -> None:
+    """Print the launches that are best over all shapes, and beside them torch's time; weights come from memory."""
+    for rows in LINEAR_LAUNCHES:
+        calls, theirs = [], []
+        for outs, ins in LINEAR:
+            copies = [noise(outs, ins) for _ in range(max(2, (160 << 20) // (2 * outs * ins)))]
+            inputs = noise(rows, ins)
+            calls.append((copies, inputs))
+            theirs.append(_each_us(functional.linear, copies, inputs))
+        print(f"linear {rows} rows of {LINEAR}: torch {[round(t, 1) for t in theirs]}", flush=True)
+        found = []
+        for launch in linear_launches(rows):
+            try:
+                times = [_each_us(partial(few_rows_linear, launch=launch), *call) for call in calls]
+            except Exception as error:  # noqa: BLE001  (triton's errors have no common class)
+                print(f"  {launch}: {type(error).__name__}", flush=True)
+                continue
+            found.append((math.prod(times) ** (1 / len(times)), launch, times))
+        for mean, launch, times in sorted(found)[:4]:
+            print(f"  {launch}  {mean:.1f} us {[round(time, 1) for time in times]}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def _each_us(linear: Callable[..., object], weights: list[torch.Tensor], inputs: torch.Tensor) -> float:
+    """Microseconds of one product, each with another weight than the one before."""
+    return graph_us(lambda: [linear(inputs, weight) for weight in weights], 1, 5) / len(weights)
+
+
 def tune(
     table: dict[tuple[int, int], Any], place: tuple[int, int], tried: Iterator[Any], calls: list[Callable[[], object]]
 ) -> None:
@@ -96,11 +137,13 @@ def main() -> None:
     """Print the best launches of every class."""
     if not torch.cuda.is_available():
         raise SystemExit(f"nothing to tune: no {CUDA.type} device here")
-    kinds = sys.argv[1:] or ["decode", "prefill"]
+    kinds = sys.argv[1:] or ["decode", "prefill", "linear"]
     for place, shapes in DECODE.items() if "decode" in kinds else ():
         tune(LAUNCHES, place, launches(*place), decode_calls(shapes))
     for place, rows in PREFILL.items() if "prefill" in kinds else ():
         tune(PREFILL_LAUNCHES, place, prefill_launches(place[0]), prefill_calls(rows))
+    if "linear" in kinds:
+        tune_linear()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tapscope.kernels.triton import activation, launch, norm, paged_decode, paged_prefill, rope, tap
+from tapscope.kernels.triton import activation, launch, linear, norm, paged_decode, paged_prefill, rope, tap
 
 TYPES = {
     torch.float32: "fp32",
@@ -142,6 +142,13 @@ def taps() -> None:
     tap.summarize_many(tap.table_of([tensor]), BF16, 200_000, rows)
 
 
+def products() -> None:
+    """Linear layers of few rows."""
+    weight = torch.zeros(128, 1024, dtype=BF16)
+    for rows in (1, 4):
+        linear.few_rows_linear(torch.zeros(rows, 1024, dtype=BF16), weight, weight[:, 0].contiguous())
+
+
 if __name__ == "__main__":
     TARGETS = [int(word) for word in sys.argv[1:]]
     with (
@@ -158,3 +165,4 @@ if __name__ == "__main__":
         prefill()
         layers()
         taps()
+        products()
