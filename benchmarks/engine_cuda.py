@@ -3,16 +3,20 @@
     python benchmarks/engine_cuda.py [--shape qwen3-0.6b] [--batch 1 32] [--new 64]
 
 Random weights of a real model's shape, bf16. Parity: the logits of one prompt, each against transformers in fp32;
-the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of both, in turn,
-median of rounds, and the share of the time that reading the weights once a step takes at the measured copy rate.
+the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of the engine, of
+transformers, and of transformers compiled with a static cache: median of rounds, and the share of the pace at which
+weights and cache could be read once a step at the measured copy rate.
 """
 
 import argparse
 import gc
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,34 +154,65 @@ def timed(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def speed(
-    folder: Path, batch: int, prompt: int, new: int, rounds: int, device: str, tp: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of decoding ``new`` tokens (those of one token taken off): the engine's, and transformers'."""
-    generator = torch.Generator().manual_seed(2)
-    vocab = 256
-    ids = torch.randint(0, vocab, (batch, prompt), generator=generator)
-    model = hf(folder, torch.bfloat16, device)
-    inputs = ids.to(device)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is decoded."""
 
-    def theirs(count: int) -> object:
+    folder: Path
+    batch: int
+    prompt: int
+    """Tokens that are cached when the clock starts."""
+    new: int
+    device: str
+    tp: int
+
+    def ids(self) -> torch.Tensor:
+        """[batch, prompt] int64."""
+        return torch.randint(0, 256, (self.batch, self.prompt), generator=torch.Generator().manual_seed(2))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of 16 positions that hold every request to its end."""
+        return self.batch * (-(-(self.prompt + self.new + 1) // 16) + 1)
+
+
+def decoding_seconds(run: Callable[[int], object], load: Load, rounds: int) -> list[float]:
+    """Seconds of ``load.new`` tokens more than one, in each round; the first is to warm up and left out."""
+    taken = []
+    for _ in range(rounds + 1):
+        short = timed(lambda: run(1), load.device)
+        taken.append(timed(lambda: run(1 + load.new), load.device) - short)
+    return taken[1:]
+
+
+def ours(load: Load, rounds: int, settings: dict[str, Any]) -> list[float]:
+    ids = load.ids().tolist()
+    more = {"max_running": load.batch, "num_pages": load.num_pages, "prefix_cache": False} | settings
+    with LLM(load.folder, dtype="bfloat16", device=load.device, tp=load.tp, **more) as llm:
+        return decoding_seconds(lambda count: llm.generate(ids, max_new_tokens=count, ignore_eos=True), load, rounds)
+
+
+def theirs(load: Load, rounds: int, how: str) -> list[float]:
+    """transformers' generate: ``eager``, or ``compiled`` with a static cache."""
+    model, inputs = hf(load.folder, torch.bfloat16, load.device), load.ids().to(load.device)
+    more: dict[str, Any] = {"cache_implementation": "static"} if how == "compiled" else {}
+    mask = torch.ones_like(inputs)
+
+    def run(count: int) -> object:
         with torch.inference_mode():
             return model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=count, pad_token_id=0
+                inputs, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0, **more
             )
 
-    with LLM(folder, dtype="bfloat16", device=device, tp=tp, max_running=batch, kv_bytes=8 << 30) as llm:
+    try:
+        return decoding_seconds(run, load, rounds)
+    except torch.cuda.OutOfMemoryError:
+        return [float("nan")]
 
-        def ours(count: int) -> object:
-            return llm.generate(ids.tolist(), max_new_tokens=count, ignore_eos=True)
 
-        taken: dict[str, list[float]] = {"ours": [], "theirs": []}
-        for number in range(rounds + 1):  # the first is to warm up
-            for name, run in (("ours", ours), ("theirs", theirs)):
-                short, whole = timed(lambda: run(1), device), timed(lambda: run(1 + new), device)  # noqa: B023
-                if number:
-                    taken[name].append(whole - short)
-    return taken["ours"], taken["theirs"]
+def setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, json.loads(value) if value in ("true", "false") or value.isdigit() else value
 
 
 def main() -> None:
@@ -187,6 +222,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", choices=("eager", "compiled"), nargs="*", default=["eager", "compiled"])
+    parser.add_argument("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
+    parser.add_argument("--no-parity", action="store_true")
     parser.add_argument("--tp", type=int, default=1, help="the engine's ranks; transformers has one GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -197,18 +235,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / args.shape
         nbytes = make(args.shape, folder, device)
-        parity(folder, _SHAPES[args.shape]().vocab_size, device, args.tp)
+        if not args.no_parity:
+            parity(folder, _SHAPES[args.shape]().vocab_size, device, args.tp)
         for batch in args.batch:
-            gc.collect()
-            ours, theirs = speed(folder, batch, args.prompt, args.new, args.rounds, device, args.tp)
-            a, b = statistics.median(ours), statistics.median(theirs)
-            limit = nbytes / args.tp / rate * args.new
-            print(
-                f"batch {batch:3}: engine {batch * args.new / a:8.0f} tok/s ({a / args.new * 1e3:.2f} ms a step, "
-                f"{limit / a:.0%} of reading the weights), transformers {batch * args.new / b:8.0f} tok/s; "
-                f"ratio {b / a:.2f}",
-                flush=True,
-            )
+            load = Load(folder, batch, args.prompt, args.new, device, args.tp)
+            read = nbytes + batch * (args.prompt + args.new / 2) * kv_bytes_per_token(args.shape)
+            limit = rate / (read / args.tp) * batch
+            runs = {"engine": lambda: ours(load, args.rounds, dict(args.set))}  # noqa: B023
+            for how in args.peers:
+                runs[f"transformers {how}"] = lambda how=how: theirs(load, args.rounds, how)  # type: ignore[misc]  # noqa: B023
+            first = 0.0
+            for name, run in runs.items():
+                gc.collect()
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+                pace = batch * args.new / statistics.median(run())
+                first = first or pace
+                told = f"{pace:8.0f} tok/s, {1e3 * batch / pace:7.2f} ms a step, {pace / limit:4.0%} of reading"
+                print(f"batch {batch:3}, {args.prompt} tokens before: {name:22} {told}, engine / it {first / pace:.2f}")
+                sys.stdout.flush()
+
+
+def kv_bytes_per_token(shape: str) -> int:
+    """In bf16."""
+    config = _SHAPES[shape]()
+    if shape == "deepseek-v3":
+        return int(2 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim))
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(4 * config.num_hidden_layers * config.num_key_value_heads * dim)
 
 
 if __name__ == "__main__":

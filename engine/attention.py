@@ -1,24 +1,36 @@
 """Attention: causal attention of packed rows against a paged KV cache.
 
 :func:`attend` is the one place where it is computed. It is told nothing but tensors on the device and an
-:class:`AttentionSpec`. Requests that decode are computed at once: on a CPU by C++ that reads the pages, elsewhere by
-torch's SDPA as one padded batch. The others are computed by SDPA one at a time, many rows by pieces.
+:class:`AttentionSpec`. Requests that decode are computed at once, by C++ on a CPU and by Triton on a GPU, which read
+the pages; where these cannot, by torch's SDPA as one padded batch. The others are computed by Triton, too, on a CPU by
+SDPA one at a time, many rows by pieces.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
+from tapscope.engine.cache import KVCache
 from tapscope.engine.splits import HeadSplit
 from tapscope.engine.step_cache import StepCache
 from tapscope.engine.step_masks import MOST_ELEMENTS, StepMasks
+from tapscope.kernels import triton
 from tapscope.kernels.cpu import paged_attention
+
+_MOST_FEATURES = 256
+"""Of a head, in the kernel for prompts."""
+
+
+class _Kernels(NamedTuple):
+    decode: Callable[..., Tensor]
+    prefill: Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +87,9 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
     if has_torch_function((query,)):  # a mode such as BatchInvariant has its own
         return handle_torch_function(attend, (query,), query, layer, cache, spec)
     outputs = _attend_single(query, layer, cache, spec)
+    prompts = _attend_prompts(query[cache.num_single :], layer, cache, spec)
+    if prompts is not None:
+        return torch.cat([*outputs, prompts]) if outputs else prompts
     for segment in cache.segments[sum(map(len, outputs)) :]:
         rows = slice(segment.slot, segment.slot + segment.count)
         start = 0 if spec.window is None else max(0, segment.position - spec.window + 1)
@@ -87,17 +102,63 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
 
 def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> list[Tensor]:
     """The first requests, those of one row, at once where that is the faster way: [requests, heads, value dim]."""
-    pools = cache.pools(layer) if query.is_cpu and spec.softcap is None and cache.num_single else None
-    if pools is not None:
-        count, (keys, values) = cache.num_single, pools
-        values = values if spec.value_dim is None else keys[..., : spec.value_dim]
-        tables = cache.page_table[:count], cache.lengths[:count]
-        scales = cache.scales(layer)
-        output = paged_attention(query[:count], keys, values, *tables, spec.scale, spec.window, stored_scales=scales)
-        if output is not None:
-            return [output]
+    output = _attend_pages(query[: cache.num_single], layer, cache, spec) if cache.num_single else None
+    if output is not None:
+        return [output]
     batched = cache.num_batched(spec.window)
     return [_attend_batch(query[:batched], layer, cache, spec)] if batched else []
+
+
+def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor | None:
+    """One row of each request straight from the pages, by C++ or by Triton; None where neither can."""
+    pools, count = cache.pools(layer), len(query)
+    if pools is None:
+        return None
+    keys, values = pools
+    tables, scales = (cache.page_table[:count], cache.lengths[:count]), cache.scales(layer)
+    if query.is_cpu:
+        if spec.softcap is not None:
+            return None
+        values = values if spec.value_dim is None else keys[..., : spec.value_dim]
+        return paged_attention(query, keys, values, *tables, spec.scale, spec.window, stored_scales=scales)
+    if why_no_pages(cache.cache) is not None:
+        return None
+    more = {"window": spec.window, "softcap": spec.softcap, "value_dim": spec.value_dim, "stored_scales": scales}
+    return _triton().decode(query, keys, values, *tables, spec.scale, **more)
+
+
+def _attend_prompts(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor | None:
+    """The requests of several rows, all at once and straight from the pages, by Triton; None where it cannot."""
+    pools, count = cache.pools(layer), cache.num_single
+    if (
+        not len(query)
+        or query.is_cpu
+        or pools is None
+        or spec.value_dim is not None
+        or query.shape[-1] > _MOST_FEATURES
+    ):
+        return None
+    if why_no_pages(cache.cache) is not None:
+        return None
+    tables = cache.page_table[count:], cache.prompt_starts, cache.lengths[count:]
+    more = {"window": spec.window, "softcap": spec.softcap, "stored_scales": cache.scales(layer)}
+    return _triton().prefill(query, *pools, *tables, spec.scale, **more)
+
+
+def why_no_pages(cache: KVCache) -> str | None:
+    """Why attention cannot read the pages of ``cache`` on its GPU, as the end of a sentence; None where it can."""
+    if cache.pools(0) is None:
+        return "part of the keys is stored in another type than the rest"
+    if not (cache.form.is_plain or cache.form.is_fp8):
+        return f"keys and values are stored in {cache.form.stored} and computed in {cache.form.computed}"
+    return triton.why_not(cache.device)
+
+
+@functools.cache
+def _triton() -> _Kernels:
+    from tapscope.kernels.triton import paged_decode, paged_prefill  # need Triton
+
+    return _Kernels(paged_decode.paged_decode, paged_prefill.paged_prefill)
 
 
 def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:

@@ -73,6 +73,11 @@ class EngineConfig:
     launch: str = "spawn"
     """``spawn``: rank 0 starts the others. ``external``: torchrun or the like started all ``tp``, each makes this LLM,
     which returns on rank 0 only; the others obey it, and exit when it closes."""
+    cuda_graphs: str = "decode"
+    """``decode``: on a GPU, steps that only decode run as CUDA graphs; ``off``: every step runs kernel by kernel."""
+    async_scheduling: bool = True
+    """On a GPU, plan and start a decoding step while the one before runs; a request that has ended meanwhile costs one
+    row more."""
     rendezvous: str | None = None
     """``tcp://HOST:PORT`` on rank 0's machine, where externally launched ranks meet; None: MASTER_ADDR, MASTER_PORT."""
     rank_timeout_s: float = 60.0

@@ -27,9 +27,10 @@ _CHOICES = {
     "load_format": ("auto", "dummy"),
     "quantization": (None, "fp8"),
     "launch": ("spawn", "external"),
+    "cuda_graphs": ("decode", "off"),
 }
 _COUNTS = ("tp", "ep", "dp", "page_size", "max_running", "ageing_steps", "kv_bytes")
-_FLAGS = ("prefix_cache", "prefix_affinity", "check", "batch_invariant")
+_FLAGS = ("prefix_cache", "prefix_affinity", "check", "batch_invariant", "async_scheduling")
 _TIMEOUTS = ("waiting_timeout_s", "running_timeout_s")
 _RENDEZVOUS = re.compile(r"tcp://[^\s:/]+:[0-9]{1,5}")
 

@@ -1,7 +1,9 @@
 """Draft: the step that is being planned: its shares so far, the rows left, the pages that will come of it."""
 
+from dataclasses import replace
+
 from tapscope.engine.paging import Paging
-from tapscope.engine.plan import Share, StepPlan, phase_of
+from tapscope.engine.plan import PENDING, Share, StepPlan, phase_of
 from tapscope.engine.radix import Key, Node
 from tapscope.engine.request import Request
 
@@ -50,8 +52,21 @@ class Draft:
             capture=request.capture,
             seed=None if request.params.is_greedy else request.seed,
         )
-        self.planned.append((request, share))
-        self.num_left -= end - start
+        self._enter(request, share)
+
+    def add_next(self, request: Request, share: Share) -> None:
+        """Give a request the row of the token that ``share``, still being computed, will sample."""
+        start = share.position + 1
+        self._paging.grow(request, start + 1)
+        following = replace(
+            share,
+            position=start,
+            visits=request.visits(start, start + 1),
+            tokens=(PENDING,),
+            page_start=request.num_sent,
+            pages=self._paging.table(request),
+        )
+        self._enter(request, following)
 
     def plan(self, step: int, epoch: int | None) -> StepPlan:
         """The step as it stands."""
@@ -63,6 +78,11 @@ class Draft:
             greedy=all(request.params.is_plain for request, _ in self.planned),
             epoch=epoch,
         )
+
+    def _enter(self, request: Request, share: Share) -> None:
+        self.planned.append((request, share))
+        self.num_left -= len(share.tokens)
+        request.num_sent = len(request.pages)
 
     def _expect(self, request: Request, end: int) -> None:
         """Note the page that the request completes by computing up to ``end``."""

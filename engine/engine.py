@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,31 @@ from tapscope.engine.grammar import Grammars
 from tapscope.engine.job import Job
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.output import Output
+from tapscope.engine.plan import StepPlan
 from tapscope.engine.policy import Policy
 from tapscope.engine.pooling import pool_step
 from tapscope.engine.position_values import note_step
 from tapscope.engine.pulse import Pulse
 from tapscope.engine.request import Request
 from tapscope.engine.request_checks import check_request
-from tapscope.engine.runner import Runner
+from tapscope.engine.runner import Launched, Runner
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.sampling.step import SampledStep
 from tapscope.engine.scheduler import Scheduler
 from tapscope.errors import CheckpointError, RankLostError, RecorderError, UsageError
 from tapscope.observe import ObserverFactory
 from tapscope.wire import Message
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step under way."""
+
+    plan: StepPlan
+    requests: list[Request]
+    """One for each share."""
+    sampled: SampledStep
+    launched: Launched
 
 
 class Engine:
@@ -39,6 +51,11 @@ class Engine:
         self.model_config.check_split(config.tp)
         self._job = Job(config, self.model_config, observer, pulse or Pulse())
         self._epoch = 0
+        self._is_async = config.async_scheduling and self.runner.device.type == "cuda"
+        self._flights: list[_Flight] = []
+        """Steps under way: at most one, and while it runs the next."""
+        self._untold: list[Output] = []
+        """Of steps that were waited for between two calls of :meth:`step`."""
         self._live: dict[str, Request] = {}
         policy = Policy.build(
             config,
@@ -104,16 +121,39 @@ class Engine:
         Raises RankLostError, and from then on only that.
         """
         self._job.require_usable()
-        late = [self._output(request) for request in self.scheduler.expire()]
-        if late or not self.scheduler.has_work:
-            return late
+        outputs, self._untold = self._untold, []
+        outputs += [self._output(request) for request in self.scheduler.expire()]
+        if outputs or not (self.scheduler.has_work or self._flights):
+            return outputs
+        if not self._flights:
+            observer = self.runner.observer
+            epoch = None if observer is None else observer.epoch
+            self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch))
+        if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._flights[0].plan.epoch)) is not None:
+            self.runner.finish(self._flights[0].plan)  # for an observer that keeps nothing of either step
+            self._launch(ahead)
+        outputs = self._land()
+        return outputs if self.scheduler.has_work else outputs + self._settle()
+
+    def _may_launch_ahead(self) -> bool:
+        """Whether a step may begin before the tokens of the one before are known."""
         observer = self.runner.observer
-        plan = self.scheduler.plan(
-            all_logits=self._wants_all_logits(), epoch=None if observer is None else observer.epoch
-        )
+        if not self._is_async or self._job.num_ranks > 1:
+            return False
+        if observer is not None and (observer.armed or observer.epoch != self._flights[0].plan.epoch):
+            return False
+        return self.config.logits != "all"
+
+    def _launch(self, plan: StepPlan) -> None:
         requests = [self._live[share.request] for share in plan.shares]
         sampled = SampledStep(self.sampler, plan, requests)
-        tokens = self._job.execute(plan, sampled)
+        self._flights.append(_Flight(plan, requests, sampled, self._job.launch(plan, sampled)))
+
+    def _land(self) -> list[Output]:
+        """Wait for the oldest step under way and tell its requests what they got."""
+        flight = self._flights.pop(0)
+        plan, requests = flight.plan, flight.requests
+        tokens = self._job.land(flight.launched)
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
         if any(request.params.routed_experts for request in requests):
@@ -121,9 +161,17 @@ class Engine:
         if any(request.params.hidden_states for request in requests):
             note_step(plan, (request.hidden for request in requests), self.runner.last_hidden_state.float().cpu())
         finished = self.scheduler.commit(tokens)
-        sampled.tell()
-        self.runner.finish(plan)
+        flight.sampled.tell()
+        if not self._flights:
+            self.runner.finish(plan)
         return self._outputs([share.request for share in plan.shares], finished)
+
+    def _settle(self) -> list[Output]:
+        """Wait for every step under way."""
+        outputs: list[Output] = []
+        while self._flights:
+            outputs += self._land()
+        return outputs
 
     def _wants_all_logits(self) -> bool:
         """Whether lm_head sees every row of the next step; an observer that is about to be armed counts as one."""
@@ -147,6 +195,7 @@ class Engine:
         half way, after which nothing can be computed.
         """
         self.check_weights(folder, partial=partial)
+        self._untold += self._settle()
         try:
             self._job.do(_weights(folder, partial=partial, apply=True), CheckpointError)
         except CheckpointError as error:
@@ -164,6 +213,7 @@ class Engine:
     def reopen(self, run: Path) -> None:
         """Have the observers of all ranks go on in the directory ``run``; raises RecorderError when one cannot."""
         self._job.require_usable()
+        self._untold += self._settle()
         self._job.lead(Message("reopen", {"run": str(run)}), RecorderError)
 
     def state(self) -> dict[str, Any]:
@@ -198,6 +248,9 @@ class Engine:
 
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice."""
+        for flight in self._flights[-1:]:
+            self.runner.finish(flight.plan)
+        self._flights = []
         self._grammars.close()
         self._job.close()
 

@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.layers.activation import Activation
+from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
 from tapscope.engine.moe_config import MoeConfig
 from tapscope.engine.parallel import TensorParallel, span
 from tapscope.engine.weights import Piece, Weighted, parameter
-from tapscope.kernels.cpu import linear
 
 CHOICES = "t k # tp:replicated"
 """Dims of what a router says of each of a token's ``k`` experts."""
@@ -78,11 +78,27 @@ class Experts(Weighted):
         num_tokens, top_k = top_k_index.shape
         order, ends, is_foreign = self._sort(top_k_index.flatten())
         gate_up = grouped_linear(hidden_states[order // top_k], self.gate_up_proj, ends)
-        gate, up = _blank(gate_up, is_foreign).chunk(2, dim=-1)
-        down = _blank(grouped_linear(self.act_fn(gate) * up, self.down_proj, ends), is_foreign)
+        gate_up = _blank(gate_up, is_foreign)
+        if (fused := fused_for(gate_up, self.act_fn)) is not None:
+            active = fused.gated(gate_up, None, self.act_fn.name)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            active = self.act_fn(gate) * up
+        down = _blank(grouped_linear(active, self.down_proj, ends), is_foreign)
         pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
         summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the products are computed expert by expert, by rows that the host has to know.
+
+        torch's grouped_mm does that itself but for bfloat16 on GPUs of compute capability 9 and above.
+        """
+        weights = self.gate_up_proj, self.down_proj
+        if any(weight.dtype != torch.bfloat16 or not _is_aligned(weight) for weight in weights):
+            return True
+        return weights[0].is_cuda and torch.cuda.get_device_capability(weights[0].device) < (9, 0)
 
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Expert of each pair [n] -> pairs by expert, foreign ones last [n]; end of each expert's run; foreign [n, 1].
@@ -148,10 +164,10 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if has_torch_function((input,)):  # a mode such as BatchInvariant has its own
         return handle_torch_function(grouped_linear, (input,), input, weight, ends)
-    width, itemsize = weight.shape[1], weight.element_size()
+    width = weight.shape[1]
     if not (len(input) and weight.numel()):
         return input.new_zeros(len(input), width)
-    if all(size * itemsize % _ALIGNMENT == 0 for size in weight.shape[1:]):
+    if _is_aligned(weight):
         return functional.grouped_mm(input, weight.transpose(1, 2), offs=ends)
     output = input.new_empty(len(input), width)
     start = 0
@@ -159,6 +175,11 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         output[start:end] = linear(input[start:end], matrix)
         start = end
     return output
+
+
+def _is_aligned(weight: Tensor) -> bool:
+    """Whether grouped_mm takes matrices of these widths."""
+    return all(size * weight.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
 
 
 def _blank(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:

@@ -1,6 +1,8 @@
 """Job: the ranks of one engine as a whole. They load, compute and end together, and one that is lost loses all."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,7 +14,7 @@ from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.plan import StepPlan
 from tapscope.engine.pulse import Pulse
 from tapscope.engine.ranks import Ranks
-from tapscope.engine.runner import Runner
+from tapscope.engine.runner import Launched, Runner
 from tapscope.engine.sampling.step import SampledStep
 from tapscope.errors import RankLostError, TapscopeError, UsageError
 from tapscope.observe import ObserverFactory
@@ -70,15 +72,33 @@ class Job:
             self._leave(error)
             raise
 
-    def execute(self, plan: StepPlan, sampled: SampledStep) -> list[int]:
-        """Have every rank compute ``plan``; a step that fails on one of several ranks leaves them out of step."""
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine, this one included."""
+        return self.runner.model.tp.size
+
+    def launch(self, plan: StepPlan, sampled: SampledStep) -> Launched:
+        """Have every rank start ``plan``; a step that fails on one of several ranks leaves them out of step."""
         if self._ranks is None:
-            return self.runner.execute(plan, sampled)
-        try:
+            return self.runner.launch(plan, sampled)
+        with self._together(plan):
             self._ranks.send(plan)
+            return self.runner.launch(plan, sampled)
+
+    def land(self, launched: Launched) -> list[int]:
+        """Wait for a step that was started: one token per share that samples."""
+        if self._ranks is None:
+            return self.runner.land(launched)
+        with self._together(launched.plan):
+            return self.runner.land(launched)
+
+    @contextmanager
+    def _together(self, plan: StepPlan) -> Iterator[None]:
+        try:
             try:
-                return self.runner.execute(plan, sampled)
+                yield
             except RankLostError as error:
+                assert self._ranks is not None
                 self._ranks.explain(error)
         except BaseException as error:
             left = RankLostError(f"rank 0 left step {plan.step} by {error!r}")

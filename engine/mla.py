@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.attention import AttentionSpec, attend, attend_one
+from tapscope.engine.layers.fused import linear
 from tapscope.engine.mla_config import MlaConfig
 from tapscope.engine.step_cache import Segment, StepCache
-from tapscope.kernels.cpu import linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,10 @@ class Paging:
         """Rows of the request that could be computed next as far as pages are concerned."""
         return (len(request.pages) + self.num_available) * self.page_size - request.num_computed
 
+    def lacks_page(self, request: Request, position: int) -> bool:
+        """Whether the request has no page for ``position``, the next one."""
+        return position >= len(request.pages) * self.page_size
+
     def grow(self, request: Request, end: int) -> None:
         """Give the request pages for its positions before ``end``, for which there must be :meth:`room`."""
         missing = max(0, self._pages_for(end) - len(request.pages))

@@ -8,6 +8,9 @@ from typing import Any
 from tapscope.observe import RowRun, StepInfo
 from tapscope.wire import Message
 
+PENDING = -1
+"""In the place of a token that the step before computes: the device has it, the host not yet."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -57,6 +60,16 @@ class StepPlan:
     """Configuration epoch that rank 0's observer wants, for every rank's observer."""
 
     @property
+    def is_decode(self) -> bool:
+        """Whether every share is one row that samples."""
+        return all(len(share.tokens) == 1 == share.num_logits and share.samples for share in self.shares)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether tokens are still being computed by the step before; see :data:`PENDING`."""
+        return any(PENDING in share.tokens for share in self.shares)
+
+    @property
     def num_tokens(self) -> int:
         """Rows of the step."""
         return sum(len(share.tokens) for share in self.shares)
@@ -78,15 +91,17 @@ class StepPlan:
         ends = accumulate(share.num_logits for share in self.shares)
         return tuple(end - 1 for end, share in zip(ends, self.shares, strict=True) if share.samples)
 
-    def info(self) -> StepInfo:
-        """The step as observers see it."""
+    def info(self, num_rows: int | None = None) -> StepInfo:
+        """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
+        num_tokens = self.num_tokens
         rows = (run for slot, share in zip(self.slots, self.shares, strict=True) for run in share.runs(slot))
         return StepInfo(
             step=self.step,
             phase=self.phase,
-            grid=(self.num_tokens,),
+            grid=(num_tokens,),
+            num_padding=0 if num_rows is None else num_rows - num_tokens,
             rows=tuple(rows),
-            token_ids=tuple(token for share in self.shares for token in share.tokens),
+            token_ids=() if self.has_pending else tuple(token for share in self.shares for token in share.tokens),
             row_sets={"logits": self.logit_rows},
             seeds={s.request: s.seed for s in self.shares if s.seed is not None and s.samples},
             epoch=self.epoch,

@@ -158,6 +158,13 @@ class Request:
         return len(self.prompt_ids) <= self.num_computed == len(self.tokens) - 1
 
     @property
+    def is_known_by_length(self) -> bool:
+        """Whether a row of it can be computed without the host knowing its last token: nothing that the host does
+        between two steps depends on it, but where the request ends.
+        """
+        return not (self.forced or self.capture or self.pooling or self.params.needs_last_token)
+
+    @property
     def holds_nothing(self) -> bool:
         """Whether it has no row, no page and nothing computed."""
         return self.row == -1 and not self.pages and self.node is None and not self.num_computed

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.experts import CHOICES, in_block
+from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.moe_config import MoeConfig
 from tapscope.engine.weights import Piece, Weighted, parameter
-from tapscope.kernels.cpu import linear
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Logits, weights, expert ids."""

@@ -4,18 +4,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tapscope.engine.attention import without_plans
+from tapscope.engine.attention import why_no_pages, without_plans
 from tapscope.engine.buffers import StepBuffers, keep_freed_memory
 from tapscope.engine.cache import KVCache
 from tapscope.engine.cache_scales import LayerScales, kv_dtype_name, read_scales, use_scales, warn_of_scales
 from tapscope.engine.choices import DTYPES, device_of, dtype_name, num_pages, scale_file
 from tapscope.engine.config import EngineConfig
+from tapscope.engine.cuda_graphs import DecodeGraphs, bucket_of, buckets
 from tapscope.engine.dummy import fill_with_dummies
+from tapscope.engine.experts import Experts
 from tapscope.engine.invariant import BatchInvariant, make_invariant
 from tapscope.engine.kv_format import KV_DTYPES, KVFormat
 from tapscope.engine.model_config import ModelConfig
@@ -32,6 +36,18 @@ from tapscope.engine.weights import check_weights, load_weights, usual_pieces
 from tapscope.observe import ObserverFactory, RankInfo, StepObserver
 
 _log = logging.getLogger(__name__)
+cuda: Any = torch.cuda  # parts of it have no type hints
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that was started."""
+
+    plan: StepPlan
+    tokens: Tensor | None
+    """[logit rows] int64 on the host; None where rank 0 draws them."""
+    is_copied: torch.cuda.Event | None
+    """Comes when ``tokens`` are there; None where they are."""
 
 
 class Runner:
@@ -70,6 +86,11 @@ class Runner:
         self._batch_invariant = config.batch_invariant
         if config.batch_invariant:
             make_invariant(self.model)
+        self._has_experts = model_config.moe is not None
+        self._buckets: list[int] = []
+        self._graphs: DecodeGraphs | None = None
+        if self._can_record(config):
+            self._record_graphs(config.max_running)
         self._started = 0.0
         self.observer: StepObserver | None = None
         if observer is not None:
@@ -112,6 +133,29 @@ class Runner:
         _log.info("KV cache: %d pages of %d positions in %s, %.1f MiB", *told)
         return cache
 
+    def _can_record(self, config: EngineConfig) -> bool:
+        """Whether steps that decode may run as CUDA graphs; says why not where they were asked for."""
+        if self.device.type != "cuda" or config.cuda_graphs == "off":
+            return False
+        reasons = {
+            "batch_invariant=True": config.batch_invariant,
+            f"tp={config.tp}": config.tp > 1,
+            f"experts in {self.dtype} on this GPU": any(
+                isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()
+            ),
+        }
+        unsupported = (f"{what} cannot be recorded" for what, holds in reasons.items() if holds)
+        obstacle = next(unsupported, why_no_pages(self._cache))
+        if obstacle is not None:
+            _log.warning("no CUDA graphs, steps run kernel by kernel: %s", obstacle)
+        return obstacle is None
+
+    def _record_graphs(self, max_running: int) -> None:
+        with self.stages.stage("graphs"):
+            self._buckets = buckets(max_running)
+            self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets)
+            self._graphs.record()
+
     def check_weights(self, folder: Path, *, partial: bool) -> None:
         """Raise CheckpointError unless :meth:`load_weights` can do with ``folder``; nothing is changed."""
         self.pulse.now(Doing.LOADING)
@@ -130,6 +174,8 @@ class Runner:
         if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
             warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=True)
         use_scales(self._cache, scales, partial=partial)
+        if self._graphs is not None and self._cache.form.is_fp8:  # kernels were recorded with the scales of before
+            self._graphs.record()
         self.pulse.now(Doing.WORKING)
 
     def _read_weights(self, folder: Path, *, partial: bool) -> None:
@@ -144,20 +190,44 @@ class Runner:
         return read_scales(folder, layout, partial=partial) if self._cache.form.is_fp8 else {}
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
-        """Tell the observer, run the model, sample: one token per share that samples. Follow with :meth:`finish`.
+        """:meth:`launch` and :meth:`land` in one; follow with :meth:`finish`."""
+        return self.land(self.launch(plan, choose))
+
+    def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> "Launched":
+        """Tell the observer, start the model and the sampling of ``plan``; on a GPU nothing here waits for them.
 
         Rank 0 gives ``choose``, from logits [logit rows, vocab] to a token for each row. Without it the most likely
         tokens are taken, or none where the plan says that rank 0 draws others: the next plan tells them.
         """
         self.pulse.step(plan.step)
         if self.observer is not None:
-            self.observer.before_step(plan.info())
+            self.observer.before_step(plan.info(self._padded_size(plan)))
         self._started = time.perf_counter()
         try:
-            return self._forward(plan, choose)
+            return self._launch(plan, choose)
         except BaseException:
             self.finish(plan)  # an observer's step must not stay open
             raise
+
+    def land(self, launched: "Launched") -> list[int]:
+        """Wait for a step: one token per share that samples. The only place where a step's values come to the host."""
+        try:
+            return self._land(launched)
+        except BaseException:
+            self.finish(launched.plan)
+            raise
+
+    def _land(self, launched: "Launched") -> list[int]:
+        if launched.tokens is None:
+            return []
+        if launched.is_copied is not None:
+            if self.model.tp.size > 1:
+                self.pulse.now(Doing.WAITING)  # for the device, where the ranks' collectives are under way
+            launched.is_copied.synchronize()
+            self.pulse.now(Doing.WORKING)
+        self.model.tp.check()
+        tokens: list[int] = launched.tokens.tolist()
+        return [tokens[row] for row in launched.plan.sampled_logits]
 
     def finish(self, plan: StepPlan) -> None:
         """The step is over: give the observer its metrics. Rank 0 commits the tokens before."""
@@ -206,13 +276,41 @@ class Runner:
         return chosen.transpose(0, 1).to("cpu", torch.int32)
 
     @torch.no_grad()
-    def _forward(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> list[int]:
-        """Sampled token of each share that samples; the only place where a step's values come to the host.
+    def _launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> "Launched":
+        """no_grad rather than inference_mode: taps need tensors' version counters."""
+        logits = self._logits(plan)
+        if choose is None and not plan.greedy:
+            return Launched(plan, None, None)
+        tokens = self.model.sampler((choose or sample)(logits))
+        if plan.is_decode:
+            self._buffers.keep_tokens(tokens)
+        if not tokens.is_cuda:
+            return Launched(plan, tokens, None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        is_copied = cuda.Event()
+        is_copied.record()
+        return Launched(plan, host, is_copied)
 
-        no_grad rather than inference_mode: taps need tensors' version counters. Every mode runs the modules as they
-        are: a captured graph would take over here in the modes that allow it (:class:`StepMode`).
+    def _padded_size(self, plan: StepPlan) -> int | None:
+        """Rows that a step is padded to where taps see it; None: as it is.
+
+        A step through experts is left as it is: they sort rows, and nobody could tell which are padding.
         """
-        inputs = self._buffers.load(plan)
+        return None if self._has_experts else bucket_of(plan, self._buckets)
+
+    def _logits(self, plan: StepPlan) -> Tensor:
+        """Logits [logit rows, vocab] of ``plan``, by a recorded graph or by calling the model.
+
+        Of a step that a graph could compute, taps see one that is padded alike, so that its products have the same
+        shapes and its values the same bits. Other hooks see the step's own rows.
+        """
+        mode = self.mode()
+        if self._graphs is not None and mode is StepMode.CLEAN:
+            hidden = self._graphs.run(plan)
+            if hidden is not None:
+                return self.model.head(hidden)
+        inputs = self._buffers.load(plan, self._padded_size(plan) if mode is StepMode.TAPPED else None)
         with without_plans(), BatchInvariant() if self._batch_invariant else nullcontext():
             output = self.model(
                 inputs.input_ids,
@@ -220,15 +318,8 @@ class Runner:
                 past_key_values=inputs.cache,
                 logits_to_keep=inputs.logits_to_keep,
             )
-        if choose is None and not plan.greedy:
-            return []
-        chosen = self.model.sampler((choose or sample)(output.logits))
-        if self.model.tp.size > 1 and self.device.type != "cpu":
-            self.pulse.now(Doing.WAITING)  # for the device, where the ranks' collectives are under way
-        tokens: list[int] = chosen.tolist()
-        self.pulse.now(Doing.WORKING)
-        self.model.tp.check()
-        return [tokens[row] for row in plan.sampled_logits]
+        logits: Tensor = output.logits
+        return logits
 
 
 def _memory() -> dict[str, float]:

@@ -132,6 +132,12 @@ class SamplingParams:
         return self.prompt_logprobs is not None or self.routed_experts or self.hidden_states
 
     @property
+    def needs_last_token(self) -> bool:
+        """Whether what is drawn, or told of it, depends on the tokens before in more than the model's logits."""
+        is_held = self.has_penalty or self.min_new_tokens or self.constraint
+        return bool(is_held or self.wants_logprobs or self.needs_every_row)
+
+    @property
     def stops_on_text(self) -> bool:
         """Whether something in the text ends it: then a tokenizer is needed."""
         return bool(self.stop or self.stop_regex)

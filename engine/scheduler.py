@@ -47,7 +47,8 @@ class Scheduler:
         self._eos = frozenset(policy.eos_token_ids)
         self._clock = clock
         self._free_rows = list(range(policy.max_running))
-        self._planned: list[tuple[Request, Share]] = []
+        self._planned: list[list[tuple[Request, Share]]] = []
+        """Of each step that was planned and not committed, in order."""
         self._next_step = 0
         self._by_id: dict[str, Request] = {}
 
@@ -108,33 +109,60 @@ class Scheduler:
 
     def plan(self, *, all_logits: bool = False, epoch: int | None = None) -> StepPlan:
         """Decide the next step; needs :attr:`has_work`. A plan that is not committed is planned anew."""
-        draft = Draft(self.paging, self.policy.max_tokens, self.policy.page_size, all_logits=all_logits)
+        for request, _ in (pair for planned in self._planned for pair in planned):
+            request.num_sent = 0  # that step failed, perhaps before its page tables were entered
+        draft = self._draft(all_logits=all_logits)
         num_preempted = self.counters.num_preemptions
         for request in sorted(self.running, key=lambda request: not request.is_decoding):
             self._schedule(request, draft)
         if num_preempted == self.counters.num_preemptions:
             self._admit(draft)
-        self._planned = draft.planned
+        self._planned = [draft.planned]
         if not draft.planned:
             raise InvariantError(f"step {self._next_step} has nothing to compute for {len(self.running)} requests")
         self._next_step += 1
         return draft.plan(self._next_step - 1, epoch)
 
-    def commit(self, sampled: Sequence[int]) -> list[Request]:
-        """The step was computed: append a token to each request that caught up; returns those that are finished.
+    def plan_ahead(self, epoch: int | None = None) -> StepPlan | None:
+        """Plan the step that follows the one planned last, while that is still being computed.
 
-        ``sampled`` has one token for each share that samples, in the plan's order; what a request aborted since the
-        plan would have got is dropped.
+        Its tokens are not known yet (:data:`~tapscope.engine.plan.PENDING`), only who will have one: that is enough
+        where every running request decodes, none can join, and there are pages. None where more must be known. A
+        request that turns out to be finished has a row in the step all the same, whose token is dropped.
+        """
+        planned = [(request, share) for request, share in self._planned[-1] if request.finish_reason is None]
+        if len(planned) != len(self.running) or (self.waiting and self._free_rows):
+            return None
+        if not all(_can_go_on_unseen(request, share) for request, share in planned):
+            return None
+        going_on = [(r, share) for r, share in planned if r.num_generated + 1 < r.max_new_tokens]
+        needed = sum(self.paging.lacks_page(request, share.position + 1) for request, share in going_on)
+        if not going_on or needed > self.paging.num_available:
+            return None
+        draft = self._draft(all_logits=False)
+        for request, share in going_on:
+            draft.add_next(request, share)
+        self._planned.append(draft.planned)
+        self._next_step += 1
+        return draft.plan(self._next_step - 1, epoch)
+
+    def _draft(self, *, all_logits: bool) -> Draft:
+        return Draft(self.paging, self.policy.max_tokens, self.policy.page_size, all_logits=all_logits)
+
+    def commit(self, sampled: Sequence[int]) -> list[Request]:
+        """The oldest step planned was computed: append a token to each request that caught up.
+
+        Returns the requests that are finished. ``sampled`` has one token for each share that samples, in the plan's
+        order; what a request aborted since the plan would have got is dropped.
         """
         tokens = iter(sampled)
         finished: list[Request] = []
-        for request, share in self._planned:
+        for request, share in self._planned.pop(0):
             token = next(tokens) if share.samples else None
             if request.finish_reason is not None:
                 continue
             self.counters.count(share, len(request.prompt_ids))
             request.record(share.position, len(share.tokens))
-            request.num_sent = len(request.pages)
             self.paging.settle(request)
             if token is not None:
                 before = request.num_generated
@@ -143,7 +171,6 @@ class Scheduler:
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason, request.reason)
                 finished.append(request)
-        self._planned = []
         if self.policy.check:
             self.check()
         return finished
@@ -250,3 +277,9 @@ class Scheduler:
         else:
             self._leave(request)
         request.finish_reason, request.reason = finish_reason, reason
+
+
+def _can_go_on_unseen(request: Request, share: Share) -> bool:
+    """Whether what follows ``share`` can be computed before the host knows its token."""
+    is_row = share.samples and len(share.tokens) == 1 == share.num_logits
+    return is_row and request.is_known_by_length

@@ -1,5 +1,6 @@
 """StepCache: one step's view of the KV cache."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,11 @@ class StepCache:
         """[requests + 1] int32: first row of each request, then the number of rows."""
         self.row_lengths = row_lengths
         """[tokens] int64: max(prompt length, position + 1), what a row's request counts whatever else runs."""
+
+    @functools.cached_property
+    def prompt_starts(self) -> Tensor:
+        """[requests of several rows + 1] int32: as :attr:`starts`, counted from the first row of the first of them."""
+        return self.starts[self.num_single :] - self.num_single
 
     @property
     def max_count(self) -> int:

@@ -11,7 +11,8 @@ from engine_observers import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.engine import LLM
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.plan import StepPlan
 
 SHARED = list(range(40, 75))
 PROMPTS = [[5, 6, 7], SHARED, [300], [*SHARED[:20], 9, 8], [*SHARED, 11, 12, 13], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
@@ -28,9 +29,10 @@ def expected(path: Path) -> list[list[int]]:
     return [reference_tokens(path, prompt, NUM_NEW) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def llm(path: Path) -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=["each step alone", "steps ahead"])
+def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(path, page_size=4, num_pages=30, max_tokens_per_step=9, check=True) as made:
+        made.engine._is_async = request.param == "steps ahead"  # on a CPU nothing runs meanwhile, but the plans do
         yield made
 
 
@@ -118,13 +120,15 @@ def test_requests_of_any_priority_that_arrive_at_any_time_get_their_tokens(
         assert list(done[name].token_ids) == expected[which][:count]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_windows_are_crossed_with_few_pages(tmp_path: Path, family: str) -> None:
+def test_windows_are_crossed_with_few_pages(tmp_path: Path, family: str, is_async: bool) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=2)
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[5]]
     # Where every layer has a window (11 positions), 6 pages of 4 are more than one request ever holds.
     num_pages = 6 if family == "mistral" else 26
     with LLM(path, page_size=4, num_pages=num_pages, max_tokens_per_step=10, check=True) as llm:
+        llm.engine._is_async = is_async
         tokens = _run(llm, prompts)
         assert llm.engine.scheduler.paging.num_used == 0
     assert tokens == [reference_tokens(path, prompt, NUM_NEW) for prompt in prompts]
@@ -153,3 +157,50 @@ def test_ranks_follow_page_tables_that_change(path: Path, tmp_path: Path, expect
     assert counters.num_preemptions > 0
     assert counters.cached_tokens > 0
     ranks.close()
+
+
+def test_steps_are_planned_ahead_and_a_row_too_many_is_dropped(path: Path, expected: list[list[int]]) -> None:
+    """Three prompts, of which one ends by a stop token at once and one by its length."""
+    plans: list[StepPlan] = []
+    stop = expected[2][3]
+    with LLM(path, page_size=4, check=True) as llm:
+        llm.engine._is_async = True
+        launch = llm.engine.runner.launch
+        llm.engine.runner.launch = lambda plan, choose=None: plans.append(plan) or launch(plan, choose)
+        params = [
+            SamplingParams(max_new_tokens=20, ignore_eos=True),
+            SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(stop,)),
+            SamplingParams(max_new_tokens=6, ignore_eos=True),
+        ]
+        found = [list(g.token_ids) for g in llm.generate([PROMPTS[0], PROMPTS[2], PROMPTS[5]], params)]
+        assert llm.engine.scheduler.paging.num_used == 0
+    assert found == [expected[0][:20], expected[2][: expected[2].index(stop) + 1], expected[5][:6]]
+    assert [plan.has_pending for plan in plans] == [False, False, *[True] * 18]
+    rows = [len(plan.shares) for plan in plans]
+    assert rows == [3, 3, 3, 3, 3, 2, *[1] * 14]  # the stop is known one step late
+
+
+def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+    answers = []
+    for is_async in (False, True):
+        with LLM(path, check=True) as llm:
+            llm.engine._is_async = is_async
+            answers.append([g.token_ids for g in llm.generate(PROMPTS, params)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "given", [{"logprobs": 2}, {"min_new_tokens": 3}, {"repetition_penalty": 1.3}, {"hidden_states": True}], ids=str
+)
+def test_what_needs_the_last_token_is_not_planned_ahead(path: Path, given: dict[str, Any]) -> None:
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, **given)
+    assert params.needs_last_token
+    with LLM(path, check=True) as llm:
+        llm.engine._is_async = True
+        ahead = llm.engine.scheduler.plan_ahead
+        seen: list[Any] = []
+        llm.engine.scheduler.plan_ahead = lambda epoch: seen.append(ahead(epoch))
+        llm.generate(PROMPTS, params)
+    assert seen
+    assert not any(seen)

@@ -28,6 +28,7 @@ from tapscope.dumper.taking.pen import Pen
 from tapscope.dumper.taking.underway import StillUnderway, Underway
 from tapscope.dumper.taking.unwrap import Local, unwrap
 from tapscope.ledger import encode_line
+from tapscope.observe import StepInfo
 
 _FULL = Taking("full")
 
@@ -79,10 +80,12 @@ class Taker:
         Its step may have ended (a gradient): the value is then counted as late.
         """
         try:
+            step = stamp.step
+            if step.info.num_padding:
+                leaf = _without_padding(port, leaf, step.info)
             if self.captures:
                 self._divert(port, leaf, stamp)
                 return
-            step = stamp.step
             may_pen = stamp is self.pen.stamp and port.announced and not (step.in_full or step.halted)
             if may_pen and self.pen.take(port, leaf):
                 return
@@ -270,3 +273,10 @@ class Taker:
         if port.site not in self._announced_sites:
             self._announced_sites.add(port.site)
             self._backlog.append(encode_line(port.line()))
+
+
+def _without_padding(port: Port, leaf: Any, info: StepInfo) -> Any:
+    """A tensor of packed tokens without the rows that pad the step; anything else as it is."""
+    padded = info.grid[0] + info.num_padding
+    is_packed = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == padded
+    return leaf[: info.grid[0]] if is_packed and (port.dims or "").startswith("t") else leaf

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import TOKENS, WHOLE
 from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.parallel import TensorParallel
 from tapscope.engine.weights import Piece, Weighted, parameter
-from tapscope.kernels.cpu import linear
 
 
 class VocabEmbedding(Weighted):

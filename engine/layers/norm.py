@@ -1,11 +1,13 @@
 """Normalisation layers, whole on every rank."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.weights import Piece, Weighted, parameter
 
@@ -16,6 +18,8 @@ HEADS = "t num_heads[tp] d"
 class RMSNorm(Weighted):
     """x / rms(x) * weight over the last axis, arXiv:1910.07467; sums in float32 as transformers' LlamaRMSNorm."""
 
+    is_gemma: ClassVar[bool] = False
+
     def __init__(self, size: int, eps: float, dtype: torch.dtype, dims: str = WHOLE) -> None:
         super().__init__()
         self.weight = parameter(size, dtype=dtype)
@@ -24,6 +28,8 @@ class RMSNorm(Weighted):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., size] -> [..., size], in the input's dtype."""
+        if (fused := fused_for(hidden_states)) is not None and hidden_states.dtype == self.weight.dtype:
+            return fused.rms_norm(hidden_states, self.weight, self.eps)
         normalised = _normalised(hidden_states, self.eps, hidden_states.dtype)
         return normalised.mul_(self.weight) if normalised.dtype == self.weight.dtype else self.weight * normalised
 
@@ -35,13 +41,37 @@ class RMSNorm(Weighted):
 class GemmaRMSNorm(RMSNorm):
     """x / rms(x) * (1 + weight), in float32 to the end, as transformers' Gemma2RMSNorm."""
 
+    is_gemma = True
+
     def __init__(self, size: int, eps: float, dtype: torch.dtype, dims: str = WHOLE) -> None:
         super().__init__(size, eps, dtype, dims)
         self.tap_dims = {"in[x]": dims, "out": dims}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], in the input's dtype."""
+        if (fused := fused_for(x)) is not None and x.dtype == self.weight.dtype:
+            return fused.rms_norm(x, self.weight, self.eps, is_gemma=True)
         return (_normalised(x, self.eps, torch.float32) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+def add_norm(
+    norm: RMSNorm, states: Tensor, residual: Tensor | None, post_norm: RMSNorm | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(residual + states), residual + states), in one kernel where that can be; ``residual`` None counts as zero.
+
+    With ``post_norm`` what is added is post_norm(states).
+    """
+    if residual is None:
+        return norm(states), states
+    norms = [norm] if post_norm is None else [norm, post_norm]
+    fused = fused_for(states, *norms)
+    if fused is not None and states.dtype == norm.weight.dtype and all(each.eps == norm.eps for each in norms):
+        post_weight = None if post_norm is None else post_norm.weight
+        return fused.add_rms_norm(
+            states, residual, norm.weight, norm.eps, is_gemma=norm.is_gemma, post_weight=post_weight
+        )
+    hidden_states = residual + (states if post_norm is None else post_norm(states))
+    return norm(hidden_states), hidden_states
 
 
 def _normalised(states: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,7 @@ class Probe(nn.Module):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody would see a call of ``module``: a hook on it, or on all modules."""
+    """Whether somebody would see a call of ``module``: a hook on it or on all modules, or a ``forward`` put into it."""
     own = module._forward_hooks or module._forward_pre_hooks
-    return bool(own or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    every = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(own or every) or "forward" in module.__dict__

@@ -1,9 +1,12 @@
 """SelfAttention: projections, rotary embedding and the attention core under Hugging Face's names."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.attention import Attention, AttentionSpec
+from tapscope.engine.attention import Attention, AttentionSpec, attend
+from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
@@ -46,6 +49,10 @@ class SelfAttention(nn.Module):
         )
         self.attn = Attention(layer, spec, self.share)
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.o_bias, tp, dtype)
+        first, end = self.share.used
+        self._uses_all_heads = not self.share.keys.is_whole or (end - first) * self.head_dim == kv_width.count
+        norms = [self.q_norm, self.k_norm] if config.qk_norm else []
+        self._hidden_by_fusion = (self.q_proj, self.k_proj, self.v_proj, self.attn, *norms)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 
     def forward(
@@ -54,6 +61,9 @@ class SelfAttention(nn.Module):
         """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
         query, key, value = self.qkv_proj(hidden_states)
         cos, sin = position_embeddings
+        core = self._fused_core(hidden_states, query, key, value, position_embeddings, past_key_values)
+        if core is not None:
+            return self.o_proj(core), None
         query, key = self._heads(self.q_proj(query)), self._heads(self.k_proj(key))
         value = self._heads(self.v_proj(value))
         if self.qk_norm:
@@ -61,6 +71,22 @@ class SelfAttention(nn.Module):
         query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin))
         core = self.attn(query, self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
+
+    def _fused_core(
+        self, hidden_states: Tensor, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache
+    ) -> Tensor | None:
+        """What ``attn`` returns, with one kernel that normalises, rotates and caches; None where it cannot."""
+        pools = cache.pools(self.attn.layer)
+        fused = fused_for(hidden_states, *self._hidden_by_fusion)
+        if fused is None or pools is None or not self._uses_all_heads:
+            return None
+        rope, norm = fused.rope, None
+        if self.qk_norm:
+            norm = rope.HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.is_gemma)
+        heads = (self._heads(part) for part in (query, key, value))
+        pool = rope.CachePool(*pools, cache.scales(self.attn.layer))
+        query, _ = rope.rotate_and_store(*heads, rotation, cache.slots, pool, norm=norm)
+        return attend(query, self.attn.layer, cache, self.attn.spec).flatten(1)
 
     def _used(self, tensor: Tensor) -> Tensor:
         start, end = self.share.used

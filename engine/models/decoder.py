@@ -10,14 +10,15 @@ layers differ it names a `layer_class`, which overrides `make_attention`, `make_
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from tapscope.engine.cache_layout import CacheLayout
 from tapscope.engine.layers.embedding import VocabHead, embedding_of
-from tapscope.engine.layers.norm import RMSNorm
+from tapscope.engine.layers.fused import fused_for
+from tapscope.engine.layers.norm import RMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
 from tapscope.engine.layers.rope import RotaryEmbedding
 from tapscope.engine.model_config import ModelConfig
@@ -76,16 +77,19 @@ class DecoderLayer(nn.Module):
         position_embeddings: Rotation,
     ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        residual = hidden_states
-        hidden_states, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            past_key_values=past_key_values,
+        states, residual = self.summands(hidden_states, None, past_key_values, position_embeddings)
+        return residual + states
+
+    def summands(
+        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output as two summands, from its input as two: the norm that follows adds them up."""
+        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        states, _ = self.self_attn(
+            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
         )
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        output: Tensor = residual + self.mlp(self.post_attention_layernorm(hidden_states))
-        return output
+        normalised, residual = add_norm(self.post_attention_layernorm, states, residual)
+        return self.mlp(normalised), residual
 
 
 class Decoder(nn.Module):
@@ -115,15 +119,21 @@ class Decoder(nn.Module):
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
         hidden_states = self.embed_tokens(input_ids)
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
+        residual: Tensor | None = None
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
             self.pulse.layer(number)
+            if fused_for(hidden_states, layer) is not None:
+                summands = cast(DecoderLayer, layer).summands
+                hidden_states, residual = summands(hidden_states, residual, past_key_values, position_embeddings)
+                continue
             hidden_states = layer(
-                hidden_states,
+                hidden_states if residual is None else residual + hidden_states,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
             )
-        return ModelOutput(self.norm(hidden_states))
+            residual = None
+        return ModelOutput(add_norm(self.norm, hidden_states, residual)[0])
 
 
 class CausalLM(nn.Module):
@@ -161,9 +171,14 @@ class CausalLM(nn.Module):
     ) -> CausalLMOutput:
         """Ids and positions [tokens] int64 -> logits of the rows ``logits_to_keep`` (int64), or of all of them."""
         outputs = self.model(input_ids, position_ids=position_ids, past_key_values=past_key_values)
-        self.last_hidden_state = hidden_states = outputs.last_hidden_state
+        hidden_states = outputs.last_hidden_state
+        return CausalLMOutput(self.head(hidden_states, logits_to_keep))
+
+    def head(self, hidden_states: Tensor, logits_to_keep: Tensor | None = None) -> Tensor:
+        """Last hidden states [tokens, hidden] -> logits of the rows ``logits_to_keep``, or of all of them."""
+        self.last_hidden_state = hidden_states
         if logits_to_keep is not None:
             hidden_states = hidden_states[logits_to_keep]
         logits = self.tp.all_gather(self.lm_head(hidden_states), self.config.vocab_size)
         cap = self.config.final_softcap
-        return CausalLMOutput(logits if cap is None else (logits / cap).tanh() * cap)
+        return logits if cap is None else (logits / cap).tanh() * cap

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.families import FULL, SLIDING
-from tapscope.engine.layers.norm import GemmaRMSNorm
+from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
 from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies
 from tapscope.engine.model_config import ModelConfig
@@ -23,21 +23,16 @@ class GemmaDecoderLayer(DecoderLayer):
         self.pre_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def forward(
-        self, hidden_states: Tensor, position_ids: Tensor, past_key_values: StepCache, position_embeddings: Rotation
-    ) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        residual = hidden_states
-        hidden_states, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            past_key_values=past_key_values,
+    def summands(
+        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output as two summands."""
+        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        states, _ = self.self_attn(
+            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
         )
-        hidden_states = residual + self.post_attention_layernorm(hidden_states)
-        residual = hidden_states
-        hidden_states = self.mlp(self.pre_feedforward_layernorm(hidden_states))
-        output: Tensor = residual + self.post_feedforward_layernorm(hidden_states)
-        return output
+        normalised, residual = add_norm(self.pre_feedforward_layernorm, states, residual, self.post_attention_layernorm)
+        return self.post_feedforward_layernorm(self.mlp(normalised)), residual
 
 
 class Gemma3RotaryEmbedding(nn.Module):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.layers.activation import Activation
+from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched
 from tapscope.engine.model_config import ModelConfig
@@ -27,6 +28,9 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         gate, up = self.gate_up_proj(x)
+        if (fused := fused_for(x, self.gate_proj, self.up_proj, self.act_fn)) is not None:
+            fused_output: Tensor = self.down_proj(fused.gated(gate, up, self.act_fn.name))
+            return fused_output
         active, up = self.act_fn(self.gate_proj(gate)), self.up_proj(up)
         output: Tensor = self.down_proj(active * up if is_watched(self.act_fn) else active.mul_(up))
         return output

@@ -67,9 +67,12 @@ class Sampler:
         self._counts.forget(request)
 
     @torch.no_grad()
-    def draw(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits [rows, vocab] of each request's next token -> (tokens [rows] int64, scores they were drawn from).
 
+        ``positions``: of the tokens drawn; None: each follows the last one that its request knows.
         The scores [rows, vocab] float32 are the logits after penalties, masks, temperature and filters; where every
         row just takes its most likely token they are the logits themselves.
         """
@@ -80,7 +83,9 @@ class Sampler:
         scores = batch.drawn.apply(scores, lambda rows, temperature: rows / temperature.unsqueeze(1))
         for rows, keep in ((batch.top_k, keep_top_k), (batch.top_p, keep_top_p), (batch.min_p, keep_min_p)):
             scores = rows.apply(scores, keep)
-        return batch.drawn.apply(scores, lambda rows, _: rows + self._noise(requests, batch)).argmax(-1), scores
+        return batch.drawn.apply(scores, lambda rows, _: rows + self._noise(requests, positions, batch)).argmax(
+            -1
+        ), scores
 
     def _batch_of(self, requests: Sequence[Request]) -> Batch:
         params = [request.params for request in requests]
@@ -124,10 +129,11 @@ class Sampler:
         index = torch.tensor([row for row, _ in held], device=scores.device)
         return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf))
 
-    def _noise(self, requests: Sequence[Request], batch: Batch) -> Tensor:
-        drawn = [requests[row] for row in batch.drawn.index]
-        seeds, positions = [request.seed for request in drawn], [len(request.tokens) for request in drawn]
-        return gumbel(seeds, positions, self._vocab_size, self._device)
+    def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: Batch) -> Tensor:
+        places = [len(request.tokens) for request in requests] if positions is None else positions
+        rows = batch.drawn.index
+        seeds, drawn = [requests[row].seed for row in rows], [places[row] for row in rows]
+        return gumbel(seeds, drawn, self._vocab_size, self._device)
 
 
 def _end_tokens(request: Request, eos: Iterable[int]) -> set[int]:

@@ -18,6 +18,7 @@ class SampledStep:
         """``requests``: one for each share of ``plan``."""
         self._sampler, self._plan, self._shares = sampler, plan, list(zip(plan.shares, requests, strict=True))
         self._requests = [request for share, request in self._shares if share.samples]
+        self._positions = [share.position + len(share.tokens) for share in plan.shares if share.samples]
         self._tokens: list[int] = []
         self._logits = self._raw = self._scores = torch.empty(0)
 
@@ -27,11 +28,11 @@ class SampledStep:
         rows = self._plan.sampled_logits
         if len(rows) == len(logits):
             self._raw = logits
-            tokens, self._scores = self._sampler.draw(logits, self._requests)
+            tokens, self._scores = self._sampler.draw(logits, self._requests, self._positions)
             return tokens
         index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
         self._raw = logits[index]
-        tokens, self._scores = self._sampler.draw(self._raw, self._requests)
+        tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions)
         return logits.argmax(-1).index_copy(0, index, tokens)
 
     def tell(self) -> None:

@@ -54,6 +54,9 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     epoch: int | None = None
     """Configuration epoch every rank must apply before this step; None lets each observer decide."""
 
+    num_padding: int = 0
+    """Rows that follow the grid's in packed tensors and mean nothing; observers leave them out."""
+
     asked: Mapping[str, str] = field(default_factory=dict)
     """Request id -> ``stats`` or ``full``: requests whose own rows are wanted, whatever else is captured."""
 
