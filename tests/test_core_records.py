@@ -1,19 +1,23 @@
 """Records held as columns are the records that were put in, whatever these are."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapscope import index
 from tapscope.cli.ls import _order
 from tapscope.comparator.runs.series import Series, identity, series_of
 from tapscope.dashboard.account import _payloads
 from tapscope.dashboard.oddity import oddity_of, suspicious
-from tapscope.record import BACKWARD, FORWARD, Entry, Key, Record, Slice
+from tapscope.record import BACKWARD, FORWARD, Entry, Key, Record, Slice, to_json
+from tapscope.recordline import RecordLines
 from tapscope.records import Records, joined
 from tapscope.run import Run
 from tapscope.site import layer_of
@@ -150,3 +154,39 @@ def test_what_lists_and_accounts_find_in_columns_is_what_the_records_say(items: 
     if all(r.entry is None or r.entry.offset < 1 << 63 for r in sound):
         sizes = [r.nbytes for r in sound if r.entry is not None]
         assert _payloads(found) == (len(sizes), sum(entry.nbytes for _, entry in entries), sum(sizes))
+
+
+_lines = st.one_of(
+    _records.map(lambda record: json.dumps({"type": "record", **to_json(record)}).encode()),
+    st.sampled_from(
+        [
+            b'{"type":"event","kind":"close"}',
+            b'{"type":"step","at":"begin","step":0,"phase":"x","epoch":0,"grid":[],"num_rows":0,"rows":[],"token_ids":[]}',
+            b'{"type":"metric","step":0,"name":"a","value":1.0}',
+            b'{"type":"site","site":"a.0:out","class":"Linear","params":{}}',
+            b'{"type":"note"}',
+            b'{"type":"record","seq":-1}',
+            b"[]",
+            b"",
+            '{"type":"event","kind":"é"}'.encode(),
+            b'{"type":"event","kind":"\xff"}',
+            b"{",
+        ]
+    ),
+)
+
+
+@given(st.lists(_lines, max_size=12), st.sampled_from([b"", b"\n", b"\n{torn"]), st.integers(1, 400))
+def test_lines_read_in_blocks_are_those_read_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], end: bytes, size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("rank")
+    (folder / "records.jsonl").write_bytes(b"\n".join(lines) + end)
+    with mock.patch.object(index, "MAX_LINE_BYTES", 500), mock.patch.object(index, "_BLOCK", size):
+        found = index.read_index(folder, 0)
+        with mock.patch.object(RecordLines, "read_block", return_value=None):
+            one_by_one = index.read_index(folder, 0)
+    assert found.records == one_by_one.records
+    assert repr(found.records.kinds) == repr(one_by_one.records.kinds)
+    rest = [f"{each.events} {each.begins} {each.metrics} {each.sites} {each.problems}" for each in (found, one_by_one)]
+    assert rest[0] == rest[1]

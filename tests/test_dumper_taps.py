@@ -219,7 +219,7 @@ def test_a_wrong_annotation_is_said_and_left_out(tmp_path: Path) -> None:
     model.tap_dims = {"out": "t h s"}
     run = _record(tmp_path / "run", model, torch.ones(4, 2))
     assert next(r for r in run.records if r.key.site == ":out").dims is None
-    assert any("name 3 axes but the tensor has 2" in e.fields["reason"] for e in run.events() if e.kind == "failed")
+    assert any("name 3 axes but the tensor has 2" in e.fields["reason"] for e in run.events() if e.kind == "dims")
 
 
 def test_rows_are_read_off_a_padded_call(tmp_path: Path) -> None:

@@ -195,9 +195,11 @@ class Hooks:
 
     def _look(self, collector: "Collector", serial: int) -> None:
         model = self._model()
+        # One walk: to look each path up by get_submodule() takes a third of the time that placing the taps does.
+        present = None if model is None else dict(model.named_modules(remove_duplicate=False))
         for place in self._places:
             path = place.tap.path
-            if path not in self._said and (problem := _problem(place, model, serial)):
+            if path not in self._said and (problem := _problem(place, present, serial)):
                 self._said.add(path)
                 collector.account.complain(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
 
@@ -219,9 +221,10 @@ def _first_port(tap: Tap) -> str:
     return "out" if "out" in ports or not ports else ports[0]
 
 
-def _problem(place: _Place, model: nn.Module | None, serial: int) -> str | None:
+def _problem(place: _Place, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
+    """What is wrong with a hook, if anything; ``present`` are the model's modules by path, None where it is gone."""
     module, hooks = place.module(), place.handle.hooks_dict_ref()
-    if model is None:
+    if present is None:
         return "its model is gone"
     if module is not None and hooks is not None and place.handle.id not in hooks:
         return "its hook was removed by other code"
@@ -229,11 +232,10 @@ def _problem(place: _Place, model: nn.Module | None, serial: int) -> str | None:
         return None
     if module is not None and is_compiled_in_place(module):
         return "it was compiled after its taps were placed"
-    try:
-        present = model.get_submodule(place.tap.path)
-    except AttributeError:
+    here = present.get(place.tap.path)
+    if here is None:
         return "its module was taken out of the model"
-    return None if present is module else f"its module was replaced by a {type(present).__name__}"
+    return None if here is module else f"its module was replaced by a {type(here).__name__}"
 
 
 class _Calls:

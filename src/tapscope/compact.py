@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from tapscope.disk import Disk
 from tapscope.errors import RunCorruptError
 from tapscope.extras import require
 from tapscope.garbage import uncollected
-from tapscope.index import read_index, table_names
+from tapscope.index import Event, table_names
 from tapscope.ledger import encode_line, event_line
 from tapscope.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
 from tapscope.parquet import checksum, read_table, write_table
 from tapscope.record import Record, from_json
+from tapscope.recordline import RecordLines
+from tapscope.records import Records
 from tapscope.regular import reading
 
 
@@ -71,14 +74,18 @@ def _compact_rank(folder: Path, rank: int) -> Compaction | None:
         lines = [] if is_torn else file.read().splitlines(keepends=True)
     if is_torn:
         raise RunCorruptError(f"{index}: its last line is cut off; run first: tapscope repair {folder.parent}")
-    parsed = [_record_of(line, rank) for line in lines]
+    known = Records()
+    read = RecordLines(rank, known, exact=True).read
+    parsed: list[tuple[Record, dict[str, Any] | None] | None] = [
+        (known[-1], None) if read(line) else _record_of(line, rank) for line in lines
+    ]
     found = [item for item in parsed if item is not None]
     if not found:
         return None
-    table = folder / _unused_table(folder, rank)
+    rest = [line for line, item in zip(lines, parsed, strict=True) if item is None]
+    table = folder / _unused_table(rest)
     temporary = folder / f"{table.name}.new"
     _write_checked(found, temporary, rank)
-    rest = [line for line, item in zip(lines, parsed, strict=True) if item is None]
     rest.append(
         encode_line(event_line(COMPACTED, file=table.name, num_records=len(found), crc32=checksum(temporary))) + b"\n"
     )
@@ -96,14 +103,23 @@ def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
         return None
 
 
-def _unused_table(folder: Path, rank: int) -> str:
-    """A name that no line of the rank uses; a file without a line is what a killed compaction left."""
-    taken = table_names(read_index(folder, rank).events)
+def _unused_table(lines: list[bytes]) -> str:
+    """A name that no line uses of those that are no records; a file without a line is what a killed compaction left."""
+    taken = table_names(_compacted(lines))
     names = (TABLE if n == 1 else TABLE.replace(".", f"-{n}.") for n in range(1, len(taken) + 2))
     return next(name for name in names if name not in taken)
 
 
-def _write_checked(found: list[tuple[Record, dict[str, Any]]], path: Path, rank: int) -> None:
+def _compacted(lines: list[bytes]) -> Iterator[Event]:
+    """The events of earlier compactions."""
+    for line in lines:
+        with suppress(ValueError):
+            content = json.loads(line) if COMPACTED.encode() in line else None
+            if isinstance(content, dict) and content.get("kind") == COMPACTED:
+                yield Event(0, COMPACTED, content)
+
+
+def _write_checked(found: list[tuple[Record, dict[str, Any] | None]], path: Path, rank: int) -> None:
     try:
         write_table(found, path)
         same = read_table(path, rank) == [record for record, _ in found]

@@ -9,7 +9,7 @@ written behind the last cannot be known, and the ledger says so.
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -82,6 +82,7 @@ class DumpPayloads:
         """(rank, seq) -> a tensor that does not lie in one piece."""
         self.damaged: list[str] = []
         """What is wrong with each file that cannot be read."""
+        self.has_checksums = True
 
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.payload.Payloads`."""
@@ -115,9 +116,9 @@ class DumpPayloads:
         """Nothing: see :meth:`missing`."""
         return ""
 
-    def suspects(self, records: Records) -> Sequence[Record]:
+    def suspects(self, records: Records) -> Array:
         """None."""
-        return ()
+        return np.empty(0, np.int64)
 
     def flaw(self, record: Record) -> str | None:
         """See :class:`~tapscope.payload.Payloads`; the zip archive has a CRC-32 of each storage."""

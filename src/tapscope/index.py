@@ -3,9 +3,8 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct, field
 
@@ -17,6 +16,9 @@ from tapscope.regular import reading
 from tapscope.site import compact_ranges
 from tapscope.text import plural
 
+if TYPE_CHECKING:
+    from tapscope.recordline import RecordLines
+
 MAX_TOLD = 8
 """Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
 
@@ -24,6 +26,8 @@ MAX_TOLD = 8
 MAX_LINE_BYTES = 16 << 20
 """A longer line is left out: what JSON says in it may take fifty times as much memory."""
 _MAX_SKIPPED = 1 << 30
+_BLOCK = 1 << 20
+"""Bytes of lines that are read at a time."""
 
 
 class SiteInfo(Struct, frozen=True):
@@ -86,17 +90,17 @@ def read_index(folder: Path, rank: int) -> RankIndex:
 
     index = RankIndex()
     path = folder / INDEX
-    read = RecordLines(rank, index.records).read
+    records = RecordLines(rank, index.records)
     num_unreadable = 0
-    for number, line in _lines(path, index):
-        if read(line):
-            continue
-        try:
-            _add(index, _decode(str(line, "utf-8")), rank)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            num_unreadable += 1
-            if num_unreadable <= MAX_TOLD:
-                index.problems.append(f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})")
+    for first, block in _blocks(path, index):
+        for number, line in _others(records, first, block):
+            try:
+                _add(index, _decode(str(line, "utf-8")), rank)
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+                num_unreadable += 1
+                if num_unreadable <= MAX_TOLD:
+                    text = f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})"
+                    index.problems.append(text)
     if num_unreadable > MAX_TOLD:
         index.problems.append(f"{path}: {num_unreadable - MAX_TOLD:,} more unreadable lines skipped")
     for name, said in _tables(index.events).items():
@@ -158,20 +162,40 @@ def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) ->
         index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
 
 
-def _lines(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
-    """Complete lines; a torn last one is what a killed writer leaves, and is said."""
+def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the lines of a block, the ``first`` and those behind it, that are not taken as records."""
+    others, lines = records.read_block(block), block[:-1].split(b"\n")
+    if others is not None:
+        yield from ((first + at, lines[at]) for at in others)
+        return
+    yield from ((first + at, line) for at, line in enumerate(lines) if line and not records.read(line))
+
+
+def _blocks(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, whole lines), some at a time; a torn last line is what a killed writer leaves, and is
+    said."""
     try:
         with reading(path) as file:
-            for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    index.problems.append(f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB, and was left out")
-                    if not _skip_line(file):
-                        index.problems.append(f"{path}:{number}: so long that what follows was left out, too")
-                        return
-                elif not line.endswith(b"\n"):
+            number = 1
+            while block := file.read(_BLOCK):
+                if not block.endswith(b"\n"):
+                    block += file.readline(MAX_LINE_BYTES)
+                start = block.rfind(b"\n", 0, len(block) - 1) + 1  # of the last line
+                is_whole, length = block.endswith(b"\n"), len(block) - start
+                whole = block if is_whole and length <= MAX_LINE_BYTES else block[:start]
+                if whole:
+                    yield number, whole
+                number += whole.count(b"\n")
+                if len(whole) == len(block):
+                    continue
+                if length < MAX_LINE_BYTES:
                     index.problems.append(f"{path}:{number}: the last line is cut off and was left out")
-                elif len(line) > 1:
-                    yield number, line
+                    continue
+                index.problems.append(f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB, and was left out")
+                if not is_whole and not _skip_line(file):
+                    index.problems.append(f"{path}:{number}: so long that what follows was left out, too")
+                    return
+                number += 1
     except OSError as error:
         index.problems.append(f"{path}: cannot be read: {error.strerror or error}")
 

@@ -43,8 +43,8 @@ def schema() -> dict[str, Any]:
     return key | tensor | part | {"hash": text, "bag": text} | stats | entry | {"line": text}
 
 
-def write_table(records: Iterable[tuple[Record, dict[str, Any]]], path: Path) -> None:
-    """Write records, each with the line it was read from."""
+def write_table(records: Iterable[tuple[Record, dict[str, Any] | None]], path: Path) -> None:
+    """Write records, each with the line it was read from; None where the columns are known to hold all of it."""
     import polars as pl
 
     types = schema()
@@ -88,8 +88,8 @@ def read_table(path: Path, rank: int) -> list[Record]:
     return list(_records(frame, rank))
 
 
-def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:
-    exact = line.keys() <= _MEMBERS and _fits(record)
+def _row(record: Record, line: dict[str, Any] | None) -> tuple[object, ...]:
+    exact = line is None or (line.keys() <= _MEMBERS and _fits(record))
     key, part, stats, entry = record.key, record.slice, record.stats, record.entry
     if not exact:  # its line says it all; the columns are for queries
         key, stats, part, entry = key._replace(step=_whole(key.step)), None, None, None

@@ -9,7 +9,7 @@ from tapscope.stats import Stats
 HASH, DIGESTS = 16, 24
 """Bytes of a hash, and of a hash and a bag."""
 NO_COUNTS, NO_SUMS = (0,) * 6, (0.0,) * 5
-_NO_HASH, _NO_BAG = "00" * HASH, "00" * (DIGESTS - HASH)
+NO_HASH, NO_BAG = "00" * HASH, "00" * (DIGESTS - HASH)
 _INT64 = 1 << 63
 _counts, _sums = attrgetter(*Stats.__struct_fields__[:6]), attrgetter(*Stats.__struct_fields__[6:])
 
@@ -70,13 +70,13 @@ def bare(record: Record) -> Record:
     entry = record.entry
     if entry is not None and not -_INT64 <= entry.offset < _INT64:
         entry = Entry(entry.file, -1, entry.nbytes)
-    hash_, bag = None if record.hash is None else _NO_HASH, None if record.bag is None else _NO_BAG
+    hash_, bag = None if record.hash is None else NO_HASH, None if record.bag is None else NO_BAG
     return Record(record.key, record.seq, record.dtype, record.shape, record.dims, hash=hash_, bag=bag, entry=entry)
 
 
 def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
     """The bytes of a hash and a bag, zeros for one that is None; None for other spellings than our own."""
-    text = (_NO_HASH if hash_ is None else hash_) + (_NO_BAG if bag is None else bag)
+    text = (NO_HASH if hash_ is None else hash_) + (NO_BAG if bag is None else bag)
     try:
         found = bytes.fromhex(text)
     except ValueError:

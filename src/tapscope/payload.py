@@ -1,7 +1,6 @@
 """Payloads: the bytes behind records, mapped from whatever files a source keeps them in."""
 
 import mmap
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +24,8 @@ class Payloads(Protocol):
 
     damaged: list[str]
     """What is wrong with each file that could not be read when the run was opened."""
+    has_checksums: bool
+    """Whether :meth:`flaw` may say anything."""
 
     def array(self, record: Record) -> Array:
         """The values of a record that has an entry, read only; raises RunCorruptError when they are not there."""
@@ -39,8 +40,8 @@ class Payloads(Protocol):
         """Why the bytes of a record that has an entry cannot be there, without reading them; empty when they may be."""
         ...
 
-    def suspects(self, records: Records) -> Sequence[Record]:
-        """Those of which :meth:`lacks` may say something."""
+    def suspects(self, records: Records) -> Array:
+        """Places of those of which :meth:`lacks` may say something."""
         ...
 
     def flaw(self, record: Record) -> str | None:
@@ -94,6 +95,8 @@ class SegmentPayloads:
         self._paths: dict[tuple[int, str], Path] = {}
         self._sizes: dict[tuple[int, str], int] = {}
         self._mapped: dict[tuple[int, str], Array] = {}
+        self.has_checksums = False
+        """Records have hashes."""
         self.damaged: list[str] = []
         """None: each file is looked at when its values are asked for."""
 
@@ -148,11 +151,11 @@ class SegmentPayloads:
             )
         return ""
 
-    def suspects(self, records: Records) -> Sequence[Record]:
+    def suspects(self, records: Records) -> Array:
         """See :class:`Payloads`."""
         offset, nbytes, size = records.offset, records.nbytes, records.of_kinds(self._size)
         odd = (offset < 0) | (offset > size - nbytes) | (nbytes != records.of_kinds(_num_bytes))
-        return records.take(np.flatnonzero(odd & records.of_kinds(_has_payload)))
+        return np.flatnonzero(odd & records.of_kinds(_has_payload))
 
     def flaw(self, record: Record) -> None:
         """None: records have hashes."""

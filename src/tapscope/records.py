@@ -88,6 +88,30 @@ class Records(Sequence[Record]):
         self._counts.extend(counts)
         self._sums.extend(sums)
 
+    def add_many(
+        self,
+        kinds: Iterable[tuple[Any, ...]],
+        sites: list[str],
+        steps: list[int],
+        seqs: list[int],
+        offsets: list[int],
+        nbytes: list[int],
+        digests: bytes,
+        counts: Iterable[int],
+        sums: Iterable[float],
+    ) -> None:
+        """As :meth:`add`, of many; ``digests``, ``counts`` and ``sums`` are those of all in a row."""
+        codes = self._codes
+        self._kind.extend([code if (code := codes.get(kind)) is not None else self._code(kind) for kind in kinds])
+        self.sites.extend(sites)
+        self._step.extend(steps)
+        self._seq.extend(seqs)
+        self._offset.extend(offsets)
+        self._nbytes.extend(nbytes)
+        self._digests += digests
+        self._counts.extend(counts)
+        self._sums.extend(sums)
+
     @overload
     def __getitem__(self, index: int) -> Record: ...
     @overload
@@ -142,6 +166,11 @@ class Records(Sequence[Record]):
             return self._odd[place].hash
         at = place * DIGESTS
         return self._digests[at : at + HASH].hex() if self.kind_at(place).has_hash else None
+
+    def hash_bytes(self, places: Array) -> list[bytes]:
+        """The hashes of those at some places, 16 bytes each; zeros for one without."""
+        chosen = np.asarray(self._digests).reshape(-1, DIGESTS)[places, :HASH].tobytes()
+        return [chosen[at : at + HASH] for at in range(0, len(chosen), HASH)]
 
     @property
     def forms(self) -> Array:

@@ -85,7 +85,11 @@ def repair_rank(folder: Path, *, check: bool = False) -> Repair:
     flags = os.O_RDONLY if check else os.O_RDWR | os.O_NOFOLLOW
     with os.fdopen(open_regular(folder / INDEX, flags), "rb" if check else "r+b") as index:
         _cut_torn_line(index, folder, repair, check=check)
-        seal_segments(folder, read_index(folder, repair.rank).records, repair, check=check)
+        by_file: dict[str, list[Record]] = {}
+        for record in read_index(folder, repair.rank).records:
+            if record.entry is not None:
+                by_file.setdefault(record.entry.file, []).append(record)
+        seal_segments(folder, lambda name: by_file.get(name, ()), repair, check=check)
         if repair.needed and not check:
             fields = {name: value for name, value in repair.to_json().items() if value and name != "rank"}
             index.seek(0, os.SEEK_END)
@@ -95,14 +99,13 @@ def repair_rank(folder: Path, *, check: bool = False) -> Repair:
     return repair
 
 
-def seal_segments(folder: Path, records: Iterable[Record], repair: Repair, *, check: bool) -> None:
-    """Give every segment of a rank that was not sealed its header; what was done goes into ``repair``."""
-    by_file: dict[str, list[Record]] = {}
-    for record in records:
-        if record.entry is not None:
-            by_file.setdefault(record.entry.file, []).append(record)
+def seal_segments(folder: Path, records_in: Callable[[str], Iterable[Record]], repair: Repair, *, check: bool) -> None:
+    """Give every segment of a rank that was not sealed its header; what was done goes into ``repair``.
+
+    ``records_in`` gives the records whose payloads lie in the file of a name; it is asked for those not sealed.
+    """
     for path in sorted(folder.glob(SEGMENTS)):
-        _seal(path, by_file.get(path.name, []), repair, check=check)
+        _seal(path, records_in, repair, check=check)
 
 
 def _cut_torn_line(index: BinaryIO, folder: Path, repair: Repair, *, check: bool) -> None:
@@ -143,7 +146,7 @@ def _end_of_last_line(index: BinaryIO, size: int) -> int:
     return end
 
 
-def _seal(path: Path, records: list[Record], repair: Repair, *, check: bool) -> None:
+def _seal(path: Path, records_in: Callable[[str], Iterable[Record]], repair: Repair, *, check: bool) -> None:
     try:
         size, reserved, header_of = read_head(path)
     except OSError as error:
@@ -151,6 +154,7 @@ def _seal(path: Path, records: list[Record], repair: Repair, *, check: bool) -> 
         return
     if header_of is not None:
         return
+    records = list(records_in(path.name))
     start = reserved + 8
     if not records and size <= max(start, 8):
         _remove_empty(path, repair, check=check)

@@ -203,7 +203,16 @@ class Run:
 
     def suspects(self, records: Records) -> Sequence[Record]:
         """Those of which :meth:`lacks` may say something, found among many without making each."""
+        return records.take(self._payloads.suspects(records))
+
+    def suspect_places(self, records: Records) -> np.ndarray[Any, Any]:
+        """Where these are among ``records``."""
         return self._payloads.suspects(records)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether :meth:`flaw` may say anything."""
+        return self._payloads.has_checksums
 
     def flaw(self, record: Record) -> str | None:
         """What the bytes of a record that has an entry do wrong by a checksum in their file, as the end of a sentence

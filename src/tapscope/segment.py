@@ -6,7 +6,6 @@ the header into the reserved place. Before that, the record lines say what is wh
 """
 
 import errno
-import json
 import os
 from collections.abc import Container, Sequence
 from functools import lru_cache
@@ -15,6 +14,8 @@ from json.encoder import encode_basestring_ascii
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from tapscope import dtypes
 from tapscope.disk import Disk
@@ -215,8 +216,15 @@ def unused_name(name: str, taken: Container[str]) -> str:
     return next(new for n in count(2) if (new := f"{name}~{n}") not in taken)
 
 
-def read_head(path: Path) -> tuple[int, int, dict[str, Any] | None]:
-    """(bytes of the file, bytes reserved for the header, what the header says or None while it is not sealed).
+class _Tensor(msgspec.Struct, gc=False):
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+_decode = msgspec.json.Decoder(dict[str, _Tensor]).decode
+
+
+def read_head(path: Path) -> tuple[int, int, dict[str, tuple[int, int]] | None]:
+    """(bytes of the file, bytes reserved for the header, what it says as :func:`read_header` has it).
 
     Raises OSError where it cannot be read, or is not a regular file.
     """
@@ -227,13 +235,25 @@ def read_head(path: Path) -> tuple[int, int, dict[str, Any] | None]:
         return size, reserved, read_header(file.read(reserved)) if may_be else None
 
 
-def read_header(head: bytes) -> dict[str, Any] | None:
-    """What a header says (the bytes after its length); None while the segment is not sealed."""
+def read_header(head: bytes) -> dict[str, tuple[int, int]] | None:
+    """Name -> first byte and end of each tensor that a header describes (the bytes after its length).
+
+    Nothing where it does not say them; None while the segment is not sealed.
+    """
     try:
-        header = json.loads(head)
-    except (ValueError, RecursionError):
+        return {name: tensor.data_offsets for name, tensor in _decode(head).items()}
+    except msgspec.ValidationError:  # which no writer of ours makes
+        header = msgspec.json.decode(head)
+        return {name: _span(tensor) for name, tensor in header.items()} if isinstance(header, dict) else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return header if isinstance(header, dict) else None
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    span = tensor.get("data_offsets") if isinstance(tensor, dict) else None
+    if isinstance(span, list) and len(span) == 2 and all(type(place) is int for place in span):
+        return span[0], span[1]
+    return 0, 0
 
 
 def check_present(fd: int, path: Path) -> None:

@@ -1,6 +1,6 @@
 """Verify: what a run holds against what its lines promise, rank by rank and byte by byte."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ from tapscope.errors import RunCorruptError
 from tapscope.ledger import Ledger
 from tapscope.manifest import HASH_VERSION, rank_dir
 from tapscope.record import Entry, Record
+from tapscope.records import Records
 from tapscope.repair import Repair, seal_segments
 from tapscope.run import Run
 from tapscope.segment import SEGMENTS, read_head
 
-Digest = Callable[[np.ndarray[Any, Any]], str]
-"""The hash of docs/format.md over an array's bytes; handed in, because this layer knows no kernels."""
+Array = np.ndarray[Any, Any]
+Digest = Callable[[int, int], bytes]
+"""The hash of docs/format.md of so many bytes at an address; handed in, because this layer knows no kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,74 +107,133 @@ class Report:
 
 def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lambda n: None) -> Report:
     """Check every rank and read every payload; ``advance`` is called with the bytes read."""
-    reports = {rank: RankReport(rank, audit(run, rank)) for rank in run.ranks}
-    by_rank: dict[int, list[Record]] = {rank: [] for rank in run.ranks}
-    for record in run.records:
-        by_rank[record.key.rank].append(record)
-    for rank, report in reports.items():
-        _check_payloads(run, by_rank[rank], report, digest, advance)
-        _check_segments(run.path, by_rank[rank], report)
-    return Report(run.path, list(reports.values()), run.ledger(), run.hash_version)
+    reports = []
+    ranks = run.records.of_kinds(lambda kind: kind.rank)
+    for rank in run.ranks:
+        report = RankReport(rank, audit(run, rank))
+        places = np.flatnonzero(ranks == rank)
+        _check_payloads(run, places, report, digest, advance)
+        _check_segments(run, places, report)
+        reports.append(report)
+    return Report(run.path, reports, run.ledger(), run.hash_version)
 
 
 def _check_payloads(
-    run: Run, records: list[Record], report: RankReport, digest: Digest, advance: Callable[[int], object]
+    run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
 ) -> None:
+    """The records at ``places``, which are one rank's: by columns those that are fine, the others one by one."""
+    report.num_records = len(places)
+    has_entry = run.records.of_kinds(lambda kind: kind.file is not None)[places].astype(bool)
+    has_entry |= np.isin(places, run.records.odd_places)
+    places = places[has_entry]
+    checked = _check_columns(run, places, report, digest, advance)
     found: dict[Entry, str] = {}  # shared bytes are read once
-    for record in records:
-        report.num_records += 1
-        if record.entry is None:
-            continue
-        report.num_with_values += 1
-        known = found.get(record.entry)
+    for place in places[~checked].tolist():
+        _check_record(run, run.records[place], report, digest, found)
+        advance(int(run.records.nbytes[place]))
+
+
+def _check_columns(
+    run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
+) -> Array:
+    """[places] bool: those whose bytes are there and have the recorded hash; they are counted."""
+    records = run.records
+    checked = np.zeros(len(places), bool)
+    if run.has_checksums or run.hash_version != HASH_VERSION:
+        return checked
+    usable = records.of_kinds(lambda kind: kind.has_hash and kind.file is not None)[places].astype(bool)
+    usable &= ~np.isin(places, [*records.odd_places, *run.suspect_places(records)])
+    kinds = records.kind[places]
+    files: dict[str, list[int]] = {}
+    for code in np.unique(kinds[usable]).tolist():
+        files.setdefault(str(records.kinds[code].file), []).append(code)
+    for codes in files.values():
+        here = np.flatnonzero(usable & np.isin(kinds, codes))
+        offsets, sizes = records.offset[places[here]], records.nbytes[places[here]]
         try:
-            array = run.array(record)
-            if known is None:
-                known = found[record.entry] = digest(array)
-                report.nbytes += record.entry.nbytes
-            flaw = run.flaw(record)
-        except RunCorruptError as error:
-            report.damaged.append(Damage(record, str(error)))
-        else:
-            if flaw:
-                report.damaged.append(Damage(record, f"its bytes {flaw}"))
-            report.num_summed += flaw is not None
-            hashed = record.hash is not None and run.hash_version == HASH_VERSION
-            report.num_hashed += hashed
-            if hashed and known != record.hash:
-                report.damaged.append(Damage(record, f"its bytes have hash {known}, recorded was {record.hash}"))
-        advance(record.nbytes)
+            data = run.file(records[int(places[here[0]])], int((offsets + sizes).max()))
+        except RunCorruptError:
+            continue
+        if data is not None:
+            checked[here] = _are_as_recorded(records.hash_bytes(places[here]), data, offsets, sizes, digest)
+            _, firsts = np.unique(np.stack((offsets, sizes)), axis=1, return_index=True)
+            report.nbytes += int(sizes[firsts][checked[here][firsts]].sum())
+            advance(int(sizes[checked[here]].sum()))
+    report.num_with_values += int(checked.sum())
+    report.num_hashed += int(checked.sum())
+    return checked
 
 
-def _check_segments(run: Path, records: list[Record], report: RankReport) -> None:
-    folder = rank_dir(run, report.rank)
+def _are_as_recorded(hashes: list[bytes], data: Array, offsets: Array, sizes: Array, digest: Digest) -> list[bool]:
+    """Whether each of these spans of a file has its hash; shared ones are read once."""
+    first, known, found = data.ctypes.data, dict[tuple[int, int], bytes](), []
+    for recorded, offset, size in zip(hashes, offsets.tolist(), sizes.tolist(), strict=True):
+        span = offset, size
+        read = known.get(span)
+        if read is None:
+            read = known[span] = digest(first + offset, size)
+        found.append(read == recorded)
+    return found
+
+
+def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, found: dict[Entry, str]) -> None:
+    if record.entry is None:
+        return
+    report.num_with_values += 1
+    known = found.get(record.entry)
+    try:
+        array = np.ascontiguousarray(run.array(record))
+        if known is None:
+            known = found[record.entry] = digest(array.ctypes.data, array.nbytes).hex()
+            report.nbytes += record.entry.nbytes
+        flaw = run.flaw(record)
+    except RunCorruptError as error:
+        report.damaged.append(Damage(record, str(error)))
+        return
+    if flaw:
+        report.damaged.append(Damage(record, f"its bytes {flaw}"))
+    report.num_summed += flaw is not None
+    hashed = record.hash is not None and run.hash_version == HASH_VERSION
+    report.num_hashed += hashed
+    if hashed and known != record.hash:
+        report.damaged.append(Damage(record, f"its bytes have hash {known}, recorded was {record.hash}"))
+
+
+def _check_segments(run: Run, places: Array, report: RankReport) -> None:
+    folder, records = rank_dir(run.path, report.rank), run.records
     survey = Repair(report.rank)
-    seal_segments(folder, records, survey, check=True)
+    seal_segments(folder, lambda name: _in_file(records, places, name), survey, check=True)
     report.unsealed = survey.sealed + survey.removed
     report.problems = survey.problems
     report.orphan_bytes = sum(survey.orphans.values())
-    named = {(record.entry.file, record.entry.offset) for record in records if record.entry is not None}
+    odd = [record.entry for at in records.odd_places if (record := records[at]).key.rank == report.rank]
     for path in sorted(folder.glob(SEGMENTS)):
-        report.orphan_bytes += _orphans(path, named)
+        here = _lies_in(records, places, path.name)
+        named = {entry.offset for entry in odd if entry is not None and entry.file == path.name}
+        report.orphan_bytes += _orphans(path, named.union(records.offset[places[here]].tolist()))
 
 
-def _orphans(path: Path, named: set[tuple[str, int]]) -> int:
-    """Bytes of a sealed segment's tensors that no record names, padding left out."""
+def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
+    """Those whose payloads lie in a file."""
+    here = _lies_in(records, places, name) | np.isin(places, records.odd_places)
+    found = map(records.__getitem__, places[here].tolist())
+    return (record for record in found if record.entry is not None and record.entry.file == name)
+
+
+def _lies_in(records: Records, places: Array, name: str) -> Array:
+    """[places] bool: those whose kind names the file."""
+    found: Array = records.of_kinds(lambda kind: kind.file == name)[places].astype(bool)
+    return found
+
+
+def _orphans(path: Path, named: set[int]) -> int:
+    """Bytes of a sealed segment's tensors at offsets that no record names, padding left out."""
     try:
         _, reserved, header = read_head(path)
     except OSError:  # which was said when it was looked at for its seal
         return 0
     total = 0
-    for name, tensor in (header or {}).items():
-        if not name.startswith(("__pad", "__metadata__")):
-            begin, end = _span(tensor)
-            total += 0 if (path.name, begin + reserved + 8) in named else max(end - begin, 0)
+    for name, (begin, end) in (header or {}).items():
+        if begin + reserved + 8 not in named and not name.startswith(("__pad", "__metadata__")):
+            total += max(end - begin, 0)
     return total
-
-
-def _span(tensor: Any) -> tuple[int, int]:
-    """The first byte and the end of a tensor of a header; nothing where it does not say them."""
-    span = tensor.get("data_offsets") if isinstance(tensor, dict) else None
-    if isinstance(span, list) and len(span) == 2 and all(type(place) is int for place in span):
-        return span[0], span[1]
-    return 0, 0

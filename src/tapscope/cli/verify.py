@@ -44,17 +44,15 @@ class VerifyCommand:
 
 def report_of(run: "Run") -> "Report":
     """Verify an open run with the native hash, and show how far it is."""
-    import numpy as np
-
-    from tapscope.kernels.native import summarize_array
+    from tapscope.kernels.native import digest_of
     from tapscope.text import size
     from tapscope.verify import verify_run
 
-    total = sum(record.nbytes for record in run.records)
+    total = int(run.records.nbytes.sum())
     if total > _BIG:
         diagnostics.note(f"reading {size(total)} of payloads")
     with diagnostics.progress(total, "verifying") as advance:
-        return verify_run(run, lambda array: summarize_array(np.ascontiguousarray(array)).hash, advance)
+        return verify_run(run, digest_of, advance)
 
 
 def payload_sentence(report: "Report") -> str:
