@@ -23,13 +23,14 @@ from tapscope.kernels.triton.paged_prefill import PREFILL_LAUNCHES, PrefillLaunc
 
 FP8 = torch.float8_e4m3fn
 DECODE = {
-    (64, 2): [(32, 4096, 16, 8, 64, BF16), (4, 2048, 14, 2, 64, BF16)],
-    (128, 2): [(32, 4096, 32, 8, 128, BF16), (32, 4096, 16, 8, 128, BF16), (1, 4096, 32, 8, 128, BF16)],
-    (256, 2): [(32, 2048, 16, 8, 256, BF16), (1, 4096, 8, 4, 256, BF16)],
-    (1024, 2): [(32, 4096, 16, 1, 576, BF16), (32, 4096, 128, 1, 576, BF16), (1, 4096, 16, 1, 576, BF16)],
-    (128, 1): [(32, 4096, 32, 8, 128, FP8), (1, 4096, 32, 8, 128, FP8)],
-    (64, 1): [(32, 4096, 16, 8, 64, FP8)],
-    (256, 1): [(32, 2048, 16, 8, 256, FP8)],
+    (64, 2, False): [(32, 4096, 16, 8, 64, BF16), (4, 2048, 14, 2, 64, BF16)],
+    (128, 2, False): [(32, 4096, 32, 8, 128, BF16), (32, 4096, 16, 8, 128, BF16), (1, 4096, 32, 8, 128, BF16)],
+    (256, 2, False): [(32, 2048, 16, 8, 256, BF16), (1, 4096, 8, 4, 256, BF16)],
+    (1024, 2, False): [(32, 4096, 16, 1, 576, BF16), (1, 4096, 16, 1, 576, BF16)],
+    (1024, 2, True): [(32, 4096, 128, 1, 576, BF16), (4, 4096, 128, 1, 576, BF16)],
+    (128, 1, False): [(32, 4096, 32, 8, 128, FP8), (1, 4096, 32, 8, 128, FP8)],
+    (64, 1, False): [(32, 4096, 16, 8, 64, FP8)],
+    (256, 1, False): [(32, 2048, 16, 8, 256, FP8)],
 }
 LINEAR = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 4096), (6144, 4096)]
 """(outputs, inputs): the layers of Qwen3-0.6B and two of Llama-8B."""
@@ -115,9 +116,7 @@ def _each_us(linear: Callable[..., object], weights: list[torch.Tensor], inputs:
     return graph_us(lambda: [linear(inputs, weight) for weight in weights], 1, 5) / len(weights)
 
 
-def tune(
-    table: dict[tuple[int, int], Any], place: tuple[int, int], tried: Iterator[Any], calls: list[Callable[[], object]]
-) -> None:
+def tune(table: dict[Any, Any], place: Any, tried: Iterator[Any], calls: list[Callable[[], object]]) -> None:
     """Print the four best launches of a class."""
     found = []
     for launch in tried:
@@ -139,7 +138,7 @@ def main() -> None:
         raise SystemExit(f"nothing to tune: no {CUDA.type} device here")
     kinds = sys.argv[1:] or ["decode", "prefill", "linear"]
     for place, shapes in DECODE.items() if "decode" in kinds else ():
-        tune(LAUNCHES, place, launches(*place), decode_calls(shapes))
+        tune(LAUNCHES, place, launches(*place[:2]), decode_calls(shapes))
     for place, rows in PREFILL.items() if "prefill" in kinds else ():
         tune(PREFILL_LAUNCHES, place, prefill_launches(place[0]), prefill_calls(rows))
     if "linear" in kinds:

@@ -115,7 +115,9 @@ def test_activations_are_the_references(device, shape, dtype, kind, form, seed):
         found = gated(gate.mT.contiguous().to(device).mT, up.to(device), kind)
     else:
         found = gated(gate.to(device), up.to(device), kind)
-    assert_near(found, expected, 2 * ONE_ULP[dtype])
+    assert_near(
+        found, expected, 1e-5 if dtype == torch.float32 else 2 * ONE_ULP[dtype]
+    )  # erf and tanh of two libraries
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -80,7 +80,8 @@ def decode() -> None:
         (32, 8, 128, BF16, {}),
         (32, 8, 128, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
         (16, 8, 256, BF16, {"split_size": 512}),
-        (32, 1, 576, BF16, {"value_dim": 512}),
+        (16, 1, 576, BF16, {"value_dim": 512}),
+        (128, 1, 576, BF16, {"value_dim": 512}),
         (32, 8, 128, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
         (8, 2, 96, torch.float32, {}),
     ):

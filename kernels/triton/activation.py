@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.errors import UsageError
-from tapscope.kernels.triton.launch import check_same_device
+from tapscope.kernels.triton.launch import Launcher, check_same_device
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _BLOCK = 1024
@@ -43,8 +43,9 @@ def gated(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     output = torch.empty_like(gate, memory_format=torch.contiguous_format)
     (rows, columns), steps = gate.shape, (gate.stride(0), gate.stride(1), up.stride(0), up.stride(1))
     if output.numel():
-        grid = rows, -(-columns // _BLOCK)
-        _gated_kernel[grid](gate, up, output, columns, *steps, KIND=KINDS.index(kind), BLOCK=_BLOCK, num_warps=4)
+        constants = {"KIND": KINDS.index(kind), "BLOCK": _BLOCK}
+        grid = rows, -(-columns // _BLOCK), 1
+        _launch_gated(gate.device, grid, (gate, up, output, columns, *steps), constants, num_warps=4)
     return output
 
 
@@ -73,3 +74,6 @@ def _gated_kernel(
     y = tl.load(up + row * up_row + column * up_column, mask=column < columns, other=0.0).to(tl.float32)
     active = _activated(x, KIND).to(dtype).to(tl.float32)
     tl.store(output + row * columns + column, (active * y).to(dtype), mask=column < columns)
+
+
+_launch_gated = Launcher(_gated_kernel)

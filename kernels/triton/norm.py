@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.errors import UsageError
-from tapscope.kernels.triton.launch import check_same_device, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
 
 _TILE = 1024
 """Elements of a program that takes several rows."""
@@ -80,11 +80,9 @@ def _norm(
     added = states if residual is None else residual
     count, block = states.numel() // size, next_power(size)
     rows = max(1, _TILE // block)
-    _norm_kernel[(-(-count // rows),)](
-        states, added, weight, post, normed, summed, count, eps, *_steps(states), *_steps(added),
-        SIZE=size, BLOCK=block, ROWS=rows, IS_GEMMA=is_gemma, IS_ADDED=residual is not None,
-        num_warps=min(16, max(4, block // 512)),
-    )  # fmt: skip
+    args = states, added, weight, post, normed, summed, count, eps, *_steps(states), *_steps(added)
+    constants = {"SIZE": size, "BLOCK": block, "ROWS": rows, "IS_GEMMA": is_gemma, "IS_ADDED": residual is not None}
+    _launch_norm(states.device, (-(-count // rows), 1, 1), args, constants, num_warps=min(16, max(4, block // 512)))
     return normed, summed
 
 
@@ -147,3 +145,6 @@ def _norm_kernel(
         wide = wide.to(dtype).to(tl.float32)
     by = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(normed + row * SIZE + column, _normalised(wide, by, eps, dtype, SIZE, IS_GEMMA).to(dtype), mask=real)
+
+
+_launch_norm = Launcher(_norm_kernel)

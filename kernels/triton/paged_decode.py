@@ -25,9 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.errors import UsageError
-from tapscope.kernels.triton.launch import check_same_device, check_stored, next_power, num_sms
+from tapscope.kernels.triton.launch import Arguments, Launcher, check_same_device, check_stored, next_power, num_sms
 
 MAX_SPLITS = 64
+_SHORTEST = 64
+"""Positions of a part, at the least."""
 _MERGED = tl.constexpr(16)
 """Parts that are merged at a time. Fixed: the order of the sum must not depend on the number of parts."""
 
@@ -41,22 +43,35 @@ class Launch(NamedTuple):
     stages: int
 
 
-LAUNCHES: dict[tuple[int, int], Launch] = {
-    (64, 2): Launch(128, 4, 3),
-    (128, 2): Launch(64, 4, 3),
-    (256, 2): Launch(64, 4, 2),
-    (1024, 2): Launch(32, 4, 2),
-    (64, 1): Launch(128, 4, 3),
-    (128, 1): Launch(128, 4, 3),
-    (256, 1): Launch(64, 4, 3),
-    (1024, 1): Launch(32, 4, 2),
-    (64, 4): Launch(64, 4, 2),
-    (128, 4): Launch(32, 4, 2),
-    (256, 4): Launch(32, 4, 2),
-    (1024, 4): Launch(16, 4, 1),
+LAUNCHES: dict[tuple[int, int, bool], Launch] = {
+    (64, 2, False): Launch(128, 4, 3),
+    (128, 2, False): Launch(64, 4, 3),
+    (256, 2, False): Launch(64, 4, 2),
+    (1024, 2, False): Launch(32, 4, 2),
+    (64, 2, True): Launch(64, 4, 3),
+    (128, 2, True): Launch(64, 4, 3),
+    (256, 2, True): Launch(32, 8, 2),
+    (1024, 2, True): Launch(32, 8, 2),
+    (64, 1, False): Launch(128, 4, 3),
+    (128, 1, False): Launch(128, 4, 3),
+    (256, 1, False): Launch(64, 4, 3),
+    (1024, 1, False): Launch(32, 4, 2),
+    (64, 1, True): Launch(64, 4, 3),
+    (128, 1, True): Launch(64, 4, 3),
+    (256, 1, True): Launch(32, 8, 2),
+    (1024, 1, True): Launch(32, 8, 2),
+    (64, 4, False): Launch(64, 4, 2),
+    (128, 4, False): Launch(32, 4, 2),
+    (256, 4, False): Launch(32, 4, 2),
+    (1024, 4, False): Launch(16, 4, 1),
+    (64, 4, True): Launch(32, 4, 2),
+    (128, 4, True): Launch(32, 4, 2),
+    (256, 4, True): Launch(16, 4, 1),
+    (1024, 4, True): Launch(16, 8, 1),
 }
-"""By the key dim's class (up to 64, 128, 256 or more features) and the bytes of a stored element;
-benchmarks/tune_triton.py measures them. Nothing here depends on the batch: batch-invariant results need that."""
+"""By the key dim's class (up to 64, 128, 256 or more features), the bytes of a stored element, and whether more than 16
+heads share a key/value head; benchmarks/tune_triton.py measures them. Nothing here depends on the batch:
+batch-invariant results need that."""
 
 
 def paged_decode_reference(
@@ -132,12 +147,13 @@ def paged_decode(
     _check(query, keys, values, page_table, lengths, sinks)
     output = query.new_empty(*query.shape[:2], values.shape[3]) if out is None else out
     group = query.shape[1] // keys.shape[2]
-    rows = min(32, max(16, next_power(group)))
+    rows = min(64 if keys.element_size() < 4 else 32, max(16, next_power(group)))
     programs = keys.shape[2] * -(-group // rows)
+    positions = page_table.shape[1] * keys.shape[1]
     if split_size is not None:
-        splits = _parts_of(split_size, page_table.shape[1] * keys.shape[1])
+        splits = _parts_of(split_size, positions)
     else:
-        splits = num_splits or _splits(programs * len(query), num_sms(query.device))
+        splits = num_splits or _splits(programs * len(query), positions, num_sms(query.device))
     if len(query):
         tensors = query, keys, values, page_table, lengths, sinks, output
         numbers = *factors(scale, softcap), *stored_scales, window or 0
@@ -157,24 +173,26 @@ def _run(
     """Launch the kernel on ``grid``, and the one that merges the parts where there are several."""
     query, keys, values, page_table, lengths, _, output = tensors
     (requests, heads, dim), (_, page_size, kv_heads, width), splits = query.shape, values.shape, grid[1]
-    (main, rest), launch = key_blocks(dim), _launch_of(dim, keys.element_size())
+    (main, rest), launch = key_blocks(dim), _launch_of(dim, keys.element_size(), heads // kv_heads)
     partial = states = output
     if splits > 1:
         partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=query.device)
         states = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=query.device)
     strides = *query.stride(), *keys.stride()[:3], *values.stride()[:3], page_table.stride(0), *output.stride()[:2]
-    _decode_kernel[grid](
-        *tensors, partial, states, *strides, *numbers,
-        HEADS=heads, GROUP=heads // kv_heads, PAGE=page_size, DIM=dim, WIDTH=width, MAIN=main, REST=rest,
-        BLOCK_V=main if flags["IS_LATENT"] else max(16, next_power(width)), BLOCK_M=rows, BLOCK_N=launch.block,
-        SPLITS=splits, SPLIT_SIZE=split_size, IS_SCALED=numbers[2:4] != (1.0, 1.0), **flags,
-        num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    is_fp8 = keys.element_size() == 1 and query.element_size() == 2
+    constants = {
+        "HEADS": heads, "GROUP": heads // kv_heads, "PAGE": page_size, "DIM": dim, "WIDTH": width, "MAIN": main,
+        "REST": rest, "BLOCK_V": main if flags["IS_LATENT"] else max(16, next_power(width)), "BLOCK_M": rows,
+        "BLOCK_N": launch.block, "SPLITS": splits, "SPLIT_SIZE": split_size, "IS_FP8": is_fp8,
+        "IS_SCALED": numbers[2:4] != (1.0, 1.0), **flags,
+    }  # fmt: skip
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
+    _launch_decode(query.device, grid, (*tensors, partial, states, *strides, *numbers), constants, **options)
     if splits > 1:
-        _merge_kernel[(heads, requests)](
-            partial, states, lengths, output, *output.stride()[:2],
-            WIDTH=width, SPLITS=splits, BLOCK_S=max(16, next_power(splits)), BLOCK_V=next_power(width), num_warps=4,
-        )  # fmt: skip
+        features = min(128, next_power(width))
+        args: Arguments = (partial, states, lengths, output, *output.stride()[:2])
+        sizes = {"WIDTH": width, "SPLITS": splits, "BLOCK_S": max(16, next_power(splits)), "BLOCK_V": features}
+        _launch_merge(query.device, (heads, requests, -(-width // features)), args, sizes, num_warps=1)
 
 
 def _check(
@@ -203,9 +221,12 @@ def _parts_of(split_size: int, positions: int) -> int:
     return max(1, -(-positions // split_size))
 
 
-def _splits(programs: int, sms: int) -> int:
-    """Parts of a sequence: with them, programs fill the device twice. Known from the shapes alone."""
-    return min(MAX_SPLITS, max(1, -(-2 * sms // programs)))
+def _splits(programs: int, positions: int, sms: int) -> int:
+    """Parts of a sequence: with them, programs fill the device twice, unless parts would be too short.
+
+    Known from the shapes alone: ``positions`` is what the page table has room for.
+    """
+    return min(MAX_SPLITS, max(1, -(-2 * sms // programs)), max(1, -(-positions // _SHORTEST)))
 
 
 def factors(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -221,14 +242,14 @@ def key_blocks(dim: int) -> tuple[int, int]:
     return main, max(16, next_power(dim - main)) if dim > main else 0
 
 
-def _launch_of(dim: int, itemsize: int) -> Launch:
-    return LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256 if dim <= 256 else 1024, itemsize]
+def _launch_of(dim: int, itemsize: int, group: int) -> Launch:
+    return LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256 if dim <= 256 else 1024, itemsize, group > 16]
 
 
 @triton.jit
-def widened(stored, scale, dtype: tl.constexpr, IS_SCALED: tl.constexpr):
-    """What was stored, in the type computed with: ``stored`` * ``scale``, rounded once."""
-    if IS_SCALED:
+def widened(stored, scale, dtype: tl.constexpr, IS_SCALED: tl.constexpr, IS_EXACT: tl.constexpr):
+    """What was stored, in the type computed with: ``stored`` * ``scale``, rounded once; ``stored`` if exact."""
+    if IS_SCALED and not IS_EXACT:
         wide = stored.to(tl.float32) * scale
         if dtype == tl.float16:  # no finite value becomes infinite
             wide = tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide))
@@ -265,50 +286,66 @@ def _decode_kernel(
     output_row, output_head, factor, cap, key_scale, value_scale, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr,
-    IS_SCALED: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_FP8: tl.constexpr, IS_SCALED: tl.constexpr,
+    IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr,
 ):  # fmt: skip
     """One part of one request's sequence, for BLOCK_M heads that share a key/value head."""
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    dtype: tl.constexpr = query.dtype.element_ty
+    dtype: tl.constexpr = tl.float16 if IS_FP8 else query.dtype.element_ty
     kv_head, split, row = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     member = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + member
     d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
     query += row * query_row + head[:, None] * query_head
     q = tl.load(query + d * query_dim, mask=(member < GROUP)[:, None] & (d < DIM), other=0.0)
-    if REST:
-        q_rest = tl.load(query + r * query_dim, mask=(member < GROUP)[:, None] & (r < DIM), other=0.0)
+    q_rest = tl.load(query + r * query_dim, mask=(member < GROUP)[:, None] & (r < DIM), other=0.0)
     length = tl.load(lengths + row)
     begin, low, high = _span(length, window, split, SPLITS, SPLIT_SIZE, BLOCK_N)
+    before = tl.full([BLOCK_M], factor, tl.float32)
+    if IS_FP8:
+        q, q_rest, power = _in_float16(q, q_rest)
+        before *= power * key_scale
+    by = tl.full([BLOCK_M], 1.0, tl.float32) if IS_CAPPED else before
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if sinks is not None:
-        if split == 0:
-            top = tl.load(sinks + head, mask=member < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-            total += 1.0
+    if sinks is not None and split == 0:
+        top = tl.load(sinks + head, mask=member < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634 / by
+        total += 1.0
     for start in tl.range(low, high, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
         seen = (place >= begin) & (place < high)
         page = tl.load(page_table + row * table_row + place // PAGE, mask=seen, other=0).to(tl.int64)
         at = (keys + page * key_page + place % PAGE * key_place + kv_head * key_head)[:, None]
-        k = widened(tl.load(at + d, mask=seen[:, None] & (d < DIM), other=0.0), key_scale, dtype, IS_SCALED)
+        k = widened(tl.load(at + d, mask=seen[:, None] & (d < DIM), other=0.0), key_scale, dtype, IS_SCALED, IS_FP8)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
-            k_rest = widened(tl.load(at + r, mask=seen[:, None] & (r < DIM), other=0.0), key_scale, dtype, IS_SCALED)
+            k_rest = tl.load(at + r, mask=seen[:, None] & (r < DIM), other=0.0)
+            k_rest = widened(k_rest, key_scale, dtype, IS_SCALED, IS_FP8)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
-        scores *= factor
         if IS_CAPPED:
-            scores = capped(scores, cap)
-        scores = tl.where(seen, scores, float("-inf"))
+            scores = capped(scores * before[:, None], cap)
         if IS_LATENT:
             v = k
         else:
             at = (values + page * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
-            v = widened(tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0), value_scale, dtype, IS_SCALED)
-        top, total, mixed = attended(scores, v, top, total, mixed)
-    real = member < GROUP
+            v = tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0)
+            v = widened(v, value_scale, dtype, IS_SCALED, IS_FP8)
+        top, total, mixed = attended(tl.where(seen, scores, float("-inf")), by, v, top, total, mixed)
+    if IS_FP8:
+        mixed *= key_scale if IS_LATENT else value_scale
+    _store(
+        output, partial, states, row, head, split, e, member < GROUP, length, top * by, total, mixed,
+        output_row, output_head, HEADS, WIDTH, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(
+    output, partial, states, row, head, split, e, real, length, top, total, mixed, output_row, output_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The output where there is one part, else what the merge needs of this one."""
     written = real[:, None] & (e < WIDTH)
     if SPLITS == 1:
         mixed = tl.where(length > 0, mixed / total[:, None], 0.0)
@@ -322,14 +359,43 @@ def _decode_kernel(
 
 
 @triton.jit
-def attended(scores, values, top, total, mixed):
-    """The running state after a block of scores [M, N], in powers of 2, and values [N, V]; arXiv:2205.14135."""
+def _in_float16(q, q_rest):
+    """A 16-bit query [rows, ...] and its rest, divided by a power of two of each row to fit into float16, and it."""
+    most = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), tl.max(tl.abs(q_rest.to(tl.float32)), 1))
+    bits = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) & 0x7F800000, 1 << 23), 253 << 23)
+    inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]
+    power = bits.to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * inverse).to(tl.float16), (q_rest.to(tl.float32) * inverse).to(tl.float16), power
+
+
+@triton.jit
+def attended(scores, by, values, top, total, mixed):
+    """The running state after a block of scores [M, N] and values [N, V]; arXiv:2205.14135.
+
+    Scores times ``by`` [M] are powers of 2; ``top`` is in the units of ``scores``. The product is taken together with
+    the difference from the maximum, in one rounding, which leaves compilers no choice.
+    """
     higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(top - base)
+    base = tl.where(higher == float("-inf"), 0.0, higher * by)
+    weights = tl.exp2(tl.fma(scores, by[:, None], -base[:, None]))
+    kept = tl.exp2(tl.fma(top, by, -base))
     mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")
     return higher, total * kept + tl.sum(weights, 1), mixed
+
+
+@triton.jit
+def _added(
+    total, mixed, base, partial, states, first, start, e,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Denominator and sum after the MERGED parts from ``start`` on."""
+    part = start + tl.arange(0, MERGED)
+    top = tl.load(states + 2 * (first + part), mask=part < SPLITS, other=float("-inf"))
+    factor = tl.exp2(top - base)
+    total += tl.sum(factor * tl.load(states + 2 * (first + part) + 1, mask=part < SPLITS, other=0.0), 0)
+    full = (top > float("-inf"))[:, None] & (e < WIDTH)  # a part without positions has no sum
+    sums = tl.load(partial + (first + part)[:, None] * WIDTH + e, mask=full, other=0.0)
+    return total, mixed + tl.sum(factor[:, None] * sums, 0)
 
 
 @triton.jit
@@ -337,20 +403,24 @@ def _merge_kernel(
     partial, states, lengths, output, output_row, output_head,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One head of one request: the parts' sums, brought to the highest of their maxima and added up in order."""
+    """Features of one head of one request: the parts' sums, brought to the highest of their maxima and added up.
+
+    A program is one warp, so that nothing waits for other warps.
+    """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = (row * tl.num_programs(0) + head) * SPLITS
-    e, every = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
+    e, every = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
     highest = tl.max(tl.load(states + 2 * (first + every), mask=every < SPLITS, other=float("-inf")), 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total, mixed = 0.0, tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, SPLITS, _MERGED):
-        part = start + tl.arange(0, _MERGED)
-        top = tl.load(states + 2 * (first + part), mask=part < SPLITS, other=float("-inf"))
-        factor = tl.exp2(top - base)
-        total += tl.sum(factor * tl.load(states + 2 * (first + part) + 1, mask=part < SPLITS, other=0.0), 0)
-        full = (top > float("-inf"))[:, None] & (e < WIDTH)  # a part without positions has no sum
-        sums = tl.load(partial + (first + part)[:, None] * WIDTH + e, mask=full, other=0.0)
-        mixed += tl.sum(factor[:, None] * sums, 0)
+    if SPLITS <= 64:  # unrolled: all loads are on their way at once
+        for start in tl.static_range(0, SPLITS, _MERGED):
+            total, mixed = _added(total, mixed, base, partial, states, first, start, e, WIDTH, SPLITS, _MERGED)
+    else:
+        for start in range(0, SPLITS, _MERGED):
+            total, mixed = _added(total, mixed, base, partial, states, first, start, e, WIDTH, SPLITS, _MERGED)
     mixed = tl.where(tl.load(lengths + row) > 0, mixed / total, 0.0)
     tl.store(output + row * output_row + head * output_head + e, mixed.to(output.dtype.element_ty), mask=e < WIDTH)
+
+
+_launch_decode, _launch_merge = Launcher(_decode_kernel), Launcher(_merge_kernel)

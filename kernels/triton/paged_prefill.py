@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.errors import UsageError
-from tapscope.kernels.triton.launch import check_same_device, check_stored, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 from tapscope.kernels.triton.paged_decode import attended, capped, factors, key_blocks, widened
 
 
@@ -120,15 +120,17 @@ def paged_prefill(
     main, rest = key_blocks(dim)
     if not tokens or not requests:
         return output
-    _prefill_kernel[(tokens // (rows // group) + requests, kv_heads)](
-        query, keys, values, page_table, starts, lengths, sinks, output,
-        *query.stride(), *keys.stride()[:3], *values.stride()[:3], page_table.stride(0), *output.stride()[:2],
-        requests, *factors(scale, softcap), *stored_scales, window or 0,
-        GROUP=group, PAGE=page_size, DIM=dim, WIDTH=width, MAIN=main, REST=rest,
-        BLOCK_V=max(16, next_power(width)), BLOCK_M=rows, BLOCK_N=launch.block, IS_WINDOWED=window is not None,
-        IS_CAPPED=softcap is not None, IS_SCALED=stored_scales != (1.0, 1.0),
-        num_warps=launch.warps, num_stages=launch.stages,
-    )  # fmt: skip
+    strides = *query.stride(), *keys.stride()[:3], *values.stride()[:3], page_table.stride(0), *output.stride()[:2]
+    numbers = requests, *factors(scale, softcap), *stored_scales, window or 0
+    constants = {
+        "GROUP": group, "PAGE": page_size, "DIM": dim, "WIDTH": width, "MAIN": main, "REST": rest,
+        "BLOCK_V": max(16, next_power(width)), "BLOCK_M": rows, "BLOCK_N": launch.block,
+        "IS_WINDOWED": window is not None, "IS_CAPPED": softcap is not None, "IS_SCALED": stored_scales != (1.0, 1.0),
+    }  # fmt: skip
+    tensors = query, keys, values, page_table, starts, lengths, sinks, output
+    grid = tokens // (rows // group) + requests, kv_heads, 1
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
+    _launch_prefill(query.device, grid, (*tensors, *strides, *numbers), constants, **options)
     return output
 
 
@@ -185,7 +187,7 @@ def _tile(at, seen, feature, DIM: tl.constexpr, BLOCK: tl.constexpr, IS_MASKED: 
 
 @triton.jit
 def _go_through(
-    q, q_rest, top, total, mixed, keys, values, table, low, high, position, window,
+    q, q_rest, by, top, total, mixed, keys, values, table, low, high, position, window,
     key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
     PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr, IS_WINDOWED: tl.constexpr,
@@ -202,22 +204,22 @@ def _go_through(
         else:
             page = tl.load(table + place // PAGE).to(tl.int64)
         at = (keys + page * key_page + place % PAGE * key_place)[:, None]
-        k = widened(_tile(at, near, d, DIM, MAIN, IS_MASKED), key_scale, dtype, IS_SCALED)
+        k = widened(_tile(at, near, d, DIM, MAIN, IS_MASKED), key_scale, dtype, IS_SCALED, False)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
-            k_rest = widened(_tile(at, near, r, DIM, MAIN + REST, IS_MASKED), key_scale, dtype, IS_SCALED)
+            k_rest = _tile(at, near, r, DIM, MAIN + REST, IS_MASKED)
+            k_rest = widened(k_rest, key_scale, dtype, IS_SCALED, False)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
-        scores *= factor
         if IS_CAPPED:
-            scores = capped(scores, cap)
+            scores = capped(scores * factor, cap)
         if IS_MASKED:
             seen = near[None, :] & (place[None, :] <= position[:, None])
             if IS_WINDOWED:
                 seen &= place[None, :] > position[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         at = (values + page * value_page + place % PAGE * value_place)[:, None]
-        v = widened(_tile(at, near, e, WIDTH, BLOCK_V, IS_MASKED), value_scale, dtype, IS_SCALED)
-        top, total, mixed = attended(scores, v, top, total, mixed)
+        v = widened(_tile(at, near, e, WIDTH, BLOCK_V, IS_MASKED), value_scale, dtype, IS_SCALED, False)
+        top, total, mixed = attended(scores, by, v, top, total, mixed)
     return top, total, mixed
 
 
@@ -248,10 +250,11 @@ def _prefill_kernel(
     at = query + ((begin + row).to(tl.int64) * query_row + head * query_head)[:, None]
     q = tl.load(at + d * query_dim, mask=real[:, None] & (d < DIM), other=0.0)
     q_rest = tl.load(at + r * query_dim, mask=real[:, None] & (r < DIM), other=0.0)
+    by = tl.full([BLOCK_M], 1.0, tl.float32) if IS_CAPPED else tl.full([BLOCK_M], factor, tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if sinks is not None:
-        top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634 / by
         total += 1.0
     high = tl.minimum(length - count + first + BLOCK_Q, length)
     low = tl.maximum(length - count + first - window + 1, 0) // BLOCK_N * BLOCK_N if IS_WINDOWED else 0
@@ -260,14 +263,17 @@ def _prefill_kernel(
     values += kv_head * value_head
     table = page_table + request.to(tl.int64) * table_row
     top, total, mixed = _go_through(
-        q, q_rest, top, total, mixed, keys, values, table, low, whole, position, window,
+        q, q_rest, by, top, total, mixed, keys, values, table, low, whole, position, window,
         key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
         PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, IS_WINDOWED, IS_WINDOWED, IS_CAPPED, IS_SCALED,
     )  # fmt: skip
     top, total, mixed = _go_through(
-        q, q_rest, top, total, mixed, keys, values, table, whole, high, position, window,
+        q, q_rest, by, top, total, mixed, keys, values, table, whole, high, position, window,
         key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
         PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, True, IS_WINDOWED, IS_CAPPED, IS_SCALED,
     )  # fmt: skip
     at = output + ((begin + row).to(tl.int64) * output_row + head * output_head)[:, None] + e
     tl.store(at, (mixed / total[:, None]).to(output.dtype.element_ty), mask=real[:, None] & (e < WIDTH))
+
+
+_launch_prefill = Launcher(_prefill_kernel)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.errors import UsageError
-from tapscope.kernels.triton.launch import check_same_device, check_stored, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 from tapscope.kernels.triton.norm import rms_norm_reference
 
 STYLES = ("neox", "interleaved", "interleaved_to_neox")
@@ -132,17 +132,21 @@ def rotate_and_store(
     block = max(1, _TILE // next_power(dim))
     query_blocks, key_blocks = -(-heads // block), -(-kv_heads // block)
     weights = (None, None) if norm is None else norm[:2]
-    _rope_kernel[(tokens, query_blocks + key_blocks * (1 if value is None else 2))](
+    args = (
         query, key, values, cos, sin, slots, *weights, pool.keys, kept, turned, cached,
         *query.stride()[:2], *key.stride()[:2], *values.stride()[:2], cos.stride(0), sin.stride(0),
         *pool.keys.stride()[1:3], *kept.stride()[1:3], 0.0 if norm is None else norm.eps, *pool.scales,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=values.shape[2], ROTARY=rotary, OFFSET=offset,
-        STYLE=STYLES.index(style), IS_GEMMA=norm is not None and norm.is_gemma, BLOCK_H=block,
-        HALF=next_power(rotary // 2), REST=next_power(dim - rotary) if dim > rotary else 0,
-        BLOCK_V=next_power(values.shape[2]), QUERY_BLOCKS=query_blocks, KEY_BLOCKS=key_blocks,
-        MOST=torch.finfo(pool.keys.dtype).max, IS_PLAIN=pool.keys.dtype == key.dtype,
-        IS_FP8=pool.keys.dtype in _FP8, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": values.shape[2], "ROTARY": rotary,
+        "OFFSET": offset, "STYLE": STYLES.index(style), "IS_GEMMA": norm is not None and norm.is_gemma,
+        "BLOCK_H": block, "HALF": next_power(rotary // 2), "REST": next_power(dim - rotary) if dim > rotary else 0,
+        "BLOCK_V": next_power(values.shape[2]), "QUERY_BLOCKS": query_blocks, "KEY_BLOCKS": key_blocks,
+        "MOST": torch.finfo(pool.keys.dtype).max, "IS_PLAIN": pool.keys.dtype == key.dtype,
+        "IS_FP8": pool.keys.dtype in _FP8,
+    }  # fmt: skip
+    grid = tokens, query_blocks + key_blocks * (1 if value is None else 2), 1
+    _launch_rope(query.device, grid, args, constants, num_warps=4, enable_fp_fusion=False)
     return turned, cached
 
 
@@ -292,3 +296,6 @@ def _rope_kernel(
         at = value_pool + tl.load(slots + row) * value_slot + head * value_pool_head + e
         stored: tl.constexpr = value_pool.dtype.element_ty
         tl.store(at, _encoded(wide, value_scale, stored, MOST, IS_PLAIN, IS_FP8), mask=real)
+
+
+_launch_rope = Launcher(_rope_kernel)

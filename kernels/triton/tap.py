@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.errors import UsageError
-from tapscope.kernels.triton.launch import check_same_device, next_power, num_sms
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
 
 WIDTH = 15
 """64-bit words of a row."""
@@ -147,15 +147,15 @@ def _run(address: int, count: int, table: Tensor | None, dtype: torch.dtype, pro
     form, partial = FORMATS[dtype], rows
     if programs > 1:
         partial = torch.empty(len(rows), programs, 12, dtype=torch.int64, device=rows.device)
-    _summarize_kernel[(programs, len(rows))](
-        address, count, table, _keys(rows.device), partial,
-        IS_FLOAT=form.kind == "float", IS_SIGNED=form.kind == "signed", BITS=form.bits, MANTISSA=form.mantissa,
-        INFINITY=form.infinity, NAN=form.nan, IS_ALONE=programs == 1, num_warps=4,
-    )  # fmt: skip
+    constants = {
+        "IS_FLOAT": form.kind == "float", "IS_SIGNED": form.kind == "signed", "BITS": form.bits,
+        "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan, "IS_ALONE": programs == 1,
+    }  # fmt: skip
+    args = address, count, table, _keys(rows.device), partial
+    _launch_summarize(rows.device, (programs, len(rows), 1), args, constants, num_warps=4)
     if programs > 1:
-        _merge_rows_kernel[(len(rows),)](
-            partial, count, table, rows, programs, SIZE=form.bits // 8, BLOCK=max(64, next_power(programs)), num_warps=4
-        )  # fmt: skip
+        sizes = {"SIZE": form.bits // 8, "BLOCK": max(64, next_power(programs))}
+        _launch_merge(rows.device, (len(rows), 1, 1), (partial, count, table, rows, programs), sizes, num_warps=4)
 
 
 @functools.lru_cache(maxsize=16)
@@ -470,3 +470,6 @@ def _merge_rows_kernel(partial, count, table, rows, programs, SIZE: tl.constexpr
     _store_row(
         row, count.to(tl.int64), SIZE, nan, posinf, neginf, zeros, tiny, low, high, total, squares, one, two, bag
     )
+
+
+_launch_summarize, _launch_merge = Launcher(_summarize_kernel), Launcher(_merge_rows_kernel)

@@ -1,0 +1,79 @@
+"""Launches: what was compiled is found again for arguments of the same traits, and for no others."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tapscope.kernels.triton.launch import Launcher
+from tapscope.kernels.triton.norm import rms_norm
+
+ALIGNED = torch.zeros(64)
+
+
+class Kernel:
+    """In the place of Triton's: counts what is compiled, and keeps what each compiled kernel is launched with."""
+
+    arg_names = ("x", "step", "scale", "WIDTH", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[list[Any]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def compile_and_launch(*args: Any, **_constants: Any) -> Any:
+            launched: list[Any] = [args]
+            self.compiled.append(launched)
+
+            class Compiled:
+                def __getitem__(self, grid: Any) -> Any:
+                    return lambda *args: launched.append(args)
+
+            return Compiled()
+
+        return compile_and_launch
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_same"),
+    [
+        ({}, True),
+        ({"x": ALIGNED[16:]}, True),
+        ({"x": ALIGNED[1:]}, False),
+        ({"x": ALIGNED.half()}, False),
+        ({"x": None}, False),
+        ({"step": 64}, True),
+        ({"step": 8}, False),
+        ({"step": 1}, False),
+        ({"step": 1 << 40}, False),
+        ({"scale": 0.25}, True),
+        ({"WIDTH": 6}, False),
+        ({"num_warps": 8}, False),
+    ],
+)
+def test_a_kernel_is_compiled_once_for_the_same_traits(changed: dict[str, Any], is_same: bool) -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    launch._is_compiled = True
+    for more in ({}, changed):
+        values = {"x": ALIGNED, "step": 32, "scale": 1.0, "WIDTH": 5, "BLOCK": 16, "num_warps": 4} | more
+        args, sizes = (
+            (values["x"], values["step"], values["scale"]),
+            {"BLOCK": values["BLOCK"], "WIDTH": values["WIDTH"]},
+        )
+        launch(torch.device("cpu"), (1, 1, 1), args, sizes, num_warps=values["num_warps"])
+    assert len(kernel.compiled) == (1 if is_same else 2)
+    if is_same:
+        assert kernel.compiled[0][1][3:] == (5, 16), "constants follow in the order of the kernel's arguments"
+
+
+@pytest.mark.gpu
+def test_tensors_of_any_alignment_take_turns() -> None:
+    memory = torch.randn(1000, device="cuda")
+    weight = torch.ones(96, device="cuda")
+    for _ in range(3):
+        for start, rows, step in ((0, 4, 96), (1, 4, 96), (0, 3, 97), (2, 1, 1), (16, 5, 112)):
+            states = memory[start:].as_strided((rows, 96), (step, 1))
+            expected = torch.nn.functional.rms_norm(states, (96,), eps=1e-6)
+            torch.testing.assert_close(rms_norm(states, weight, 1e-6), expected)
