@@ -173,7 +173,7 @@ def test_inputs_that_are_much_alike_are_not_told_apart() -> None:
     ("factor", "said"),
     [
         (2.0, "target = 2 × baseline + a number for each channel: the weight is 2 × baseline's, the bias is not"),
-        (-1.0, "target = -1 × baseline + a number for each channel: the weight is -1 × baseline's, the bias is not"),
+        (-1.0, "target = −baseline + a number for each channel: the weight is −baseline's, the bias is not"),
         (0.0, "target is the same in every row: the weight counts as zero, the bias alone is left"),
     ],
 )
@@ -186,6 +186,61 @@ def test_a_wrong_bias_and_a_whole_that_is_scaled_are_no_scaled_weight(tmp_path: 
     assert "the bias is not" not in stated(tmp_path / "bias", "layers.1.mlp.up_proj", (sides[0], sides[1]))
     sides = [{"in[input]": X.astype(np.float32), "out": f * (X @ WEIGHT.T + BIAS)} for f in (1.0, 2.0)]
     assert stated(tmp_path / "all", "layers.1.mlp.up_proj", (sides[0], sides[1])).startswith("target = 2 × baseline (")
+
+
+NORM = RNG.uniform(0.5, 2.0, WIDTH)
+
+
+def layer_norm(path: Path, weight: Array, bias: Array) -> str:
+    centred = GIVEN - GIVEN.mean(axis=1, keepdims=True)
+    unit = (centred / centred.std(axis=1, keepdims=True)).astype(np.float32)
+    sides = [{"in[input]": GIVEN.astype(np.float32), "out": unit * w + bias} for w in (NORM, weight)]
+    return stated(path, "layers.1.ln_1", (sides[0], sides[1]))
+
+
+def test_the_weight_of_a_norm_is_told_beside_its_bias_and_in_few_channels(tmp_path: Path) -> None:
+    other = NORM * RNG.uniform(0.5, 2.0, WIDTH)
+    said = "target = baseline × a factor of its own for each channel + a number: the weight differs, the bias does not"
+    assert layer_norm(tmp_path / "all", other, BIAS[:WIDTH]).startswith(said)
+    few = np.where(np.isin(np.arange(WIDTH), [8, 9, 10]), other, NORM)
+    said = "in columns 8–10: target = baseline × a factor of its own for each channel"
+    assert layer_norm(tmp_path / "few", few, 0 * BIAS[:WIDTH]).startswith(said)
+    ones = np.where(np.arange(WIDTH) < 4, 0.0, NORM)
+    assert layer_norm(tmp_path / "zero", ones, 0 * BIAS[:WIDTH]).startswith("in columns 0–3: target is zero")
+    noise = (RNG.standard_normal((ROWS, WIDTH)) + 1).astype(np.float32)
+    sides = [{"in[input]": GIVEN.astype(np.float32), "out": noise * f} for f in (1.0, noise)]
+    assert "each channel" not in stated(tmp_path / "other", "layers.1.ln_1", (sides[0], sides[1]))
+
+
+def test_one_column_that_is_a_copy_of_another(tmp_path: Path) -> None:
+    order = np.arange(OUTPUTS)
+    order[5] = 9
+    sides = [{"in[input]": X[:20].astype(np.float32), "out": (X[:20] @ w.T)} for w in (WEIGHT, WEIGHT[order])]
+    sides = [{port: np.concatenate([rows, rows])[:ROWS] for port, rows in side.items()} for side in sides]
+    said = stated(tmp_path, "layers.1.mlp.up_proj", (sides[0], sides[1]))
+    assert "target's columns are copies of other ones: 5 holds 9" in said
+
+
+def summed(path: Path, lost: int | None, scale: float = 1.0) -> str:
+    """The cause where the summand of a rank is another, in columns 8 to 15."""
+    parts = {rank: (X[:, 32 * rank : 32 * rank + 32] @ WEIGHT[:, :32].T).astype(np.float32) for rank in (0, 1)}
+    spoiled = {rank: part.copy() for rank, part in parts.items()}
+    if lost is not None:
+        spoiled[lost][:, 8:16] *= scale
+    for name, held in (("b", parts), ("t", spoiled)):
+        with RunFactory(path / name, mesh={"tp": 2}) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.put("fc:in[x]", {rank: X.astype(np.float32) for rank in (0, 1)}, dims="t h # tp:replicated")
+            run.put("fc.partial:out", held, dims="t h[tp:partial]")
+    with open_run(path / "b") as one, open_run(path / "t") as two:
+        first = compare(one, two).first_divergence
+    assert first is not None
+    return "" if first.explanation is None else first.explanation.text
+
+
+def test_a_rank_whose_summand_is_zero_is_named(tmp_path: Path) -> None:
+    assert summed(tmp_path / "zero", 1, 0.0) == "in columns 8–15: the summand of rank 1 is zero"
+    assert "summand" not in summed(tmp_path / "half", 1, 0.5)
 
 
 def replicated(path: Path, change: Any) -> str:

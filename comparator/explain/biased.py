@@ -7,6 +7,7 @@ import numpy as np
 
 from tapscope.comparator.explain.columns import is_linear
 from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.norms import is_norm
 from tapscope.comparator.explain.scale import number
 from tapscope.comparator.explain.trial import Trial
 
@@ -19,7 +20,7 @@ ONE = 0.02
 
 def scaled_weights(damage: Damage) -> Iterator[Trial]:
     """``target = factor × (baseline - bias) + bias``, fitted on half of the rows for the others."""
-    if len(damage.rows) < MIN_ROWS or not is_linear(damage.sample.site):
+    if len(damage.rows) < MIN_ROWS or not (is_linear(damage.sample.site) or is_norm(damage.sample.site)):
         return
     before, after = damage.before, damage.after
     if not np.isfinite(before).all() or not np.isfinite(after).all():
@@ -36,9 +37,28 @@ def scaled_weights(damage: Damage) -> Iterator[Trial]:
     if abs(factor) < ONE:
         text = "target is the same in every row: the weight counts as zero, the bias alone is left"
     else:
-        said = f"{number(factor, damage.noise)} × baseline"
+        said = "−baseline" if abs(factor + 1.0) < ONE else f"{number(factor, damage.noise)} × baseline"
         text = f"target = {said} + a number for each channel: the weight is {said}'s, the bias is not"
     yield Trial("weight scale", text, values, 2)
+
+
+def scaled_channels(damage: Damage) -> Iterator[Trial]:
+    """``target = factor × (baseline - bias) + bias`` of a norm, with a factor of its own for each channel."""
+    before, after = damage.before, damage.after
+    if len(damage.rows) < 2 * MIN_ROWS or not damage.is_everywhere_in_rows or not is_norm(damage.sample.site):
+        return
+    if not np.isfinite(before).all() or not np.isfinite(after).all():
+        return
+    values = np.empty_like(before)
+    for mine, other in ((0, 1), (1, 0)):
+        fitted = slice(other, None, 2)
+        x, y = before[fitted], after[fitted]
+        one, two = x.mean(axis=0), y.mean(axis=0)
+        energy = ((x - one) ** 2).sum(axis=0)
+        times = np.divide(((x - one) * (y - two)).sum(axis=0), energy, out=np.ones_like(energy), where=energy > 0)
+        values[mine::2] = times * before[mine::2] + two - times * one
+    text = "target = baseline × a factor of its own for each channel + a number: the weight differs, the bias does not"
+    yield Trial("norm channels", text, values, 3)
 
 
 def _fit(before: Array, after: Array, weight: Array) -> tuple[float, Array]:

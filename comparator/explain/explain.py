@@ -11,7 +11,7 @@ from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.attended import attended
-from tapscope.comparator.explain.biased import scaled_weights
+from tapscope.comparator.explain.biased import scaled_channels, scaled_weights
 from tapscope.comparator.explain.casts import casts, missing, overflow
 from tapscope.comparator.explain.columns import input_columns
 from tapscope.comparator.explain.damage import Damage, find_damage
@@ -25,7 +25,7 @@ from tapscope.comparator.explain.moves import moves, shifts
 from tapscope.comparator.explain.norms import norms
 from tapscope.comparator.explain.order import orders
 from tapscope.comparator.explain.positions import positions
-from tapscope.comparator.explain.relatives import relatives, summands, unsummed
+from tapscope.comparator.explain.relatives import lost_summand, relatives, summands, unsummed
 from tapscope.comparator.explain.rotary import turns
 from tapscope.comparator.explain.router import routed
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
@@ -162,6 +162,11 @@ def _try_all(sample: Sample, inherited: float, kin: Kin, *, is_replica: bool) ->
             "" if _holds_everywhere(damage, winner, kin) else describe(damage, kin.requests, kin.padded, counted=False)
         )
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
+    if (rank := lost_summand(damage, list(kin.parts()))) is not None:
+        where = describe(damage, kin.requests, kin.padded, counted=False)
+        return Explanation(
+            "lost summand", f"the summand of rank {rank} is zero", 0.0, where, tested, len(sample.baseline)
+        )
     if (known := expert_weights(damage, kin.sites)) is not None:
         return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))
     extent = describe(damage, kin.requests, kin.padded, counted=True)
@@ -210,6 +215,7 @@ def _trials(damage: Damage, kin: Kin, *, is_replica: bool) -> Iterator[Trial]:
     yield from other_weights(damage, kin.sites)
     yield from input_columns(damage, kin.sites)
     yield from scaled_weights(damage)
+    yield from scaled_channels(damage)
     for axis, parts in kin.summands():
         yield from summands(damage, parts, axis)
     for axis, parts in () if is_replica else kin.replicas():

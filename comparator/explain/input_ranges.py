@@ -29,6 +29,8 @@ MIN_SPARE = 4
 """Rows beyond the columns of a range, at least."""
 CHANCE = 1e-9
 """Probability, over all ranges, that the error lies in the space of one by accident."""
+BEYOND = 3.0
+"""Times what may be left that a complete range may leave: the errors of inputs are not known so well."""
 LEAST = 1e-3
 """Share of the error that may be left anyhow."""
 STEP = 5.0
@@ -147,7 +149,7 @@ def _exchanges(x: Array, error: Array, floor: float) -> Iterator[Found]:
             continue
         starts, length, level, sure = one
         kept = _common([here[start : start + length] for start in starts])
-        if len(kept) >= KEPT * length:
+        if sure and length <= distance and len(kept) >= KEPT * length:
             others = tuple(int(there[i]) for i in kept)
             yield Found(kept, length, sure, level, width * len(apart), others)
 
@@ -187,11 +189,11 @@ def shortest(x: Array, error: Array, floor: float) -> tuple[Array, int, float, b
         rest -= unit[:, :, None] * np.matmul(unit[:, None, :], rest)
         lefts.append(np.sqrt((rest**2).sum(axis=(1, 2))))
     least = np.maximum([float(left.min()) for left in lefts], 1e-9 * total)
+    steps = np.where(least[1:] <= BEYOND * floor, least[:-1] / least[1:], 0.0)
     enough = np.flatnonzero(least <= floor)
-    if not len(enough) or enough[0] == 0:
+    is_complete = bool(steps.max(initial=0.0) > STEP)
+    if not is_complete and (not len(enough) or enough[0] == 0):
         return None
-    steps = least[enough - 1] / least[enough]
-    length = int(enough[np.argmax(steps)] if steps.max() > STEP else enough[0])
-    is_complete = bool(steps.max() > STEP)
+    length = 1 + int(np.argmax(steps)) if is_complete else int(enough[0])
     level = max(float(least[length]), LEAST * total) if is_complete else floor
     return np.flatnonzero(lefts[length] <= NEAR * level), length, level, is_complete

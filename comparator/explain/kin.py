@@ -90,6 +90,12 @@ class Kin:
             if parts:
                 yield self._axis(ready.right[0]), parts
 
+    def parts(self) -> Iterator[Summand]:
+        """What the target's ranks hold of the culprit, where it is what they add up."""
+        first = self._ready.right[self._ready.plan.joins[0].target].piece
+        if isinstance(first, Summed):
+            yield from self._parts(self._ready, [_rank(part) for part in first.parts], _summand)
+
     def replicas(self) -> Iterator[tuple[str, list[Summand]]]:
         """What the other ranks of the target hold where all should hold the same."""
         first = self._ready.right[self._ready.plan.joins[0].target]

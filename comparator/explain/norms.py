@@ -22,7 +22,7 @@ def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
         values = one.values[damage.rows]
-        if _is_norm(damage.sample.site):
+        if is_norm(damage.sample.site):
             yield from _epsilons(damage, values)
         yield from _over_heads(damage, values)
         centred = values - values.mean(axis=1, keepdims=True)
@@ -30,13 +30,15 @@ def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
             plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), TINY))
             plain = plain[:, damage.columns]
             yield Trial("norm weight", f"target = {name} of its input without a weight", plain)
+            if not damage.after.any():
+                continue  # no weight is left to be too small
             small = f"the weight is too small by 1 (w where 1 + w is meant, {name})"
             yield Trial("norm weight", small, damage.before - plain)
             large = f"the weight is too large by 1 (1 + w where w is meant, {name})"
             yield Trial("norm weight", large, damage.before + plain)
 
 
-def _is_norm(site: str) -> bool:
+def is_norm(site: str) -> bool:
     """Whether the module is called a norm: only a norm has an epsilon."""
     name = site.rpartition(":")[0].rpartition(".")[2].lower()
     return "norm" in name or re.match(r"ln(_|\d|$)", name) is not None

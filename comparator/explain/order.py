@@ -17,17 +17,21 @@ SEARCH_ROWS = 32
 MIN_EVIDENCE = 16
 """Values that a block must have over those rows: fewer find a match by chance."""
 FOUND = 0.9
+ALL = 0.999
+"""A share from which on smaller blocks need not be looked at."""
 
 
 def orders(damage: Damage) -> Iterator[Trial]:
     """Blocks in another order, pairs laid out in the other way, rows of heads transposed, any order at all."""
     width = damage.sample.baseline.shape[1]
-    if width < 4 or width != damage.sample.width or len(damage.columns) < 2:
+    if width < 4 or width != damage.sample.width:
+        return
+    yield from _blocks(damage, width)
+    if len(damage.columns) < 2:
         return
     for size in _sizes(damage, width):
         yield from _layouts(damage, width, size)
     yield _columns(damage, "order", "target = baseline with its columns reversed", np.arange(width)[::-1], 0)
-    yield from _blocks(damage, width)
     yield from _any_order(damage)
 
 
@@ -78,7 +82,7 @@ def _blocks(damage: Damage, width: int) -> Iterator[Trial]:
         name = "block order" if one_to_one else "block copies"
         trial = _columns(damage, name, sentence, columns, 1 if one_to_one else 2)
         yield trial
-        if share_of(damage, trial.values) > FOUND:
+        if share_of(damage, trial.values) > ALL:
             return
 
 
@@ -104,10 +108,13 @@ def _say(source: Array, size: int, one_to_one: bool) -> str:
             )
         pairs = ", ".join(f"{j} holds {source[j]}" for j in moved[:4])
         more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
-        return f"target's blocks of {size} columns are copies of other ones: {pairs}{more}"
+        what = f"blocks of {size} columns" if size > 1 else "columns"
+        return f"target's {what} are copies of other ones: {pairs}{more}"
     if count == 2:
         return f"target has the two halves of each row swapped ({size} columns each: gate and up, or two ranks' shards)"
     if len(moved) == 2:
+        if size == 1:
+            return f"target has columns {moved[0]} and {moved[1]} swapped"
         return f"target has blocks {moved[0]} and {moved[1]} of {size} columns swapped (heads, or shards of ranks)"
     if np.array_equal(source, np.arange(count)[::-1]):
         return f"target has the {count} blocks of {size} columns in reverse"
@@ -121,7 +128,8 @@ def _say(source: Array, size: int, one_to_one: bool) -> str:
                 f"instead of {count // inner} × {inner} (repeated heads, as in grouped queries)"
             )
     order = ", ".join(map(str, source[:8])) + (", …" if count > 8 else "")
-    return f"target has the {count} blocks of {size} columns in the order {order}"
+    what = f"the {count} blocks of {size} columns" if size > 1 else f"its {count} columns"
+    return f"target has {what} in the order {order}"
 
 
 def _any_order(damage: Damage) -> Iterator[Trial]:

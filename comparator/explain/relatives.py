@@ -1,6 +1,6 @@
 """Relatives: the error, or the target itself, is the value of another site: an input, a sibling, one rank's summand."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +79,12 @@ def summands(damage: Damage, parts: list[Summand], axis: str) -> Iterator[Trial]
     for part in parts:
         sentence = f"target = the summand of rank {part.rank} alone: it was not added up over {axis}"
         yield Trial("missing all-reduce", sentence, damage.cut(part.values))
+
+
+def lost_summand(damage: Damage, parts: Sequence[Summand]) -> int | None:
+    """The one rank whose summand is zero wherever the sum is off, and the others' are not."""
+    zero = [part.rank for part in parts if not damage.cut(part.values).any()]
+    return zero[0] if len(zero) == 1 < len(parts) and damage.before.any() else None
 
 
 def unsummed(damage: Damage, others: list[Summand], axis: str) -> Iterator[Trial]:

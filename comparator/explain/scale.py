@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.norms import is_norm
 from tapscope.comparator.explain.trial import MIN_INTEGERS, MIN_VALUES, Trial
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +77,8 @@ def scales(damage: Damage) -> Iterator[Trial]:
             sentence = f"target = baseline × a factor of its own for each {what} ({_range(factors)})"
             values = _crossed(before, after, axis, _factor, np.multiply)
             spared = axis == 0 and len(damage.rows) < len(damage.sample.baseline)  # a weight spares no row
-            if not spared and _holds_beside(damage, before, after, values):
+            is_weight = axis == 0 and is_norm(damage.sample.site)
+            if not spared and (is_weight or _holds_beside(damage, before, after, values)):
                 yield Trial(f"{what} scale", sentence, values, 2)
 
 

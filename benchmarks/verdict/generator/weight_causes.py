@@ -15,6 +15,10 @@ _EXPERT = re.compile(
     r"(?:weights|down projection) of expert (?P<expert>\d+) differs?(?: in its (?P<rows>rows? [^:]*))?"
 )
 _OUTPUTS = re.compile(r"^in (?P<what>(?:columns? \d|every )[^:(]*)")
+_SUMMAND = re.compile(r"the summand of rank (\d+) is zero")
+_COPIES = re.compile(r"(?:blocks of (?P<size>\d+) )?columns are copies of other ones: (?P<block>\d+) holds")
+_CHANNELS = "a factor of its own for each channel + a number"
+_ORDERED = ("swap", "roll", "copy")
 _BY_ONE = re.compile(r"the weight is too (large|small) by 1 ")
 _TRANSPOSED = ("c_attn", "c_fc", "c_proj")
 """GPT-2's weights are [inputs, outputs]."""
@@ -28,6 +32,15 @@ def judged(bug: Bug, text: str) -> bool | None:
     if (found := _INPUTS.search(text)) is not None:
         inputs = changed(bug, outputs=False)
         return inputs is not None and _within(found["what"] or found["swapped"], inputs)
+    if (found := _SUMMAND.search(text)) is not None:
+        is_zero = bug.damage is not None and bug.damage.op == "zero"
+        return is_zero and bug.rank == int(found[1]) and not is_elsewhere(bug, text)
+    if (found := _COPIES.search(text)) is not None and (outputs := changed(bug, outputs=True)) is not None:
+        size = int(found["size"] or 1)
+        first = int(found["block"]) * size
+        return bug.damage is not None and bug.damage.op in _ORDERED and set(range(first, first + size)) <= outputs
+    if _CHANNELS in text:
+        return len(bug.shape) == 1 and not bug.module.endswith("bias") and not is_elsewhere(bug, text)
     if "the weight counts as zero" in text:
         return bug.damage is not None and bug.damage.op == "zero" and not is_elsewhere(bug, text)
     if "the weight differs: the error is a linear function of the input" in text:
