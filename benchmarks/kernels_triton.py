@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tapscope.kernels.triton import activation, norm, paged_decode, paged_prefill, rope, tap, why_not
+from tapscope.kernels.triton import activation, norm, paged_decode, paged_prefill, rope, sampling, tap, why_not
 
 BF16 = torch.bfloat16
 PAGE = 16
@@ -209,6 +209,19 @@ def tap_cases() -> Iterator[Case]:
     table, rows = tap.table_of(tensors).to(CUDA), torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=CUDA)
     call = partial(tap.summarize_many, table, BF16, 32 * 4096 * 2, rows)
     yield Case("tap 200 tensors of 32 x 4096", call, None, len(tensors) * 32 * 4096 * 2)
+
+
+def sampling_cases() -> Iterator[Case]:
+    """Draws from 152k tokens; torch's own is the most likely token alone."""
+    for rows in (1, 32, 256):
+        logits, ones = noise(rows, 151936, dtype=torch.float32), torch.ones(rows, device=CUDA)
+        longs = torch.arange(rows, device=CUDA)
+        filters = {"top_k": torch.full((rows,), 50, device=CUDA).int(), "top_p": ones * 0.9}
+        own = partial(logits.argmax, -1)
+        for name, more in (("draw", {}), ("draw, top-k and top-p", filters)):
+            call = partial(sampling.draw, logits, ones, longs, longs, **more)
+            plain = partial(sampling.draw_reference, logits, ones, longs, longs, **more)
+            yield Case(f"{name}, {rows} x 151936", call, plain, 2 * logits.numel() * 4, own)
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {

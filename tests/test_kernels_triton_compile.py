@@ -22,6 +22,7 @@ def python(*words: object, **environment: str) -> "subprocess.CompletedProcess[s
     return subprocess.run(command, check=False, capture_output=True, text=True, env=kept | environment, cwd="/")
 
 
+@pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_every_target(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done = python(ROOT / "tests/triton_compile.py", *TARGETS, TRITON_CACHE_DIR=str(tmp_path))

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tapscope.kernels.triton import activation, launch, linear, norm, paged_decode, paged_prefill, rope, tap
+from tapscope.kernels.triton import activation, launch, linear, norm, paged_decode, paged_prefill, rope, sampling, tap
 
 TYPES = {
     torch.float32: "fp32",
@@ -150,6 +150,15 @@ def products() -> None:
         linear.few_rows_linear(torch.zeros(rows, 1024, dtype=BF16), weight, weight[:, 0].contiguous())
 
 
+def draws() -> None:
+    """Filters and draws."""
+    ones, longs = torch.ones(4), torch.zeros(4, dtype=torch.int64)
+    logits = torch.zeros(4, 5000, dtype=BF16)
+    sampling.draw(logits, ones, longs, longs)
+    more = {"top_k": longs.int(), "top_p": ones, "min_p": ones, "mask": torch.zeros(4, 157, dtype=torch.int32)}
+    sampling.draw(logits, ones, longs, longs, **more)
+
+
 if __name__ == "__main__":
     TARGETS = [int(word) for word in sys.argv[1:]]
     with (
@@ -160,10 +169,12 @@ if __name__ == "__main__":
         patch.object(rope, "check_stored"),
         patch.object(paged_decode, "num_sms", lambda _: 132),
         patch.object(tap, "num_sms", lambda _: 132),
+        patch.object(sampling, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),
     ):
         decode()
         prefill()
         layers()
         taps()
+        draws()
         products()

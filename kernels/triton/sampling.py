@@ -1,0 +1,292 @@
+"""From logits to tokens on the device: temperature, filters and a draw that depends on a request alone.
+
+    scores = logits / temperature                        as they are where the temperature is 0
+    out: what the mask forbids; by top-k, top-p, min-p   transformers' logits warpers, in this order; ties are kept
+    token = argmax(scores + noise)                       Gumbel-max, arXiv:1611.01144; without noise at temperature 0
+
+The noise is that of :mod:`tapscope.engine.sampling.gumbel`: MurmurHash3_x86_32 (Appleby, public domain) over the words
+seed's low half, its high half, position and token id, u = (hash + 1/2) / 2^32, -log(-log(1 - u)). Nothing is read on
+the host and nothing is sorted: a token is kept by top-k if fewer than k tokens are likelier, by top-p if the likelier
+ones hold less than top_p together. Both are a search for the least score that is kept, three bits of it at a time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tapscope.errors import UsageError
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
+
+_BLOCK = 4096
+_WORD = (1 << 32) - 1
+
+
+def noise_reference(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise [rows, vocab] float32 for seeds and positions [rows] int64."""
+    state = torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device)
+    tokens = torch.arange(vocab, device=seeds.device)[None]
+    for word in (seeds[:, None] & _WORD, (seeds[:, None] >> 32) & _WORD, positions[:, None] & _WORD, tokens):
+        mixed = word * 0xCC9E2D51 & _WORD
+        mixed = ((mixed << 15 | mixed >> 17) & _WORD) * 0x1B873593 & _WORD
+        state = state ^ mixed
+        state = ((state << 13 | state >> 19) & _WORD) * 5 + 0xE6546B64 & _WORD
+    state = state ^ 16
+    state = (state ^ state >> 16) * 0x85EBCA6B & _WORD
+    state = (state ^ state >> 13) * 0xC2B2AE35 & _WORD
+    uniform = ((state ^ state >> 16).float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def draw_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What :func:`draw` computes, by sorting."""
+    drawn = temperature[:, None] > 0
+    scores = logits.float() / torch.where(drawn, temperature[:, None], 1.0)
+    if mask is not None:
+        bits = mask[:, :, None] >> torch.arange(32, device=mask.device, dtype=torch.int32) & 1
+        scores = scores.masked_fill(bits.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
+    ordered, order = scores.sort(dim=-1, descending=True)
+    for limit, is_mass in ((top_k, False), (top_p, True)):
+        if limit is not None:
+            share = ordered.softmax(-1, dtype=torch.float64) if is_mass else torch.ones_like(ordered)
+            before = share.cumsum(-1) - share
+            kept = before < limit[:, None] if is_mass else (before < limit[:, None]) | (limit[:, None] <= 0)
+            kept[:, :1] = True
+            floor = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+            out = (ordered < floor) & drawn & ((limit[:, None] < 1) if is_mass else (limit[:, None] > 0))
+            ordered = ordered.masked_fill(out, -torch.inf)
+    scores = torch.empty_like(scores).scatter_(1, order, ordered)
+    if min_p is not None:
+        floor = scores.amax(-1, keepdim=True) + min_p.log()[:, None]
+        scores = scores.masked_fill((scores < floor) & drawn, -torch.inf)
+    noise = torch.where(drawn, noise_reference(seeds, positions, scores.shape[1]), 0.0)
+    return (scores + noise).argmax(-1), scores
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logits [rows, vocab] -> (tokens [rows] int64, the scores they were drawn from [rows, vocab] float32).
+
+    ``temperature``, ``top_p`` (1 keeps all) and ``min_p`` (0 keeps all) are [rows] float32, ``top_k`` (0 keeps all) is
+    [rows] int32; ``seeds`` and ``positions`` are [rows] int64. ``mask`` [rows, vocab / 32] int32 has a bit for every
+    token that is allowed. At temperature 0 the likeliest token is taken and the filters do nothing. The lowest id wins
+    a tie. A row of NaN gives its first NaN. Raises UsageError for tensors that do not fit together.
+    """
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    _check(logits, {"temperature": temperature, "seeds": seeds, "positions": positions, **filters}, mask)
+    (rows, vocab), device = logits.shape, logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    scores = torch.empty(rows, vocab, dtype=torch.float32, device=device)
+    if not rows:
+        return tokens, scores
+    mask_row = 0 if mask is None else mask.stride(0)
+    floors = None
+    if any(limit is not None for limit in filters.values()):
+        floors = torch.empty(rows, dtype=torch.float32, device=device)
+        args = logits, temperature, top_k, top_p, min_p, mask, floors, vocab, logits.stride(0), mask_row
+        _launch_filter(device, (rows, 1, 1), args, {"BLOCK": _BLOCK}, num_warps=16)
+    parts = max(1, min(-(-vocab // _BLOCK), -(-2 * num_sms(device) // rows)))
+    best = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    where = torch.empty(rows, parts, dtype=torch.int32, device=device)
+    some = logits, temperature, seeds, positions, mask, floors, scores, best, where
+    sizes = vocab, logits.stride(0), mask_row
+    _launch_draw(device, (rows, parts, 1), (*some, *sizes), {"BLOCK": _BLOCK}, num_warps=8)
+    block = {"BLOCK": next_power(parts)}
+    _launch_choose(device, (rows, 1, 1), (best, where, tokens, parts), block, num_warps=1)
+    return tokens, scores
+
+
+_TYPES = {"seeds": torch.int64, "positions": torch.int64, "top_k": torch.int32}
+
+
+def _check(logits: Tensor, vectors: dict[str, Tensor | None], mask: Tensor | None) -> None:
+    """Raise UsageError for tensors that do not fit together."""
+    check_same_device(logits, mask, *vectors.values())
+    if logits.ndim != 2 or not logits.shape[1] or (logits.stride(1) != 1 and logits.shape[1] > 1):
+        raise UsageError(f"logits {list(logits.shape)}: [rows, vocab] with contiguous rows are needed")
+    for name, vector in vectors.items():
+        dtype = _TYPES.get(name, torch.float32)
+        if vector is not None and (vector.shape != logits.shape[:1] or vector.dtype != dtype):
+            raise UsageError(f"{name} is {vector.dtype} {list(vector.shape)}; {dtype} [{len(logits)}] is needed")
+        if vector is not None and not vector.is_contiguous():
+            raise UsageError(f"{name} is to be contiguous")
+    if mask is not None and (mask.dtype != torch.int32 or mask.shape != (len(logits), -(-logits.shape[1] // 32))):
+        raise UsageError(f"mask is {mask.dtype} {list(mask.shape)}; a bit of int32 for each token is needed")
+    if mask is not None and mask.stride(1) != 1:
+        raise UsageError("mask is to have contiguous rows")
+
+
+@triton.jit
+def _scores(logits, temperature, mask, token, vocab):
+    """Scores of tokens of one row; -inf where there is no token or the mask forbids it."""
+    x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(token < vocab, tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0)), float("-inf"))
+    if mask is not None:
+        word = tl.load(mask + token // 32, mask=token < vocab, other=0)
+        x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _key(x):
+    """Float32 numbers as int64 of 32 bits, in the same order; minus zero as zero."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits < 0, -1 - bits, bits + 0x80000000) & 0xFFFFFFFF
+
+
+@triton.jit
+def _number(key):
+    """The number of a key."""
+    bits = tl.where(key >= 0x80000000, key - 0x80000000, -1 - key).to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _least_kept(
+    logits, temperature, mask, vocab, least, highest, limit, IS_MASS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The least key such that what is above holds less than ``limit``; ``least`` is a key below which all are out.
+
+    What tokens hold is their number, or their share of exp(score - highest).
+    """
+    candidate = tl.arange(0, 8).to(tl.int64)
+    base = least * 0
+    for step in range(11):
+        ends = base + ((candidate + 1) << (30 - 3 * step)) - 1
+        held = tl.zeros([8, BLOCK], tl.float32)
+        for start in range(0, vocab, BLOCK):
+            x = _scores(logits, temperature, mask, start + tl.arange(0, BLOCK), vocab)
+            key = _key(x)
+            share = tl.where(key >= least, tl.exp(x - highest) if IS_MASS else 1.0, 0.0)
+            held += tl.where(key[None, :] > ends[:, None], share[None, :], 0.0)
+        above = tl.sum(held.to(tl.float64) if IS_MASS else held, 1)
+        too_many = (above >= limit) & (candidate < 7)
+        base += tl.sum(too_many.to(tl.int64), 0) << (30 - 3 * step)
+    return base
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _filter_kernel(
+    logits, temperatures, top_k, top_p, min_p, mask, floors, vocab, logits_row, mask_row, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The least score that one row's filters keep; -inf at temperature 0."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    logits += row * logits_row
+    if mask is not None:
+        mask += row * mask_row
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        highest = tl.maximum(highest, _scores(logits, temperature, mask, start + tl.arange(0, BLOCK), vocab))
+    most = tl.max(highest, 0)
+    least = (row * 0) + 0x007FFFFF  # the key of -inf
+    if top_k is not None:
+        k = tl.load(top_k + row)
+        if (k > 0) & (k < vocab) & (temperature > 0.0):
+            least = _least_kept(logits, temperature, mask, vocab, least, most, k.to(tl.float32), False, BLOCK)
+    if top_p is not None:
+        p = tl.load(top_p + row)
+        if (p < 1.0) & (temperature > 0.0):
+            whole = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, vocab, BLOCK):
+                x = _scores(logits, temperature, mask, start + tl.arange(0, BLOCK), vocab)
+                whole += tl.where(_key(x) >= least, tl.exp(x - most), 0.0)
+            limit = tl.sum(whole.to(tl.float64), 0) * p
+            nucleus = _least_kept(logits, temperature, mask, vocab, least, most, limit, True, BLOCK)
+            least = tl.minimum(tl.maximum(least, nucleus), _key(most))
+    floor = _number(least)
+    if min_p is not None:
+        share = tl.load(min_p + row)
+        if (share > 0.0) & (temperature > 0.0):
+            floor = tl.maximum(floor, most + tl.log(share))
+    tl.store(floors + row, floor)
+
+
+@triton.jit
+def _hashed(state, word):
+    """MurmurHash3's state after one more word; uint32."""
+    word *= 0xCC9E2D51
+    word = ((word << 15) | (word >> 17)) * 0x1B873593
+    state ^= word
+    return ((state << 13) | (state >> 19)) * 5 + 0xE6546B64
+
+
+@triton.jit
+def _noise(seed, position, token):
+    """Gumbel noise of tokens (int32) for a seed and a position (int64)."""
+    state = (seed & 0).to(tl.uint32)
+    state = _hashed(state, (seed & 0xFFFFFFFF).to(tl.uint32))
+    state = _hashed(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    state = _hashed(state, (position & 0xFFFFFFFF).to(tl.uint32))
+    state = _hashed(state, token.to(tl.uint32)) ^ 16
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    state = state ^ (state >> 16)
+    u = tl.minimum(state.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    # -log(1 - u): near 0, where the winners are, by its series
+    series = 0.125 + u * (0.11111111 + u * 0.1)
+    series = u * (0.2 + u * (0.16666667 + u * (0.14285715 + u * series)))
+    series = u + u * u * (0.5 + u * (0.33333334 + u * (0.25 + series)))
+    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1.0 - u)))
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _draw_kernel(
+    logits, temperatures, seeds, positions, mask, floors, scores, best, where, vocab, logits_row, mask_row,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scores of one part of a row, and where score and noise are highest in it."""
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature, seed, position = tl.load(temperatures + row), tl.load(seeds + row), tl.load(positions + row)
+    logits += row * logits_row
+    if mask is not None:
+        mask += row * mask_row
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = tl.full([BLOCK], 2147483647, tl.int32)
+    for start in range(part * BLOCK, vocab, parts * BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = _scores(logits, temperature, mask, token, vocab)
+        if floors is not None:
+            x = tl.where(x < tl.load(floors + row), float("-inf"), x)
+        tl.store(scores + row * vocab + token, x, mask=token < vocab)
+        if temperature > 0.0:
+            x += _noise(seed, position, token)
+        x = tl.where(x != x, float("inf"), x)
+        higher = (token < vocab) & ((x > top) | (place == 2147483647))
+        top, place = tl.where(higher, x, top), tl.where(higher, token, place)
+    most = tl.max(top, 0)
+    tl.store(best + row * parts + part, most)
+    tl.store(where + row * parts + part, tl.min(tl.where(top == most, place, 2147483647), 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _choose_kernel(best, where, tokens, parts, BLOCK: tl.constexpr):
+    """The token of one row: the best of its parts."""
+    row, part = tl.program_id(0), tl.arange(0, BLOCK)
+    top = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
+    place = tl.load(where + row * parts + part, mask=part < parts, other=2147483647)
+    tl.store(tokens + row, tl.min(tl.where(top == tl.max(top, 0), place, 2147483647), 0).to(tl.int64))
+
+
+_launch_filter, _launch_draw, _launch_choose = (
+    Launcher(kernel) for kernel in (_filter_kernel, _draw_kernel, _choose_kernel)
+)
