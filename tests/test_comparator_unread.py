@@ -14,6 +14,7 @@ from tapscope import cli
 from tapscope.compact import compact_run
 from tapscope.comparator import CompareOptions, compare
 from tapscope.parquet import read_table, write_table
+from tapscope.records import Records
 from tapscope.run import open_run
 
 
@@ -98,9 +99,9 @@ def test_a_damaged_name_in_a_record_ends_in_no_agreement(
         file.write_bytes(file.read_bytes().replace(old, b'"record","seq":1,"site":"layers.9'))
     else:
         compact_run(target)
-        found = read_table(folder / "records.parquet", 0)
+        found = list(read_table(folder / "records.parquet", 0))
         found[1] = found[1]._replace(key=found[1].key._replace(site="layers.9:out"))
-        write_table([(record, {}) for record in found], folder / "records.parquet")
+        write_table(Records(found), [], folder / "records.parquet")
     if form == "table without a checksum":
         lines = [json.loads(line) for line in (folder / "records.jsonl").read_bytes().splitlines()]
         for line in lines:

@@ -19,7 +19,7 @@ from tapscope.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_
 from tapscope.parquet import checksum, read_table, write_table
 from tapscope.record import Record, from_json
 from tapscope.recordline import RecordLines
-from tapscope.records import Records
+from tapscope.records import Records, joined
 from tapscope.regular import reading
 
 
@@ -74,24 +74,23 @@ def _compact_rank(folder: Path, rank: int) -> Compaction | None:
         lines = [] if is_torn else file.read().splitlines(keepends=True)
     if is_torn:
         raise RunCorruptError(f"{index}: its last line is cut off; run first: tapscope repair {folder.parent}")
-    known = Records()
-    read = RecordLines(rank, known, exact=True).read
-    parsed: list[tuple[Record, dict[str, Any] | None] | None] = [
-        (known[-1], None) if read(line) else _record_of(line, rank) for line in lines
-    ]
-    found = [item for item in parsed if item is not None]
-    if not found:
+    plain = Records()
+    read = RecordLines(rank, plain, exact=True).read
+    lines = [line for line in lines if not read(line)]
+    parsed = [_record_of(line, rank) for line in lines]
+    others = [item for item in parsed if item is not None]
+    if not plain and not others:
         return None
     rest = [line for line, item in zip(lines, parsed, strict=True) if item is None]
     table = folder / _unused_table(rest)
-    temporary = folder / f"{table.name}.new"
-    _write_checked(found, temporary, rank)
+    temporary, num_records = folder / f"{table.name}.new", len(plain) + len(others)
+    _write_checked(plain, others, temporary, rank)
     rest.append(
-        encode_line(event_line(COMPACTED, file=table.name, num_records=len(found), crc32=checksum(temporary))) + b"\n"
+        encode_line(event_line(COMPACTED, file=table.name, num_records=num_records, crc32=checksum(temporary))) + b"\n"
     )
     before = index.stat().st_size
     _replace(folder, temporary, table, index, b"".join(rest))
-    return Compaction(rank, len(found), before, index.stat().st_size + table.stat().st_size)
+    return Compaction(rank, num_records, before, index.stat().st_size + table.stat().st_size)
 
 
 def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
@@ -119,10 +118,11 @@ def _compacted(lines: list[bytes]) -> Iterator[Event]:
                 yield Event(0, COMPACTED, content)
 
 
-def _write_checked(found: list[tuple[Record, dict[str, Any] | None]], path: Path, rank: int) -> None:
+def _write_checked(plain: Records, others: list[tuple[Record, dict[str, Any]]], path: Path, rank: int) -> None:
     try:
-        write_table(found, path)
-        same = read_table(path, rank) == [record for record, _ in found]
+        write_table(plain, others, path)
+        found = read_table(path, rank)
+        same = found == joined([plain, Records(record for record, _ in others)])
     except ValueError as error:
         path.unlink(missing_ok=True)
         raise RunCorruptError(f"{path}: {error}; the run is as it was") from None

@@ -157,7 +157,7 @@ def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) ->
     except (OSError, ValueError) as error:
         index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
         return
-    index.records.extend(found)
+    index.records.join(found)
     if len(found) != num_records:
         index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
 

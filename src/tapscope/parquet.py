@@ -9,14 +9,20 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from operator import attrgetter
 from pathlib import Path
+from sys import intern
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec.structs import fields
 
 from tapscope.extras import needing
+from tapscope.parts import Kind, joined_digests
 from tapscope.record import Entry, Key, Record, Slice, Stats, from_json
+from tapscope.records import Records
 from tapscope.regular import reading
 
 if TYPE_CHECKING:
@@ -24,6 +30,12 @@ if TYPE_CHECKING:
 
 _STATS = tuple(field.name for field in fields(Stats))
 _FLOATS = ("min", "max", "absmax", "sum", "sumsq")
+_OF_KIND = ("occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "file")
+"""As :class:`Kind` has them, behind the rank."""
+_ODD = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
+"""What few records have."""
+_ROWS = 1 << 16
+"""Rows that are read at a time."""
 _INT64 = 1 << 63
 _BLOCK = 1 << 20
 _MAX_PACKED = 4
@@ -43,16 +55,17 @@ def schema() -> dict[str, Any]:
     return key | tensor | part | {"hash": text, "bag": text} | stats | entry | {"line": text}
 
 
-def write_table(records: Iterable[tuple[Record, dict[str, Any] | None]], path: Path) -> None:
-    """Write records, each with the line it was read from; None where the columns are known to hold all of it."""
+def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]], path: Path) -> None:
+    """Write ``plain`` records, of which the columns are known to hold all, and others, each with the line it was read
+    from."""
     import polars as pl
 
     types = schema()
-    rows = [_row(record, line) for record, line in records]
+    rows = [_row(record, line) for record, line in others]
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
     file = io.BytesIO()  # not the path: polars does not say when a disk is full
-    pl.DataFrame(series).write_parquet(file, compression="zstd")
+    pl.concat([_frame(plain), pl.DataFrame(series)]).write_parquet(file, compression="zstd")
     path.unlink(missing_ok=True)  # what a killed compaction left, or a link that is none of ours
     with path.open("xb") as out:
         out.write(file.getbuffer())
@@ -67,7 +80,7 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def read_table(path: Path, rank: int) -> list[Record]:
+def read_table(path: Path, rank: int) -> Records:
     """The records of a table.
 
     Raises OSError where the file cannot be read, ValueError where it is no such table, and MissingExtraError without
@@ -85,11 +98,79 @@ def read_table(path: Path, rank: int) -> list[Record]:
         frame = pl.read_parquet(path, columns=list(schema()))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise ValueError(f"no table of records ({error})") from None
-    return list(_records(frame, rank))
+    records = Records()
+    for rows in frame.iter_slices(_ROWS):
+        if not _take(rows, rank, records):
+            records.extend(_records(rows, rank))
+    return records
 
 
-def _row(record: Record, line: dict[str, Any] | None) -> tuple[object, ...]:
-    exact = line is None or (line.keys() <= _MEMBERS and _fits(record))
+def _frame(records: Records) -> "pl.DataFrame":
+    """Records without anything that the columns of :class:`Records` lack."""
+    import polars as pl
+
+    codes, nothing = pl.Series(records.kind), pl.Series([None] * len(records))
+    of_kind: dict[str, Callable[[Kind], Any]] = {name: attrgetter(name) for name in _OF_KIND if name != "pass"}
+    of_kind |= {"pass": attrgetter("pass_"), "shape": lambda kind: list(kind.shape)}
+    hashes, bags = records.hashes()
+    has_entry, has_stats = (records.of_kinds(tell).astype(bool) for tell in (_has_file, attrgetter("has_stats")))
+    whole: dict[str, Any] = {"seq": records.seq, "site": records.sites, "step": records.step}
+    whole |= {"hash": hashes, "bag": bags}
+    partly = dict(zip(_STATS, (*records.counts.T, *records.sums.T), strict=True)) if len(records) else {}
+    partly |= {"offset": records.offset, "nbytes": records.nbytes}
+    series = []
+    for name, kind in schema().items():
+        if name in of_kind:
+            each = pl.Series(name, [of_kind[name](one) for one in records.kinds], kind)
+            series.append(each.gather(codes))
+        elif name in partly:
+            there = pl.Series(has_entry if name in ("offset", "nbytes") else has_stats)
+            values = pl.Series(name, np.ascontiguousarray(partly[name]), kind)
+            series.append(values.zip_with(there, pl.Series(name, [None] * len(records), kind)))
+        else:
+            series.append(pl.Series(name, whole[name], kind) if name in whole else nothing.cast(kind).alias(name))
+    return pl.DataFrame(series)
+
+
+def _has_file(kind: Kind) -> bool:
+    return kind.file is not None
+
+
+def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
+    """Add the records of some rows by columns; not where one has what :class:`Records` has no columns for."""
+    column = rows.get_column
+    has_stats, has_entry = column("count").is_not_null(), column("file").is_not_null()
+    if any(column(name).null_count() < len(rows) for name in _ODD):
+        return False
+    if any((column(name).is_null() & has_stats).any() for name in _FLOATS[:3]):
+        return False
+    if any((column(name).is_null() & has_entry).any() for name in ("offset", "nbytes")):
+        return False
+    hashes, bags = column("hash").to_list(), column("bag").to_list()
+    digests = joined_digests(hashes, bags)
+    if digests is None:
+        return False
+    of_kind = [column(name).to_list() for name in _OF_KIND]
+    of_kind[_OF_KIND.index("shape")] = list(map(tuple, column("shape").to_list()))
+    has = [[one is not None for one in hashes], [one is not None for one in bags], has_stats.to_list()]
+    sums = rows.select(*(column(name).fill_null(0.0) for name in _FLOATS[:3]), *map(column, _FLOATS[3:]))
+    sums = sums.with_columns(*(column(name).fill_null(math.inf) * has_stats for name in _FLOATS[3:])).fill_nan(0.0)
+    into.add_many(
+        zip(repeat(rank), *of_kind, *has),
+        list(map(intern, column("site").to_list())),
+        column("step").to_list(),
+        column("seq").to_list(),
+        column("offset").fill_null(0).to_list(),
+        column("nbytes").fill_null(0).to_list(),
+        digests,
+        rows.select(_STATS[:6]).fill_null(0).to_numpy().ravel().tolist(),
+        sums.to_numpy().ravel().tolist(),
+    )
+    return True
+
+
+def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:
+    exact = line.keys() <= _MEMBERS and _fits(record)
     key, part, stats, entry = record.key, record.slice, record.stats, record.entry
     if not exact:  # its line says it all; the columns are for queries
         key, stats, part, entry = key._replace(step=_whole(key.step)), None, None, None

@@ -1,5 +1,6 @@
 """Parts: a record taken apart into what the columns of :class:`~tapscope.records.Records` hold of it."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -83,6 +84,19 @@ def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
         return None
     is_ours = found.hex() == text and len(found) == DIGESTS and (hash_ is None or len(hash_) == 2 * HASH)
     return found if is_ours else None
+
+
+def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
+    """As :func:`digests_of`, of many in a row; None where one is spelt as ours are not."""
+    texts = [(one or NO_HASH) + (two or NO_BAG) for one, two in zip(hashes, bags, strict=True)]
+    text = "".join(texts)
+    are_long = all(len(each) == 2 * DIGESTS for each in texts)
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        return None
+    are_ours = are_long and found.hex() == text and all(one is None or len(one) == 2 * HASH for one in hashes)
+    return found if are_ours else None
 
 
 def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tapscope.dtypes import NAMES
 from tapscope.member import MAX_AXES, MAX_COUNT
-from tapscope.parts import DIGESTS, HASH, NO_BAG, NO_HASH, Kind, digests_of, numbers_of
+from tapscope.parts import Kind, digests_of, joined_digests, numbers_of
 from tapscope.record import FORWARD
 from tapscope.records import Records
 
@@ -121,15 +121,8 @@ class RecordLines:
 
     def _take(self, lines: list[_Line]) -> bool:
         """Add them; not where digests are spelt as ours are not."""
-        texts = [(line.hash or NO_HASH) + (line.bag or NO_BAG) for line in lines]
-        text = "".join(texts)
-        if not all(line.hash is None or len(line.hash) == 2 * HASH for line in lines):
-            return False
-        try:
-            digests = bytes.fromhex(text)
-        except ValueError:
-            return False
-        if digests.hex() != text or not all(len(each) == 2 * DIGESTS for each in texts):
+        digests = joined_digests([line.hash for line in lines], [line.bag for line in lines])
+        if digests is None:
             return False
         rank, entries = self._rank, [line.entry or _NO_ENTRY for line in lines]
         kinds = [
