@@ -14,7 +14,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tapscope.kernels.triton import activation, launch, linear, norm, paged_decode, paged_prefill, rope, sampling, tap
+from tapscope.kernels.triton import (
+    activation,
+    launch,
+    linear,
+    matmul,
+    norm,
+    paged_decode,
+    paged_prefill,
+    quant,
+    rope,
+    sampling,
+    tap,
+)
 
 TYPES = {
     torch.float32: "fp32",
@@ -79,11 +91,8 @@ def decode() -> None:
     for heads, kv_heads, dim, stored, settings in (
         (32, 8, 128, BF16, {}),
         (32, 8, 128, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
-        (16, 8, 256, BF16, {"split_size": 512}),
-        (16, 1, 576, BF16, {"value_dim": 512}),
         (128, 1, 576, BF16, {"value_dim": 512}),
         (32, 8, 128, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
-        (8, 2, 96, torch.float32, {}),
     ):
         pool = torch.zeros(8, 16, kv_heads, dim).to(stored)
         query = torch.zeros(4, heads, dim, dtype=torch.float32 if stored == torch.float32 else BF16)
@@ -97,7 +106,6 @@ def prefill() -> None:
     for heads, kv_heads, dim, stored, settings in (
         (32, 8, 128, BF16, {}),
         (32, 8, 256, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
-        (16, 16, 192, BF16, {}),
         (14, 2, 64, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
     ):
         pool = torch.zeros(8, 16, kv_heads, dim).to(stored)
@@ -116,14 +124,11 @@ def layers() -> None:
     for stored, style, rotary, qk_norm in (
         (BF16, "neox", 128, headed),
         (torch.float8_e4m3fn, "neox", 64, None),
-        (torch.float8_e5m2, "interleaved_to_neox", 128, None),
-        (BF16, "interleaved", 64, None),
     ):
         pool = rope.CachePool(torch.zeros(8, 16, 8, 128).to(stored), torch.zeros(8, 16, 8, 128).to(stored))
         rotation, slots = (torch.ones(4, rotary, dtype=BF16),) * 2, torch.zeros(4, dtype=torch.int64)
         rope.rotate_and_store(query, key, key, rotation, slots, pool, norm=qk_norm, style=style)
-    for kind in activation.KINDS:
-        activation.gated(states, None, kind)
+    activation.gated(states, None, "gelu_pytorch_tanh")
 
 
 def taps() -> None:
@@ -139,7 +144,6 @@ def taps() -> None:
     ):
         tap.summarize(torch.zeros(100).to(dtype))
     tensor, rows = torch.zeros(100_000, dtype=BF16), torch.zeros(1, 15, dtype=torch.int64)
-    tap.summarize(tensor)
     tap.summarize_many(tap.table_of([tensor]), BF16, 200_000, rows)
 
 
@@ -159,6 +163,14 @@ def draws() -> None:
     sampling.draw(logits, ones, longs, longs, **more)
 
 
+def quantised() -> None:
+    """Batch-invariant and quantised matrix products."""
+    matmul.invariant_linear(torch.zeros(5, 4096, dtype=BF16), torch.zeros(4096, 4096, dtype=BF16))
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        quantised, scales = quant.quantize_groups(torch.zeros(5, 512, dtype=BF16), dtype)
+        quant.scaled_linear(quantised, scales, torch.zeros(256, 512).to(dtype), torch.zeros(2, 4), BF16)
+
+
 if __name__ == "__main__":
     TARGETS = [int(word) for word in sys.argv[1:]]
     with (
@@ -168,6 +180,7 @@ if __name__ == "__main__":
         patch.object(paged_prefill, "check_stored"),
         patch.object(rope, "check_stored"),
         patch.object(paged_decode, "num_sms", lambda _: 132),
+        patch.object(quant, "check_stored"),
         patch.object(tap, "num_sms", lambda _: 132),
         patch.object(sampling, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),
@@ -177,4 +190,5 @@ if __name__ == "__main__":
         layers()
         taps()
         draws()
+        quantised()
         products()

@@ -1,0 +1,75 @@
+"""Linear layers whose rows do not know of one another: batch-invariant matrix products.
+
+    output[i] = input[i] . weight^T + bias          sums in float32, bias added before the result is rounded
+
+A library picks tiles and splits of the sum by the number of rows, so that a row's last bits change with the batch. Here
+both depend on the weight's shape alone (He et al., "Defeating Nondeterminism in LLM Inference", 2025): every program
+takes a tile of rows and outputs and sums over blocks of the inputs in their order.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from tapscope.errors import UsageError
+from tapscope.kernels.triton.launch import Launcher, check_same_device
+
+_ROWS, _INPUTS = 64, 64
+
+
+def invariant_linear_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What :func:`invariant_linear` computes, but for the order of sums."""
+    wide = functional.linear(input.float(), weight.float(), None if bias is None else bias.float())
+    return wide.to(input.dtype)
+
+
+def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[rows, ins], [outs, ins], [outs] -> [rows, outs], in the input's dtype; a row's bits depend on that row alone.
+
+    Input and weight may have any strides. Raises UsageError for tensors that do not fit together.
+    """
+    check_same_device(input, weight, bias)
+    if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1]:
+        raise UsageError(f"input {list(input.shape)} and weight {list(weight.shape)}: [rows, ins] and [outs, ins]")
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        raise UsageError(f"bias {list(bias.shape)}: one for each of {len(weight)} outputs is needed, contiguous")
+    if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
+        raise UsageError(f"input, weight and bias are to have one dtype, {input.dtype} here")
+    (rows, ins), outs = input.shape, len(weight)
+    output = input.new_empty(rows, outs)
+    if not output.numel():
+        return output
+    columns = 128 if outs >= 16384 else 64 if outs >= 4096 else 32  # so that few rows still fill a device
+    grid = -(-outs // columns), -(-rows // _ROWS), 1
+    args = input, weight, bias, output, rows, outs, ins, *input.stride(), *weight.stride()
+    constants = {"BLOCK_M": _ROWS, "BLOCK_N": columns, "BLOCK_K": _INPUTS if input.element_size() < 4 else 32}
+    _launch(input.device, grid, args, constants, num_warps=4, num_stages=4, enable_fp_fusion=False)
+    return output
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    input, weight, bias, output, rows, outs, ins, input_row, input_column, weight_row, weight_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of BLOCK_N outputs."""
+    m, n = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_at = input + m.to(tl.int64)[:, None] * input_row + k[None, :] * input_column
+    w_at = weight + n.to(tl.int64)[:, None] * weight_row + k[None, :] * weight_column
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, ins, BLOCK_K):
+        real = (start + k < ins)[None, :]
+        x = tl.load(x_at, mask=(m < rows)[:, None] & real, other=0.0)
+        w = tl.load(w_at, mask=(n < outs)[:, None] & real, other=0.0)
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+        x_at += BLOCK_K * input_column
+        w_at += BLOCK_K * weight_column
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < outs, other=0.0).to(tl.float32)[None, :]
+    at = output + m.to(tl.int64)[:, None] * outs + n[None, :]
+    tl.store(at, total.to(output.dtype.element_ty), mask=(m < rows)[:, None] & (n < outs)[None, :])
+
+
+_launch = Launcher(_linear_kernel)
