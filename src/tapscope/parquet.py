@@ -60,6 +60,8 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
     from."""
     import polars as pl
 
+    if plain.odd_places:
+        raise ValueError(f"{plain.odd_places[:4]} of the plain records have what no column holds")
     types = schema()
     rows = [_row(record, line) for record, line in others]
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
