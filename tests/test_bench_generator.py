@@ -229,6 +229,62 @@ def test_a_hidden_key_is_told_by_its_position_from_0(way: str, position: int) ->
     assert not causes.is_right(bug, f"target does not see position {position}1 (removes 100 % of the error)")
 
 
+READ = "as attention reads them in target (KV cache)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text", "expected"),
+    [
+        ("values", {"op": "zero", "start": 7}, f"values are zero in column 7 of each head {READ}", True),
+        ("values", {"op": "zero", "start": 7}, f"values are zero in column 8 of each head {READ}", False),
+        ("values", {"op": "zero", "start": 7}, f"keys are zero in column 7 of each head {READ}", False),
+        ("values", {"op": "zero", "start": 7}, f"values are negated in column 7 of each head {READ}", False),
+        ("values", {"op": "zero", "start": 7}, f"values are zero {READ}", False),
+        ("values", {"op": "zero"}, f"values are zero {READ}, of position 0", True),
+        ("values", {"op": "zero"}, f"values are zero in column 7 of each head {READ}", False),
+        ("keys", {"op": "scale", "amount": 0.5}, "target scales scores by 0.125, 0.5 × baseline's 0.25", True),
+        ("keys", {"op": "scale", "amount": 0.5}, "target scales scores by 0.25, 2 × baseline's 0.125", False),
+        (
+            "keys",
+            {"op": "scale", "amount": 0.5, "start": 1},
+            "target scales scores by 0.1, 0.5 × baseline's 0.2",
+            False,
+        ),
+        ("keys", {"op": "scale", "amount": 0.5}, "target's cache is wrong", False),
+        (
+            "keys",
+            {"op": "scale", "amount": 1.02, "start": 4, "count": 4},
+            f"keys are 1.02 × baseline's in columns 4–7 of each head {READ}",
+            True,
+        ),
+        (
+            "keys",
+            {"op": "scale", "amount": 1.02, "start": 4, "count": 4},
+            f"keys are 1.04 × baseline's in columns 4–7 of each head {READ}",
+            False,
+        ),
+        (
+            "values",
+            {"op": "swap", "start": 0, "other": 16, "count": 2, "stride": 3},
+            f"values have columns 0 and 3 and columns 16 and 19 swapped {READ}",
+            True,
+        ),
+        (
+            "values",
+            {"op": "round", "dtype": "bfloat16", "start": 1, "count": 5, "stride": 3},
+            f"values are rounded to bf16 in every third column from 1 to 13 of each head {READ}",
+            True,
+        ),
+    ],
+)
+def test_keys_and_values_are_told_by_what_became_of_which_columns(
+    kind: str, fields: dict[str, Any], text: str, expected: bool
+) -> None:
+    bug = bugs.Bug(kind=kind, module="m", expect=("m",), damage=damage.Damage(**fields))
+    bug = replace(bug, cause=causes.cause_of(bug))
+    assert causes.is_right(bug, text) is expected
+
+
 def capture(out: Path, weight: torch.Tensor, dtype: torch.dtype, padding: float = 0.0) -> Path:
     """One linear over two rows, of which the second is padding."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)).to(dtype)

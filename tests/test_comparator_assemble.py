@@ -160,7 +160,7 @@ def test_where_replicas_part_is_where_the_answer_points(tmp_path: Path) -> None:
                 run.put("norm:out", value, dims="t h # tp:replicated")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         report = compare(one, two)
-    assert answer(report)[1] == "where     step 2, rank 1; worst at [3,5]"
+    assert answer(report)[1] == "where     step 2, rank 1, only column 5 (of rank 1) of 2 of 24 rows; worst at [3,5]"
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])

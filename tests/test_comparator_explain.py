@@ -280,6 +280,48 @@ def test_a_norm_is_explained_from_its_input(tmp_path: Path, make: Callable[[Arra
     assert sentence in why(tmp_path, normed(x) * WEIGHT, make(x), x, "layers.1.norm").text
 
 
+def test_a_norm_of_heads_has_an_epsilon_too(tmp_path: Path) -> None:
+    given = values(4) * np.float32(0.3)
+    heads = given.reshape(ROWS, 4, 16)
+    before, after = (normed(heads, eps).reshape(ROWS, WIDTH) for eps in (1e-6, 1e-2))
+    config = {"num_attention_heads": 4, "head_dim": 16, "hidden_size": 64}
+    found = why(tmp_path / "1", before, after, given, module="layers.1.self_attn.q_norm", config=config)
+    assert found.sentence == "the norm's epsilon is larger by 0.01 (from the mean square of each head)"
+    scaled = (before.reshape(ROWS, 4, 16) * np.float32(0.97)).reshape(ROWS, WIDTH)
+    found = why(tmp_path / "2", before, scaled, given, module="layers.1.self_attn.q_norm", config=config)
+    assert found.sentence == "target = 0.97 × baseline"
+
+
+@pytest.mark.parametrize(
+    ("module", "cls", "is_norm"),
+    [("scale_in", "LlamaRMSNorm", True), ("norm_proj", "Linear", False), ("input_layernorm", "", True)],
+)
+def test_a_module_is_a_norm_by_its_class_where_that_is_known(
+    tmp_path: Path, module: str, cls: str, is_norm: bool
+) -> None:
+    given = values(4) * np.float32(0.1)
+    for name, eps in (("b", 1e-6), ("t", 1e-2)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            for port, out in (("in[x]", given), ("out", normed(given, eps))):
+                if cls:
+                    run.site(f"layers.1.{module}:{port}", cls)
+                run.put(f"layers.1.{module}:{port}", out, dims="t h")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = culprit(compare(one, two)).explanation
+    assert found is not None
+    assert (found.name == "epsilon") == is_norm
+
+
+def test_a_norm_whose_weights_are_one_lacks_none(tmp_path: Path) -> None:
+    """Without an epsilon, or twice as large, it looks like one that lacks its weight, or has 1 + w."""
+    given = values(4) * np.float32(1e-2)
+    found = why(tmp_path / "1", normed(given, 1e-6), normed(given, 0.0), given, module="layers.1.norm")
+    assert found.name == "epsilon"
+    found = why(tmp_path / "2", normed(given), 2 * normed(given), given, module="layers.1.norm")
+    assert found.sentence == "target = 2 × baseline"
+
+
 def test_a_module_that_is_not_a_norm_has_no_epsilon(tmp_path: Path) -> None:
     x = values(4)
     assert "epsilon" not in why(tmp_path, normed(x) * WEIGHT, normed(x, 0.05) * WEIGHT, x).text
@@ -290,6 +332,16 @@ def test_another_activation_is_named(tmp_path: Path) -> None:
     silu = x / (1 + np.exp(-x))
     quick = x / (1 + np.exp(-1.702 * x))
     assert "target = gelu (quick) of its input, baseline = silu" in why(tmp_path, silu, quick, x).text
+
+
+def test_activations_that_rounding_hides_from_each_other_are_named_together(tmp_path: Path) -> None:
+    given = values(7).astype(ml_dtypes.bfloat16)
+    x = given.astype(np.float64)
+    silu = (x / (1 + np.exp(-x))).astype(ml_dtypes.bfloat16)
+    gelu = (0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))).astype(ml_dtypes.bfloat16)
+    found = why(tmp_path / "1", silu, gelu, given, module="layers.1.mlp.act_fn")
+    assert found.sentence.startswith("target = gelu or gelu (tanh)")
+    assert "relu" not in found.sentence
 
 
 def test_swapped_siblings_are_told(tmp_path: Path) -> None:
@@ -342,6 +394,99 @@ def test_a_row_parallel_layer_of_two_ranks(tmp_path: Path, hook: str) -> None:
         "noise": "",
     }
     assert (found.module, text.startswith(expected[hook]), bool(text)) == (path, True, hook != "noise"), text
+
+
+def of_one_rank(change: Callable[[Array], Array], rank: int) -> Callable[[Array], Array]:
+    """What every rank calls in turn, two in all."""
+    calls = iter(range(1000))
+    return lambda x: change(x) if next(calls) % 2 == rank else x
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: 1.5 * x, "in the summand of rank 1: target = 1.5 × baseline"),
+        (
+            lambda x: np.where(np.arange(64) % 64 == 7, 0.0, x).astype(np.float32),
+            "in column 7 of the summand of rank 1: target is zero",
+        ),
+        (lambda x: x * np.random.default_rng(3).lognormal(0, 1, x.shape).astype(np.float32), ""),
+    ],
+)
+def test_what_one_rank_adds_to_a_sum_is_told(tmp_path: Path, change: Callable[[Array], Array], said: str) -> None:
+    tables, path = weights(layers=2), "model.layers.1.mlp.down_proj"
+    asked = prompts((14, 9))
+    for name, how in (("b", {}), ("t", {f"{path}.partial:out": of_one_rank(change, 1)})):
+        Toy(tables, tp=2, hooks=how).write(tmp_path / name, asked).close()
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = culprit(compare(one, two))
+    assert found.explanation is not None
+    assert found.explanation.text.startswith(said)
+    assert bool(found.explanation.text) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: 1.5 * x, "in rank 1: target = 1.5 × baseline"),
+        (lambda x: only(slice(8, 16), lambda y: -y)(x), "in columns 8–15 (of rank 1): target = −baseline"),
+        (lambda x: x * np.random.default_rng(3).lognormal(0, 1, x.shape).astype(np.float32), ""),
+    ],
+)
+def test_what_one_of_the_replicas_holds_is_told(tmp_path: Path, change: Callable[[Array], Array], said: str) -> None:
+    before = values()
+    for name, other in (("b", before), ("t", change(before))):
+        with RunFactory(tmp_path / name, mesh={"tp": 2}) as run:
+            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.put("layers.1.mlp:in[x]", {0: values(9), 1: values(9)}, dims="t h # tp:replicated")
+            run.put("layers.1.mlp:out", {0: before, 1: other}, dims="t h # tp:replicated")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        found = culprit(compare(one, two)).explanation
+    assert (found.text if found else "").startswith(said)
+    assert bool(found and found.text) == bool(said)
+
+
+def late(change: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Of the last two tokens of each request alone."""
+
+    def changed(x: Array) -> Array:
+        out, start = x.copy(), 0
+        for count in LENGTHS.values():
+            out[start + count - 2 : start + count] = change(x[start + count - 2 : start + count])
+            start += count
+        return out
+
+    return changed
+
+
+def moved(x: Array, columns: list[int], source: list[int]) -> Array:
+    out = x.copy()
+    out[:, columns] = x[:, source]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (late(only(slice(7, 8), lambda y: 0 * y)), "target is zero"),
+        (late(only(slice(7, 8), lambda y: 0.9 * y)), "target = 0.9 × baseline"),
+        (late(lambda x: moved(x, [3, 4, 40, 41], [40, 41, 3, 4])), "target has columns 3–4 and columns 40–41 swapped"),
+        (late(lambda x: moved(x, [5, 6, 7, 8], [8, 5, 6, 7])), "target has columns 5–8 rotated by 1"),
+        (late(lambda x: moved(x, [5, 6], [20, 33])), "target holds baseline's columns 20 and 33 in columns 5–6"),
+    ],
+)
+def test_few_values_are_enough_where_they_agree_closely(
+    tmp_path: Path, change: Callable[[Array], Array], said: str
+) -> None:
+    assert said in why(tmp_path, values(), change(values())).text
+
+
+def test_few_values_that_agree_roughly_are_not(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rough = late(only(slice(7, 8), lambda y: (y * rng.uniform(0.8, 1.0, y.shape)).astype(np.float32)))
+    assert why(tmp_path / "1", values(), rough(values())).text == ""
+    copied = late(lambda x: moved(x, [5, 6], [20, 33]) + (0.3 * rng.standard_normal(x.shape)).astype(np.float32))
+    assert why(tmp_path / "2", values(), copied(values())).text == ""
 
 
 @pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: np.roll(x, 1), lambda x: np.minimum(x, 7)])

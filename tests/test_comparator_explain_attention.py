@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from factories import RunFactory
@@ -105,6 +107,52 @@ def with_value_lost(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> Arr
     return plain(q, k, v, cos, sin)
 
 
+def with_values(change: Callable[[Array], Array]) -> Callable[..., Array]:
+    """Attention reads other values, [n, heads, channels], than were computed."""
+    return lambda q, k, v, cos, sin: plain(q, k, change(v), cos, sin)
+
+
+def with_own_value(change: Callable[[Array], Array]) -> Callable[..., Array]:
+    """Every token reads another value of its own alone."""
+
+    def made(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> Array:
+        rows = [
+            plain(q[: i + 1], k[: i + 1], np.concatenate([v[:i], change(v[i : i + 1])]), cos[: i + 1], sin[: i + 1])[-1]
+            for i in range(len(q))
+        ]
+        return np.stack(rows)
+
+    return made
+
+
+def with_keys(change: Callable[[Array], Array], *, own: bool = False) -> Callable[..., Array]:
+    """Attention reads other keys behind RoPE than were computed; or each token its own alone."""
+
+    def made(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> Array:
+        query, key = rotated(q, cos, sin), rotated(k, cos, sin)
+        if not own:
+            return attention(query, change(key), v)
+        rows = [
+            attention(query[: i + 1], np.concatenate([key[:i], change(key[i : i + 1])]), v[: i + 1])[-1]
+            for i in range(len(q))
+        ]
+        return np.stack(rows)
+
+    return made
+
+
+def columns(change: Callable[[Array], Array], *which: int) -> Callable[[Array], Array]:
+    """A change of these channels of each head."""
+
+    def changed(v: Array) -> Array:
+        out = v.copy()
+        out[..., list(which)] = change(v[..., list(which)])
+        return out
+
+    return changed
+
+
+READ = "as attention reads them in target (KV cache)"
 PLANTED: dict[str, tuple[Callable[..., Array], str]] = {
     "scale": (lambda *a: plain(*a, scale=1 / DIM), "target scales scores by 0.0625 = 1 / head_dim (16)"),
     "slightly": (lambda *a: plain(*a, scale=0.3), "target scales scores by 0.3, 1.2 × baseline's 0.25"),
@@ -120,6 +168,45 @@ PLANTED: dict[str, tuple[Callable[..., Array], str]] = {
     "first": (lambda *a: plain(*a, sees=lambda i, j: 0 < j <= i or i == 0), "target does not see position 0"),
     "tiled": (lambda *a: plain(*a, head=lambda h: h % GROUPS), "read key and value heads in tiled order"),
     "value": (with_value_lost, "the value of position 2 counts as zero in target"),
+    "values half": (with_values(lambda v: 0.5 * v), f"values are 0.5 × baseline's {READ}"),
+    "values zero": (with_values(columns(lambda v: 0 * v, 4, 5)), f"values are zero in columns 4–5 of each head {READ}"),
+    "values clamped": (with_values(lambda v: v.clip(-0.7, 0.7)), f"values are clamped at 0.7 {READ}"),
+    "values more": (with_values(columns(lambda v: v + 0.3, 3)), "values are baseline's + 0.3 in column 3 of each head"),
+    "values swapped": (
+        with_values(columns(lambda v: v[..., ::-1], 2, 9)),
+        f"values have column 2 and column 9 swapped {READ}",
+    ),
+    "values rounded": (
+        with_values(lambda v: v.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)),
+        f"values are rounded to fp8e4 {READ}",
+    ),
+    "keys zero": (with_keys(lambda k: 0 * k), f"keys are zero {READ}"),
+    "keys negated": (with_keys(columns(lambda k: -k, 4, 5, 6)), f"keys are negated in columns 4–6 of each head {READ}"),
+    "keys more": (
+        with_keys(columns(lambda k: 1.3 * k, 0, 3, 6)),
+        f"keys are 1.3 × baseline's in every third column from 0 to 6 of each head {READ}",
+    ),
+    "keys swapped": (
+        with_keys(columns(lambda k: k[..., [2, 3, 0, 1]], 1, 2, 8, 9)),
+        f"keys have columns 1–2 and columns 8–9 swapped {READ}",
+    ),
+    "keys rotated": (
+        with_keys(columns(lambda k: np.roll(k, 1, axis=-1), *range(4, 12))),
+        f"keys have columns 4–11 rotated by 1 {READ}",
+    ),
+    "keys rounded": (
+        with_keys(lambda k: k.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)),
+        f"keys are rounded to fp8e4 {READ}",
+    ),
+    "own key": (
+        with_keys(columns(lambda k: k + 0.4, 7), own=True),
+        f"keys are baseline's + 0.4 in column 7 of each head {READ}, of the token's own position",
+    ),
+    "own value": (
+        with_own_value(columns(lambda v: 1.2 * v, 0, 3, 6)),
+        "1.2 × baseline's in every third column from 0 to 6 of each head "
+        "as attention reads them in target (KV cache), of the token's own position",
+    ),
 }
 
 
@@ -130,6 +217,14 @@ def test_what_an_attention_does_otherwise_is_named(tmp_path: Path, name: str) ->
     assert found is not None
     assert sentence in found.sentence
     assert found.share > 0.9999
+
+
+def test_keys_and_values_that_nothing_describes_have_no_cause(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    changes = (lambda v: v * rng.uniform(0.5, 1.5, v.shape), lambda v: v + 0.2 * v**3)
+    for number, (change, read) in enumerate(product(changes, (with_values, with_keys))):
+        found = why(tmp_path / str(number), read(change))
+        assert found is None or not found.is_clear
 
 
 def test_an_attention_that_nothing_describes_has_no_cause(tmp_path: Path) -> None:

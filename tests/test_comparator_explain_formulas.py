@@ -174,6 +174,18 @@ def test_a_table_tells_its_frequencies_and_positions(frequency: Array, move: int
     assert said in found.sentence
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0, 1.1])
+def test_a_table_in_bf16_tells_the_factor_of_its_positions(factor: float) -> None:
+    position = np.tile(np.arange(40), 2).astype(np.float64)
+    rounded = [table(PLAIN * times, position).astype(ml_dtypes.bfloat16).astype(np.float64) for times in (1.0, factor)]
+    some = replace(sample(*rounded, "rotary_emb:out[0]", "bfloat16"), position=position.astype(np.int64))
+    damage = find_damage(some, 0.0, {}, ())
+    assert damage is not None
+    found = explain_table(damage, (10000.0,), ("a", "b"), frozenset())
+    assert found is not None
+    assert f"RoPE at positions {factor:g} times those of baseline" in found.sentence
+
+
 def router(weights: Callable[[Array], Array], count: int = 3, bias: Any = None, groups: Any = None) -> Given:
     logits = np.random.default_rng(0).standard_normal((60, 8))
     chosen = best(logits, count, bias, groups)

@@ -240,7 +240,7 @@ def summed(path: Path, lost: int | None, scale: float = 1.0) -> str:
 
 def test_a_rank_whose_summand_is_zero_is_named(tmp_path: Path) -> None:
     assert summed(tmp_path / "zero", 1, 0.0) == "in columns 8–15: the summand of rank 1 is zero"
-    assert "summand" not in summed(tmp_path / "half", 1, 0.5)
+    assert "target = 0.5 × baseline" in summed(tmp_path / "half", 1, 0.5)
 
 
 def replicated(path: Path, change: Any) -> str:

@@ -25,4 +25,7 @@ def activations(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
             continue
         for name, values in made.items():
             if name != own:
-                yield Trial("activation", f"target = {name} of its input, baseline = {own}", values)
+                alike = 2.0 * damage.noise * float(np.sqrt((values**2).sum()))
+                twins = [n for n, v in made.items() if n == name or float(np.sqrt(((v - values) ** 2).sum())) < alike]
+                if own not in twins:
+                    yield Trial("activation", f"target = {' or '.join(twins)} of its input, baseline = {own}", values)

@@ -47,7 +47,7 @@ def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
     rows, columns = own[damage.rows], damage.columns
 
     def claims() -> Iterator[Claim]:
-        for guess in guesses(tokens, rows, sample.target[damage.rows], heads.way, heads.window):
+        for guess in guesses(tokens, rows, sample.target[damage.rows], heads.way, heads.window, damage.noise):
             made = attend(guess.tokens or tokens, rows, guess.way)[:, columns]
             yield Claim(guess.name, guess.sentence, made, guess.cost)
 
@@ -55,7 +55,7 @@ def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
     if proven is None:
         return dropped(kin.preparer, sites.one(f"{path}:out[1]"))
     extent = describe(damage, kin.requests, kin.padded, counted=False)
-    return Explanation(proven.name, proven.sentence, proven.share, extent, (), len(sample.baseline))
+    return Explanation(proven.name.partition(":")[0], proven.sentence, proven.share, extent, (), len(sample.baseline))
 
 
 def path_of(site: str) -> str:

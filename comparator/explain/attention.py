@@ -3,7 +3,7 @@
 Heads of queries share those of keys as in Ainslie et al. 2023 (arXiv 2305.13245); RoPE is that of :mod:`.rotary`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,15 @@ class Way:
     """None: every real token up to the row itself."""
     zeroed: Sees | None = None
     """Keys whose values count as zero, by row."""
+    where: Sees | None = None
+    """Of these, by row, the two below are read; None for none."""
+    other_key: Array | None = None
+    """[n, key heads, d] behind RoPE."""
+    other_value: Array | None = None
+
+    def reads(self, heads: int, groups: int) -> Array:
+        """[heads] the head of keys and values that each head of queries reads."""
+        return np.arange(heads) % groups if self.is_tiled else np.arange(heads) // (heads // groups)
 
 
 def causal(tokens: Tokens, rows: Array, keys: Array) -> Array:
@@ -92,23 +101,48 @@ def within(window: int) -> Sees:
 
 def attend(tokens: Tokens, rows: Array, way: Way) -> Array:
     """[rows, heads x e] what attention gives; rows that see nothing are NaN."""
-    heads, groups = tokens.query.shape[1], tokens.key.shape[1]
-    reads = np.arange(heads) % groups if way.is_tiled else np.arange(heads) // (heads // groups)
+    heads = tokens.query.shape[1]
+    reads = way.reads(heads, tokens.key.shape[1])
     out = np.full((len(rows), heads, tokens.value.shape[2]), np.nan)
+    for at, keys, weights in _weights(tokens, rows, way):
+        if way.other_value is not None and way.where is not None:
+            other = np.where(way.where(tokens, rows[at], keys)[None], weights, 0.0)
+            weights = weights - other
+            out[at] = np.einsum("hrk,khe->rhe", other, way.other_value[keys][:, reads], optimize=True)
+        else:
+            out[at] = 0.0
+        out[at] += np.einsum("hrk,khe->rhe", weights, tokens.value[keys][:, reads], optimize=True)
+    return out.reshape(len(rows), -1)
+
+
+def weights_of(tokens: Tokens, rows: Array, way: Way) -> Array:
+    """[heads, rows, n] how much of each token's value a row takes."""
+    found = np.zeros((tokens.query.shape[1], len(rows), len(tokens.request)))
+    for at, keys, weights in _weights(tokens, rows, way):
+        found[:, at[:, None], keys[None, :]] = weights
+    return found
+
+
+def _weights(tokens: Tokens, rows: Array, way: Way) -> Iterator[tuple[Array, Array, Array]]:
+    """(which of ``rows``, the tokens of their request, [heads, these rows, these tokens] weights)."""
+    reads = way.reads(tokens.query.shape[1], tokens.key.shape[1])
     query, key = (_turned(tokens, way, side) for side in (0, 1))
     for request in np.unique(tokens.request[rows]):
         at = np.flatnonzero(tokens.request[rows] == request)
         keys = np.flatnonzero(tokens.request == request)
         mine = rows[at]
         scores = way.scale * np.einsum("rhd,khd->hrk", query[mine], key[keys][:, reads], optimize=True)
+        if way.other_key is not None and way.where is not None:
+            part = way.other_key[keys][:, reads]
+            other = way.scale * np.einsum("rhd,khd->hrk", query[mine], part, optimize=True)
+            scores = np.where(way.where(tokens, mine, keys)[None], other, scores)
         if way.cap:
             scores = way.cap * np.tanh(scores / way.cap)
         seen = (way.sees or causal)(tokens, mine, keys) & (tokens.step[keys][None, :] <= tokens.step[mine][:, None])
         weights = _softmax(np.where(seen[None], scores, -np.inf))
         if way.zeroed is not None:
             weights = np.where(way.zeroed(tokens, mine, keys)[None], 0.0, weights)
-        out[at] = np.einsum("hrk,khe->rhe", weights, tokens.value[keys][:, reads], optimize=True)
-    return out.reshape(len(rows), -1)
+        yield at, keys, weights
 
 
 def applied(tokens: Tokens, way: Way) -> Tokens:

@@ -81,6 +81,10 @@ def find_damage(sample: Sample, inherited: float, sizes: dict[str, int], head_di
     columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise, void[rows].all(axis=0))
     if not len(columns):
         columns = np.arange(sample.baseline.shape[1])
+    elif len(columns) < len(base):  # what is off there alone may be off in fewer rows than rounding makes it seem
+        part = np.sqrt((weighted[:, columns] ** 2).sum(axis=1)) / float(np.sqrt((base[columns] ** 2).sum()))
+        again = _stand_out(part * float(np.sqrt(len(rows))), noise, void[rows][:, columns].all(axis=1))
+        rows = rows[again] if len(again) else rows
     return Damage(sample, rows, columns, noise, sizes, head_dims)
 
 

@@ -117,10 +117,12 @@ def _explain(divergence: Divergence, context: Context) -> Explanation | None:
             sample = replace(sample, target=replica, ranks=np.full(len(sample.ranks), rank))
         if (counted := positions(sample, context.preparer.row_map.requests)) is not None:
             return counted
-        known = attended(one, kin.sites, kin) or _try_all(
-            sample, _inherited(context, node), kin, is_replica=replica is not None
-        )
-        return known if known is None or replica is None else _of_rank(known, rank)
+        inherited = _inherited(context, node)
+        known = attended(one, kin.sites, kin)
+        if replica is None:
+            return known or _of_summand(sample, inherited, kin)
+        known = known or _try_all(sample, inherited, kin, is_replica=True)
+        return None if known is None else _of_rank(known, rank)
     except DataError:  # bytes that cannot be read are a finding of their own
         return None
 
@@ -132,6 +134,34 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
         return explanation
     said = extent if "rank" in extent else f"{extent} (of rank {rank})" if extent else f"rank {rank}"
     return structs.replace(explanation, extent=said)
+
+
+def _of_summand(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
+    """What explains the site's values; of a sum over ranks that nothing explains as a whole what the one rank's
+    summand is beside what the other ranks leave of the baseline."""
+    whole = _try_all(sample, inherited, kin, is_replica=False)
+    parts = list(kin.parts()) if whole is None or not whole.is_clear else []
+    total = np.sum([part.values for part in parts], axis=0)
+    found = []
+    for part in parts:
+        rest = sample.baseline - (total - part.values)
+        if not np.isfinite(rest).all() or not rest.any():
+            continue
+        size = float(np.sqrt((sample.baseline**2).sum() / (rest**2).sum()))
+        alone = replace(sample, baseline=rest, target=part.values)
+        damage = find_damage(alone, float(np.hypot(inherited, size * inherited)), kin.sizes, kin.head_dims)
+        winner, tested = (None, ()) if damage is None else choose(damage, _of_values(damage, kin))
+        if damage is not None and winner is not None:
+            extent = describe(damage, kin.requests, kin.padded, counted=False)
+            whose = f"the summand of rank {part.rank}"
+            extent = f"{extent} of {whose}" if extent else whose
+            found.append(Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(rest)))
+    return found[0] if len(found) == 1 else whole
+
+
+def _of_values(damage: Damage, kin: Kin) -> Iterator[Trial]:
+    """Hypotheses about a summand: its ranks' sum is no scale of it."""
+    return (trial for trial in hypotheses(damage, kin.requests, kin.thetas) if trial.name != "all-reduce")
 
 
 def _inherited(context: Context, node: int) -> float:
@@ -158,9 +188,7 @@ def _try_all(sample: Sample, inherited: float, kin: Kin, *, is_replica: bool) ->
         return Explanation(known.name, known.sentence, known.share, "", (), len(sample.baseline))
     winner, tested = choose(damage, _trials(damage, kin, is_replica=is_replica))
     if winner is not None:
-        extent = (
-            "" if _holds_everywhere(damage, winner, kin) else describe(damage, kin.requests, kin.padded, counted=False)
-        )
+        extent = describe(_extended(damage, winner, kin), kin.requests, kin.padded, counted=False)
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
     if (rank := lost_summand(damage, list(kin.parts()))) is not None:
         where = describe(damage, kin.requests, kin.padded, counted=False)
@@ -176,16 +204,19 @@ def _try_all(sample: Sample, inherited: float, kin: Kin, *, is_replica: bool) ->
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
 
 
-def _holds_everywhere(damage: Damage, winner: Tested, kin: Kin) -> bool:
-    """Whether the spared rows and columns obey the winner as well: it just changes nothing that shows there."""
+def _extended(damage: Damage, winner: Tested, kin: Kin) -> Damage:
+    """The damage with the spared rows, and columns, that obey the winner as well: it just changes nothing that shows
+    there."""
     if damage.is_everywhere or winner.name.partition(" ")[0] in _BY_LINE:
-        return damage.is_everywhere
+        return damage
     rows, columns = map(np.arange, damage.sample.baseline.shape)
-    everywhere = replace(damage, rows=rows, columns=columns)
-    return any(
-        trial.name == winner.name and share_of(everywhere, trial.values) > winner.share - SLACK
-        for trial in _trials(everywhere, kin, is_replica=False)
-    )
+    for wider in (replace(damage, rows=rows, columns=columns), replace(damage, rows=rows)):
+        if any(
+            trial.name == winner.name and share_of(wider, trial.values) > winner.share - SLACK
+            for trial in _trials(wider, kin, is_replica=False)
+        ):
+            return wider
+    return damage
 
 
 def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Trial]:
@@ -210,7 +241,7 @@ def _trials(damage: Damage, kin: Kin, *, is_replica: bool) -> Iterator[Trial]:
         return
     others = list(kin.relatives())
     yield from relatives(damage, others)
-    yield from norms(damage, others)
+    yield from norms(damage, others, kin.cls)
     yield from activations(damage, others)
     yield from other_weights(damage, kin.sites)
     yield from input_columns(damage, kin.sites)
@@ -256,6 +287,8 @@ def choose(damage: Damage, trials: Iterable[Trial]) -> tuple[Tested | None, tupl
         return None, tested
     limit = max(MARGIN * (1.0 - ranked[0].share), SLACK)
     good = [j for j in ranked if j.share > WINS and 1.0 - j.share <= limit and j.explains_all]
+    if any(j.left <= MAX_LEFT and j.freedom <= 1 for j in good):
+        good = [j for j in good if j.left <= MAX_LEFT]
     good.sort(key=lambda j: (j.freedom, -j.share))
     if not good or (len(good) > 1 and good[1].freedom == good[0].freedom):
         return None, tested

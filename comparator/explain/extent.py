@@ -29,8 +29,8 @@ def spans(what: str, indices: Sequence[int] | Array) -> str:
     """Indices in words: ``row 3``, ``rows 0–7``, ``every second row from 1 to 15``, ``rows 0–7 and 32–39``."""
     found = [int(i) for i in indices]
     steps = set(np.diff(found).tolist())
-    if len(found) > 2 and len(steps) == 1 and steps != {1}:
-        return f"every {_ordinal(steps.pop())} {what} from {found[0]} to {found[-1]}"
+    if len(found) > 2 and len(steps) == 1 and min(steps) > 1:
+        return f"every {ordinal(steps.pop())} {what} from {found[0]} to {found[-1]}"
     ends = [i for i in range(len(found)) if i + 1 == len(found) or found[i + 1] != found[i] + 1]
     starts = [0, *(i + 1 for i in ends[:-1])]
     parts = [f"{found[a]}" if a == b else f"{found[a]}–{found[b]}" for a, b in zip(starts, ends, strict=True)]
@@ -51,7 +51,7 @@ def _columns(damage: Damage) -> str:
     if len(columns) == 2:
         return f"columns {first} and {last}{_rank(damage)}"
     if len(strides) == 1:  # of three columns or more: two have one distance, whatever they are
-        return f"every {_ordinal(int(strides[0]))} column from {first} on"
+        return f"every {ordinal(int(strides[0]))} column from {first} on"
     return f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
 
 
@@ -157,5 +157,6 @@ def _sampled(looked_at: int, total: int) -> str:
     return " looked at" if looked_at < total else ""
 
 
-def _ordinal(number: int) -> str:
+def ordinal(number: int) -> str:
+    """``second``, ``third``, ``4th``."""
     return {2: "second", 3: "third"}.get(number, f"{number}th")

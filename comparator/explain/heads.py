@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.attention import PADDED, Tokens, Way, attend, with_theta, within
 from tapscope.comparator.explain.rotary import THETAS
+from tapscope.comparator.explain.search import searched
 from tapscope.comparator.explain.slots import Slots, slots_of
 from tapscope.comparator.verdicts.chosen import vectors_of
 from tapscope.errors import DataError
@@ -29,11 +31,16 @@ _TRIPLES = (
 )
 _RECORDED_TURNED = 2
 """Of these the first show queries and keys behind RoPE."""
+_FUSED = ".qkv_proj:out"
 _LATENT = (".q_b_proj:out", ".q_proj:out"), ".kv_a_proj_with_mqa:out", ".kv_b_proj:out"
 CAPS = (None, 50.0, 30.0)
 """Soft caps of scores that are tried: Gemma 2's, and a smaller one."""
 _SEARCHED = 24
 """Rows that tell how the baseline computes."""
+_EARLY = (1, 2, 3, 4)
+"""Positions that tell the scale of scores."""
+_NEAR = 0.02
+"""A scale this near to one over the root of a whole number is that."""
 _SHARP = 64
 """The widest window that is searched for one by one."""
 
@@ -90,7 +97,7 @@ def heads_of(path: str, sites: Sites, config: Sequence[Mapping[str, Any]], theta
     if given is None:
         return None
     sizes = _sizes(config)
-    for tokens in chain(_plain(path, sites, sizes, thetas), _latent(path, sites, sizes)):
+    for tokens in chain(_plain(path, sites, sizes, thetas), _fused(path, sites, sizes), _latent(path, sites, sizes)):
         if (heads := _fitted(tokens, given)) is not None:
             return heads
     return None
@@ -119,6 +126,25 @@ def _plain(path: str, sites: Sites, sizes: dict[str, int], thetas: Sequence[floa
         if number >= _RECORDED_TURNED and recorded is None:
             for theta in dict.fromkeys((*thetas, *THETAS)):
                 yield with_theta(sides[0], theta), with_theta(sides[1], theta)
+
+
+def _fused(path: str, sites: Sites, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
+    """From one projection that gives queries, then keys, then values."""
+    both, recorded = sites.slots(path + _FUSED), _tables(path, sites)
+    heads = sizes.get("num_attention_heads", 0)
+    groups = sizes.get("num_key_value_heads", heads)
+    if both is None or recorded is None or not heads or both[0].values.shape[1] % (heads + 2 * groups):
+        return
+    width = both[0].values.shape[1] // (heads + 2 * groups)
+    ends = np.array([0, heads, heads + groups, heads + 2 * groups]) * width
+    sides = []
+    for side in (0, 1):
+        parts = [structs.replace(both[side], values=both[side].values[:, a:b]) for a, b in pairwise(ends)]
+        tokens = _tokens(parts, recorded, side, heads)
+        if tokens is None:
+            return
+        sides.append(tokens)
+    yield sides[0], sides[1]
 
 
 def _tables(path: str, sites: Sites) -> tuple[tuple[Slots, Slots], tuple[Slots, Slots]] | None:
@@ -229,15 +255,39 @@ def _fitted(sides: tuple[Tokens, Tokens], given: tuple[Slots, Slots]) -> Heads |
         off = _off(attend(tokens, some, way), wanted, size)
         best = (off, way, None) if best is None or off < best[0] else best
     assert best is not None
+    scale = d**-0.5
+    if 0.02 < best[0] < 2.0:
+        near = np.flatnonzero(np.isin(tokens.position[own], _EARLY))[:_SEARCHED]
+        layout, scale = _scale_of(tokens, own[near], given[0].values[rows[near]], layouts, scale)
+        for cap in CAPS:
+            way = Way(scale, cap, layout)
+            off = _off(attend(tokens, some, way), wanted, size)
+            best = (off, way, None) if off < best[0] else best
     if 0.02 < best[0] < 2.0:
         for layout, window in product(layouts, windows):
             for cap in CAPS[:2]:
-                way = Way(d**-0.5, cap, layout, sees=within(window))
+                way = Way(scale, cap, layout, sees=within(window))
                 off = _off(attend(tokens, some, way), wanted, size)
                 best = (off, way, window) if off < best[0] else best
     if not best[0] < 0.02:
         return None
     return Heads(sides, given, best[1], best[0], best[2])
+
+
+def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str], usual: float) -> tuple[str, float]:
+    """(layout, factor of scores) that fits the first tokens best, which any window shows and no cap bends much: the
+    usual one, or one over the root of another number."""
+    best = float("inf"), layouts[0], usual
+    for layout in layouts if len(rows) else ():
+
+        def off(scale: float, layout: str = layout) -> float:
+            return float(((attend(tokens, rows, Way(scale, None, layout)) - wanted) ** 2).sum())
+
+        scale, error = searched(off, usual / 64.0, usual * 64.0)
+        best = min(best, (error, layout, scale))
+    _, layout, scale = best
+    whole = round(scale**-2.0)
+    return layout, whole**-0.5 if whole and abs(scale**-2.0 / whole - 1.0) < _NEAR else scale
 
 
 def _off(made: Array, wanted: Array, size: float) -> float:

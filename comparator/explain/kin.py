@@ -42,6 +42,14 @@ class Kin:
         self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))
 
     @property
+    def cls(self) -> str:
+        """Class of the culprit's module; empty where neither run says it."""
+        one = self._culprit
+        sides = (one.baseline, self.preparer.baseline), (one.target, self.preparer.target)
+        known = (run.sites.get(side.site) for side, run in sides if side is not None)
+        return next((info.cls for info in known if info is not None and info.cls), "")
+
+    @property
     def padded(self) -> frozenset[int]:
         """Requests that are shorter than the batch they were computed in, on either side."""
         row_map = self.preparer.row_map
@@ -106,9 +114,16 @@ class Kin:
                 yield axis, parts
 
     def replica(self, rank: int | None) -> Array | None:
-        """[rows, columns] what a rank of the target holds beside the one that is compared; None where there is none."""
-        found = (part for _, parts in self.replicas() for part in parts) if rank is not None else ()
-        return next((part.values for part in found if part.rank == rank), None)
+        """What a rank of the target holds where all should hold the same as another one that stands for the whole;
+        None where it holds that everywhere."""
+        if rank is None:
+            return None
+        wholes = [self._ready.right[join.target] for join in self._ready.plan.joins]
+        if not any(_replica(rank, whole) for whole in wholes):
+            return None
+        return read_parts(
+            self._sample, self._ready, self.preparer.row_map, lambda whole: _replica(rank, whole) or whole.piece
+        )
 
     @property
     def _site(self) -> str:

@@ -5,6 +5,7 @@ RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba et al. 2016 (
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,26 @@ from tapscope.comparator.explain.trial import Trial
 
 Array = np.ndarray[Any, Any]
 
+ONE = 0.01
+"""Weights that are off by less from 1 on average tell nothing: an epsilon does as much."""
 
-def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
-    """What the module's own input says, taken as that of a norm."""
+
+def norms(damage: Damage, others: Iterable[Relative], cls: str = "") -> Iterator[Trial]:
+    """What the module's own input says, taken as that of a norm; ``cls`` is the module's class where that is known."""
     for one in others:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
         values = one.values[damage.rows]
-        if is_norm(damage.sample.site):
+        if is_norm(damage.sample.site, cls):
             yield from _epsilons(damage, values)
+            yield from _epsilons_of_heads(damage, values)
         yield from _over_heads(damage, values)
         centred = values - values.mean(axis=1, keepdims=True)
         for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
             plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), TINY))
             plain = plain[:, damage.columns]
+            if not _is_weighted(damage, plain):
+                continue
             yield Trial("norm weight", f"target = {name} of its input without a weight", plain)
             if not damage.after.any():
                 continue  # no weight is left to be too small
@@ -38,10 +45,21 @@ def norms(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:
             yield Trial("norm weight", large, damage.before + plain)
 
 
-def is_norm(site: str) -> bool:
-    """Whether the module is called a norm: only a norm has an epsilon."""
+def is_norm(site: str, cls: str = "") -> bool:
+    """Whether the module is a norm by its class, or where none is known by its name: only a norm has an epsilon."""
+    if cls:
+        return "norm" in cls.lower()
     name = site.rpartition(":")[0].rpartition(".")[2].lower()
     return "norm" in name or re.match(r"ln(_|\d|$)", name) is not None
+
+
+def _is_weighted(damage: Damage, plain: Array) -> bool:
+    """Whether the baseline has a weight that is not one, and every row shows the damage as a weight would."""
+    if not damage.is_everywhere_in_rows or 2 * len(damage.columns) < damage.sample.baseline.shape[1]:
+        return False
+    energy = (plain * plain).sum(axis=0)
+    weight = np.divide((plain * damage.before).sum(axis=0), energy, out=np.ones_like(energy), where=energy > TINY)
+    return bool(np.sqrt(((weight - 1.0) ** 2).mean()) > ONE)
 
 
 def _over_heads(damage: Damage, values: Array) -> Iterator[Trial]:
@@ -55,6 +73,23 @@ def _over_heads(damage: Damage, values: Array) -> Iterator[Trial]:
         yield Trial("norm heads", text, damage.before * factor)
         text = f"target normalises each head of {size} channels, baseline all heads of a token together"
         yield Trial("norm heads", text, damage.before / factor)
+
+
+def _epsilons_of_heads(damage: Damage, values: Array) -> Iterator[Trial]:
+    """The same of a norm of each head's channels."""
+    width = damage.sample.baseline.shape[1]
+    for size in [n for n in damage.head_dims if width % n == 0 and width > n and values.shape[1] == width]:
+        shape = (-1, size)
+        sample = replace(
+            damage.sample,
+            baseline=damage.sample.baseline[damage.rows].reshape(shape),
+            target=damage.sample.target[damage.rows].reshape(shape),
+        )
+        rows = np.arange(len(sample.baseline))
+        each = replace(damage, sample=sample, rows=rows, columns=np.arange(size))
+        for trial in _epsilons(each, values.reshape(shape)):
+            made = trial.values.reshape(-1, width)[:, damage.columns]
+            yield trial._replace(values=made, sentence=trial.sentence.replace("of its input", "of each head"))
 
 
 def _epsilons(damage: Damage, values: Array) -> Iterator[Trial]:

@@ -1,11 +1,13 @@
 """Order: the target's columns are the baseline's in another order, as wrong head or rope layouts leave them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.extent import spans
 from tapscope.comparator.explain.trial import Trial, share_of
 
 Array = np.ndarray[Any, Any]
@@ -19,6 +21,8 @@ MIN_EVIDENCE = 16
 FOUND = 0.9
 ALL = 0.999
 """A share from which on smaller blocks need not be looked at."""
+_LONGEST = 60
+"""Characters of a list of columns."""
 
 
 def orders(damage: Damage) -> Iterator[Trial]:
@@ -27,6 +31,7 @@ def orders(damage: Damage) -> Iterator[Trial]:
     if width < 4 or width != damage.sample.width:
         return
     yield from _blocks(damage, width)
+    yield from _moved(damage)
     if len(damage.columns) < 2:
         return
     for size in _sizes(damage, width):
@@ -84,6 +89,56 @@ def _blocks(damage: Damage, width: int) -> Iterator[Trial]:
         yield trial
         if share_of(damage, trial.values) > ALL:
             return
+
+
+def _moved(damage: Damage) -> Iterator[Trial]:
+    """Damaged columns that hold other columns each, wherever these are."""
+    baseline, columns = damage.sample.baseline[damage.rows] * damage.weight, damage.columns
+    after = damage.after * damage.weight
+    if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(damage.rows) < 2:
+        return
+    if len(columns) * baseline.size > 1 << 26:
+        return
+    distance = (baseline**2).sum(axis=0)[None, :] - 2.0 * (after.T @ baseline)
+    source = distance.argmin(axis=1)
+    own = distance[np.arange(len(columns)), columns]
+    source = np.where(own <= distance[np.arange(len(columns)), source], columns, source)
+    moved = source != columns
+    if not moved.any():
+        return
+    off = np.abs(after - baseline[:, source])[:, moved]
+    if float((off**2).sum()) > (1.0 - FOUND) * float((np.abs(after - baseline[:, columns])[:, moved] ** 2).sum()):
+        return
+    values = damage.sample.baseline[np.ix_(damage.rows, source)]
+    sentence, is_order = _say_columns(columns[moved], source[moved])
+    yield Trial("block order" if is_order else "block copies", sentence, values, 1 if is_order else 2)
+
+
+def _say_columns(columns: Array, source: Array) -> tuple[str, bool]:
+    """(which column holds which, whether none is lost)."""
+    is_order = set(columns.tolist()) == set(source.tolist())
+    is_plain, text = said_of(columns, source)
+    return f"target {'has' if is_plain else 'holds'} {text}", is_order
+
+
+def said_of(columns: Array, source: Array) -> tuple[bool, str]:
+    """(whether they are in another order that has a name, which columns hold which)."""
+    holds = dict(zip(columns.tolist(), source.tolist(), strict=True))
+    is_order = set(holds) == set(holds.values())
+    if is_order and all(holds[holds[column]] == column for column in holds):
+        first = [column for column in holds if column < holds[column]]
+        return True, f"{_listed(first)} and {_listed([holds[c] for c in first])} swapped"
+    ordered = sorted(holds)
+    if is_order and len(holds) > 2:
+        for way, by in ((1, "1"), (-1, "−1")):
+            if all(holds[c] == p for p, c in pairwise(ordered[::way])):
+                return True, f"{_listed(ordered)} rotated by {by}"
+    return False, f"baseline's {_listed([holds[column] for column in ordered])} in {_listed(ordered)}"
+
+
+def _listed(columns: Sequence[int]) -> str:
+    text = spans("column", columns)
+    return text if len(text) <= _LONGEST else f"{len(columns)} columns"
 
 
 def _nearest(before: Array, after: Array, count: int) -> Array:

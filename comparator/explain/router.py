@@ -13,7 +13,7 @@ import numpy as np
 from tapscope.comparator.explain.damage import Damage
 from tapscope.comparator.explain.heads import Sites
 from tapscope.comparator.explain.proof import Claim, Proven, prove
-from tapscope.comparator.explain.slots import Slots
+from tapscope.comparator.explain.slots import rows_like
 
 Array = np.ndarray[Any, Any]
 
@@ -165,7 +165,7 @@ def _fit(made: Array, wanted: Array) -> tuple[float, float]:
 
 def _given(path: str, sites: Sites, damage: Damage, side: int) -> Given | None:
     found = [sites.slots(f"{path}:out[{i}]") for i in range(3)]
-    parts = [_rows(both[side], damage) for both in found if both is not None]
+    parts = [rows_like(both[side], damage.sample) for both in found if both is not None]
     known = [part for part in parts if part is not None]
     if len(known) != 3 or known[1].shape != known[2].shape or known[0].shape[1] < known[1].shape[1]:
         return None
@@ -173,10 +173,3 @@ def _given(path: str, sites: Sites, damage: Damage, side: int) -> Given | None:
     if not np.isfinite(known[0]).all() or chosen.min() < 0 or chosen.max() >= known[0].shape[1]:
         return None
     return Given(known[0], known[1], chosen, sites.vector(f"{path}:buffer[e_score_correction_bias]", side))
-
-
-def _rows(given: Slots, damage: Damage) -> Array | None:
-    at, sample = given.place(), damage.sample
-    keys = zip(sample.step.tolist(), sample.request.tolist(), sample.position.tolist(), strict=True)
-    found = np.array([at.get(key, -1) for key in keys])
-    return given.values[found] if found.min(initial=0) >= 0 else None

@@ -10,7 +10,7 @@ import numpy as np
 
 from tapscope.comparator.explain.damage import Damage
 from tapscope.comparator.explain.norms import is_norm
-from tapscope.comparator.explain.trial import MIN_INTEGERS, MIN_VALUES, Trial
+from tapscope.comparator.explain.trial import FEWEST, MIN_INTEGERS, MIN_VALUES, Trial
 
 Array = np.ndarray[Any, Any]
 
@@ -66,7 +66,7 @@ def scales(damage: Damage) -> Iterator[Trial]:
     before, after = _clean(damage)
     factor = _factor(before, after, None)
     board = np.add.outer(np.arange(before.shape[0]), np.arange(before.shape[1])) % 2 == 0
-    if 2 * board.sum() >= MIN_VALUES:
+    if board.sum() >= FEWEST // 2:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
         said = f"target = {number(factor, damage.noise)} × baseline{_known(factor, damage)}"
@@ -86,7 +86,7 @@ def offsets(damage: Damage) -> Iterator[Trial]:
     """One summand for all values, one a channel, one a token."""
     before, after = _clean(damage)
     error = after - before
-    if error.size >= (MIN_INTEGERS if damage.sample.is_integer else MIN_VALUES):
+    if error.size >= (MIN_INTEGERS if damage.sample.is_integer else FEWEST):
         common = float(np.median(error)) if damage.sample.is_integer else float(error.mean())
         sign = "+" if common >= 0 else "−"
         yield Trial("offset", f"target = baseline {sign} {number(abs(common))}", before + common, 1)

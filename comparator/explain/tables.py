@@ -10,7 +10,8 @@ from tapscope import dtypes
 from tapscope.comparator.explain.damage import Damage
 from tapscope.comparator.explain.extent import describe
 from tapscope.comparator.explain.proof import Claim, prove
-from tapscope.comparator.explain.ways import USUAL_THETAS, searched
+from tapscope.comparator.explain.search import searched
+from tapscope.comparator.explain.ways import USUAL_THETAS
 from tapscope.comparator.verdicts.explanation import Explanation
 from tapscope.text import plural
 
@@ -76,7 +77,7 @@ def table(
         bases = [_theta(kind, *side, position, thetas) for side in zip(values, noises, strict=True)]
         claims = [
             Claim(name, text, damage.cut(kind.make(at[:, None] * np.tile(turn, 2)[None, :])), cost)
-            for name, text, at, turn, cost in _guesses(own, other, bases, position)
+            for name, text, at, turn, cost in _guesses(kind, sample.target, own, other, bases, position)
         ]
         proven = prove(damage, claims, noise)
         if proven is not None:
@@ -114,7 +115,7 @@ def _fits(kind: _Made, own: Array, position: Array, values: Array, noise: float)
 
 
 def _guesses(
-    own: Array, other: Array | None, bases: Sequence[float | None], position: Array
+    kind: _Made, values: Array, own: Array, other: Array | None, bases: Sequence[float | None], position: Array
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
     """(family, sentence, positions, frequencies, cost)."""
     base, new = bases
@@ -141,15 +142,21 @@ def _guesses(
         mixed = own.copy()
         mixed[changed] = other[changed]
         pairs = ", ".join(map(str, changed[:4])) + (", …" if len(changed) > 4 else "")
-        factors = other[changed] / own[changed]
+        factors = other[changed] / np.maximum(own[changed], 1e-300)
         times = (
             f"{factors[0]:.4g} × baseline's" if np.ptp(factors) < _CHANGED * factors[0] else "others than baseline's"
         )
         text = f"RoPE's frequencies of {plural(len(changed), 'pair')} ({pairs}) are {times} in target"
         yield "rope frequencies", text, position, mixed, 3
-    factor = float(np.median(other / np.maximum(own, 1e-300)))
+    exact = own if base is None else _of(base, len(own))
+    about = float((other * own).sum() / max(float((own**2).sum()), 1e-300))  # fast turns tell it best
+
+    def off(factor: float) -> float:
+        return float(((kind.make(factor * position[:, None] * np.tile(exact, 2)[None, :]) - values) ** 2).sum())
+
+    factor = searched(off, 0.97 * about, 1.03 * about)[0] if about > 0 else about
     of = f" (theta {_said(base)})" if base is not None else ""
-    yield "rope scaling", f"RoPE at positions {factor:.4g} times those of baseline{of}", factor * position, own, 2
+    yield "rope scaling", f"RoPE at positions {factor:.4g} times those of baseline{of}", factor * position, exact, 2
 
 
 def _theta(kind: _Made, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:

@@ -9,7 +9,11 @@ from tapscope.comparator.explain.damage import Damage
 Array = np.ndarray[Any, Any]
 
 MIN_VALUES = 16
-"""Values below which agreement may be chance."""
+"""Values below which agreement may be chance, unless it is close, see :data:`MIN_BITS`."""
+FEWEST = 4
+"""Values below which nothing is said."""
+MIN_BITS = 32.0
+"""Of fewer than :data:`MIN_VALUES` values: each counts the bits by which the hypothesis comes closer."""
 MIN_INTEGERS = 6
 """The same for integers: they agree exactly or not at all."""
 MIN_CLOSER = 0.75
@@ -39,7 +43,7 @@ def share_of(damage: Damage, values: Array) -> float:
     removes the error of a value that was lost, and says nothing about where it went.
     """
     said = np.isfinite(values) & np.isfinite(damage.after) & np.isfinite(damage.before)
-    enough = MIN_INTEGERS if damage.sample.is_integer else MIN_VALUES
+    enough = MIN_INTEGERS if damage.sample.is_integer else FEWEST
     if said.sum() < enough or 4 * said.any(axis=1).sum() < len(said):
         return 0.0
     before, after, guess = (np.where(said, v, 0.0) * damage.weight for v in (damage.before, damage.after, values))
@@ -51,10 +55,17 @@ def share_of(damage: Damage, values: Array) -> float:
     visible = old > 2.0 * damage.noise * np.abs(before)
     if not visible.any() or float((new < old)[visible].mean()) < MIN_CLOSER:
         return 0.0
+    if not damage.sample.is_integer and said.sum() < MIN_VALUES and not _is_close(said, total, max(rest, floor)):
+        return 0.0
     if rest <= floor:
         return 1.0
     whole = min(total - floor, float((after**2).sum()))
     return max(1.0 - (rest - floor) / whole, 0.0) if whole > 0.0 else 0.0
+
+
+def _is_close(said: Array, total: float, rest: float) -> bool:
+    """Whether few values agree so closely that it is no chance; energies of the error before and behind."""
+    return rest == 0.0 or 0.5 * float(np.log2(total / rest)) * int(said.sum()) >= MIN_BITS
 
 
 def remains(damage: Damage, values: Array) -> float:

@@ -1,6 +1,6 @@
 """Ways: what may be wrong in one attention, each as a sentence and as what the target would then be."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -19,6 +19,9 @@ from tapscope.comparator.explain.attention import (
     with_theta,
     within,
 )
+from tapscope.comparator.explain.cached import values_of
+from tapscope.comparator.explain.read_keys import keys_of
+from tapscope.comparator.explain.search import searched
 
 Array = np.ndarray[Any, Any]
 
@@ -32,8 +35,6 @@ MAX_PAGES = 8
 """Pages of a request that are tried."""
 USUAL_THETAS = (10000.0, 500000.0, 1000000.0, 100000.0, 50000.0, 5000000.0, 10000000.0)
 """Bases in use."""
-_COARSE = 49
-"""Factors of the scale that are tried at first."""
 
 
 class Guess(NamedTuple):
@@ -48,7 +49,7 @@ class Guess(NamedTuple):
     """What it is computed from, where that is changed."""
 
 
-def guesses(tokens: Tokens, rows: Array, wanted: Array, way: Way, window: int | None) -> Iterator[Guess]:
+def guesses(tokens: Tokens, rows: Array, wanted: Array, way: Way, window: int | None, noise: float) -> Iterator[Guess]:
     """Everything that is tried; ``wanted`` [rows, width] is what the target gave for ``rows`` of its ``tokens``."""
     yield from _rotations(tokens, way)
     heads, groups = tokens.query.shape[1], tokens.key.shape[1]
@@ -66,6 +67,10 @@ def guesses(tokens: Tokens, rows: Array, wanted: Array, way: Way, window: int | 
     yield from _scales(tokens, rows, wanted, way)
     yield from _thetas(tokens, rows, wanted, way)
     yield from _cached(tokens, rows, wanted, way)
+    for text, other, cost in values_of(tokens, rows, wanted, way, noise):
+        yield Guess(f"cached values: {text}", text, other, cost)
+    for text, other, cost in keys_of(tokens, rows, wanted, way, noise):
+        yield Guess(f"cached keys: {text}", text, other, cost)
 
 
 def _rotations(tokens: Tokens, way: Way) -> Iterator[Guess]:
@@ -102,19 +107,6 @@ def _thetas(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Gu
     theta = usual[0] if usual else best
     text = f"RoPE with theta {theta:.4g} in target against {tokens.theta:.4g} in baseline"
     yield Guess("rope theta", text, way, 2, with_theta(tokens, theta))
-
-
-def searched(off: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """(the number in low..high, above 0, with the smallest error, that error)."""
-    first = (low, high)
-    best, error = low, float("inf")
-    for _ in range(8):
-        tried = np.geomspace(low, high, _COARSE if (low, high) == first else 9)
-        errors = [off(float(number)) for number in tried]
-        at = int(np.argmin(errors))
-        best, error = float(tried[at]), errors[at]
-        low, high = float(tried[max(at - 1, 0)]), float(tried[min(at + 1, len(tried) - 1)])
-    return best, error
 
 
 def _masks(tokens: Tokens, rows: Array, window: int | None) -> Iterator[tuple[str, str, Sees, int]]:

@@ -19,15 +19,13 @@ _CAST = {
 }
 _KINDS = {
     "frequencies": (r"frequenc", r"RoPE at positions"),
-    "keys": (r"\bkeys?\b", "cache"),
-    "values": (r"\bvalues?\b of the cache", "cache", r"v_proj", r"\bvalue"),
 }
 
 _ROUTED = {
     "next_expert": "the expert behind the chosen one",
     "one_expert": "first chosen expert is another",
     "half": r"\b0\.5 × baseline",
-    "equal": "weights are all equal",
+    "equal": r"weights are all equal|weights are 1\.1 × baseline",  # of one expert
     "swapped": "weights are in reverse order",
     "last_dropped": "weight of the last chosen expert is zero",
 }
@@ -52,6 +50,16 @@ _FACTOR = rf"(?:\(1 (?P<off>[+-] [\d.e-]+)\)|(?P<factor>{_NUMBER})) × baseline"
 _ADDED = re.compile(_TARGET + rf"= baseline (?P<sign>[+−]) (?P<number>{_NUMBER})")
 _MULTIPLIED = re.compile(_TARGET + "= " + _FACTOR)
 _SCORES = re.compile("target scales scores by .*, " + _FACTOR + "'s")
+_READ = re.compile(r"(?P<what>keys|values) (?P<said>(?:are|have|hold) .*?) as attention reads them")
+_DONE = {
+    "zero": "are zero",
+    "negate": "are negated",
+    "swap": "swapped",
+    "roll": "rotated by",
+    "copy": "hold baseline's",
+    "clip": "are clamped",
+}
+"""What became of keys or values."""
 _EPSILON = re.compile(rf"epsilon is (?P<sign>larger|smaller) by (?P<number>{_NUMBER})")
 
 
@@ -67,7 +75,8 @@ def _known_causes(bug: Bug) -> tuple[str, ...]:
     if bug.kind == "mask":
         return (_MASKED[bug.text],)
     if bug.kind == "activation":
-        return (rf"target = {re.escape(_ACTIVATIONS.get(bug.text, bug.text))} of its input",)
+        name = re.escape(_ACTIVATIONS.get(bug.text, bug.text))
+        return (rf"target = (?:[\w ()]+ or )?{name}(?: or [\w ()]+)? of its input",)  # look-alikes are named together
     if bug.kind == "positions":
         return _shifted(int(bug.value)) if bug.text == "offset" else (rf"RoPE at positions {bug.value:g} times",)
     if bug.kind == "frequencies" and bug.damage is not None and bug.damage.op == "negate":
@@ -94,7 +103,7 @@ def _damaged(bug: Bug) -> tuple[str, ...]:
     if bug.module.endswith("bias"):
         found += ("a summand of its own for each channel",)
     if about_inputs:
-        found += (r"summand of rank",)
+        found += (r"summand of rank \d+ alone",)
     if damage.op == "round":
         return found + _CAST[damage.dtype]
     if damage.op in ("swap", "roll", "copy"):
@@ -117,6 +126,11 @@ def is_right(bug: Bug, text: str) -> bool:
             return named
         if weight_causes.is_elsewhere(bug, text):
             return False
+    if bug.kind in ("keys", "values") and "as attention reads them" in text:
+        return _is_read(bug, text)
+    if bug.kind == "keys":  # scaled alike they scale the scores; nothing else about the output follows
+        scale = bug.damage is not None and bug.damage.op == "scale" and bug.damage.start is None and not bug.rows
+        return scale and bug.damage is not None and _is_near(_SCORES.search(text), 1.0, bug.damage.amount)
     if any(re.search(pattern, text) for pattern in bug.cause if not pattern.startswith("(")):
         return True
     if "(scale)" in bug.cause and bug.damage is not None and _has_factor(text, bug.damage.amount):
@@ -126,6 +140,40 @@ def is_right(bug: Bug, text: str) -> bool:
     if bug.kind == "epsilon" and bug.change is not None:
         return _is_near(_EPSILON.search(text), 0.0, bug.change[1] - bug.change[0])
     return bug.damage is not None and bug.change is not None and _is_of_channel(bug, bug.damage, bug.change, text)
+
+
+def _is_read(bug: Bug, text: str) -> bool:
+    """Whether a sentence about keys or values as attention reads them says what became of which columns."""
+    damage, found = bug.damage, _READ.search(text)
+    if damage is None or found is None or found["what"] != bug.kind:
+        return False
+    said = found["said"]
+    columns = _columns_of(said)
+    if damage.start is None and damage.op not in ("swap", "copy"):
+        if columns is not None and damage.op != "roll":
+            return False
+    elif columns is None or not {(damage.start or 0) + damage.stride * i for i in range(damage.count)} & columns:
+        return False
+    if damage.op == "scale":
+        return _is_near(re.search(rf"are {_FACTOR}", said), 1.0, damage.amount)
+    if damage.op == "add":
+        return f"are baseline's {'+' if damage.amount > 0 else '−'} " in said
+    if damage.op == "round":
+        return any(f"are rounded to {name}" in said for name in _CAST[damage.dtype])
+    return _DONE[damage.op] in said
+
+
+def _columns_of(said: str) -> set[int] | None:
+    """All columns that are named; None where none is."""
+    found: set[int] = set()
+    for each, first, last in re.findall(r"every (\w+) column from (\d+) to (\d+)", said):
+        step = {"second": 2, "third": 3}.get(each) or int(each.removesuffix("th"))
+        found |= set(range(int(first), int(last) + 1, step))
+    for some in re.findall(r"columns? (\d+(?:–\d+)?(?:(?:, | and )\d+(?:–\d+)?)*)", said):
+        for one in re.split(", | and ", some):
+            first, _, last = one.partition("–")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found or None
 
 
 def _is_of_channel(bug: Bug, damage: Damage, change: tuple[float, float], text: str) -> bool:

@@ -1,0 +1,226 @@
+"""Cached: keys or values that attention reads are not those that were computed: scaled, rounded, moved, of some tokens.
+
+The weights of an attention over its keys are known from its queries and keys, so what it gives is linear in the
+values: what the tokens in question add to it shows what their values were changed to, channel by channel.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.comparator.explain.attention import PADDED, Sees, Tokens, Way, attend, causal, weights_of
+from tapscope.comparator.explain.extent import spans
+from tapscope.comparator.explain.order import said_of
+from tapscope.comparator.explain.search import searched
+
+Array = np.ndarray[Any, Any]
+
+MAX_STEPS = 6
+"""Steps from which on tokens are tried to be wrong."""
+NARROW = ("bfloat16", "float16", "float8_e4m3fn")
+_APART = 0.02
+"""A channel is damaged whose error is this share of the largest one's."""
+PLAIN = ("", "of the token's own position", "of position 0")
+"""Tokens of which a limit is searched for."""
+MAX_WEIGHTS = 1 << 24
+_SURE = 10.0
+"""Times the noise by which a row is off beyond doubt."""
+
+
+class Span(NamedTuple):
+    """Tokens whose keys or values may be wrong, by the row that reads them."""
+
+    sentence: str
+    """``of position 0``; empty for all."""
+    covers: Sees
+
+
+class Change(NamedTuple):
+    """What may have become of some channels."""
+
+    sentence: str
+    values: Array
+    """[n, heads, channels] like what is changed."""
+    cost: int
+
+
+class Seen(NamedTuple):
+    """What the tokens in question add to the outputs, each divided by its size."""
+
+    weights: Array
+    """[heads, rows, n]."""
+    reads: Array
+    part: Array
+    """[rows, heads, e] made of the values as they are."""
+    share: Array
+    """[rows, heads, 1] sum of the weights."""
+    rest: Array
+    """[rows, heads, e] what is there in its place."""
+
+    def of(self, values: Array) -> Array:
+        """[rows, heads, channels] what is made of other values."""
+        found: Array = np.einsum("hrk,khe->rhe", self.weights, values[:, self.reads], optimize=True)
+        return found
+
+
+def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    """All tokens."""
+    return np.ones((len(rows), len(keys)), bool)
+
+
+def tokens_in_question(tokens: Tokens, rows: Array, off: Array) -> Iterator[Span]:
+    """Sets of tokens, the plainest first: all, one's own, the first, a step's first or last; of all steps or later
+    ones. Only sets of which every row that is ``off`` sees some, and none that is a plainer one in ``rows``."""
+    steps = np.unique(tokens.step)[1 : MAX_STEPS + 1].tolist()
+    plain = [
+        Span("", everything),
+        Span("of the token's own position", _own),
+        Span("of position 0", _first),
+        Span("of the first token of each step", _of_step(tokens, 0)),
+        Span("of the last token of each step", _of_step(tokens, -1)),
+    ]
+    since = [
+        Span(f"{one.sentence} from step {step} on".strip(), _since(one.covers, step)) for step in steps for one in plain
+    ]
+    told: list[Array] = []
+    for one in (*plain, *since):
+        seen = seen_by(tokens, rows, one.covers)
+        hit: Array = np.asarray(seen.any(axis=1))
+        if hit.any() and hit[off].all() and not any(np.array_equal(seen, other) for other in told):
+            told.append(seen)
+            yield one
+
+
+def differ(error: Array, wanted: Array, noise: float) -> Array:
+    """[rows] whether a row is off beyond doubt."""
+    size = np.sqrt((wanted**2).sum(axis=1))
+    off = np.sqrt((np.nan_to_num(error) ** 2).sum(axis=1))
+    found: Array = off > max(_SURE * noise * float(np.median(size)), 0.0)
+    return found
+
+
+def seen_by(tokens: Tokens, rows: Array, covers: Sees) -> Array:
+    """[rows, tokens] which of them each row reads."""
+    keys = np.arange(len(tokens.request))
+    same = tokens.request[rows][:, None] == tokens.request[None, :]
+    before = tokens.step[None, :] <= tokens.step[rows][:, None]
+    found: Array = same & before & causal(tokens, rows, keys) & covers(tokens, rows, keys)
+    return found
+
+
+def _own(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    found: Array = tokens.position[rows][:, None] == tokens.position[keys][None, :]
+    return found
+
+
+def _first(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    return np.broadcast_to((tokens.position[keys] == 0)[None, :], (len(rows), len(keys)))
+
+
+def _of_step(tokens: Tokens, place: int) -> Sees:
+    real = np.flatnonzero(tokens.position != PADDED)
+    chosen = [real[tokens.step[real] == step][place] for step in np.unique(tokens.step[real])]
+
+    def covers(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        return np.broadcast_to(np.isin(keys, chosen)[None, :], (len(rows), len(keys)))
+
+    return covers
+
+
+def _since(covers: Sees, step: int) -> Sees:
+    def late(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        found: Array = covers(tokens, rows, keys) & (tokens.step[keys] >= step)[None, :]
+        return found
+
+    return late
+
+
+def values_of(tokens: Tokens, rows: Array, wanted: Array, way: Way, noise: float) -> Iterator[tuple[str, Way, int]]:
+    """(sentence, way, cost) of everything that may have become of the values."""
+    num, heads, width = len(rows), tokens.query.shape[1], tokens.value.shape[2]
+    if num * heads * len(tokens.request) > MAX_WEIGHTS:
+        return
+    given = attend(tokens, rows, way).reshape(num, heads, width)
+    error = wanted.reshape(num, heads, width) - given
+    if not np.isfinite(error).all():
+        return
+    size = np.sqrt(np.maximum((given**2).sum(axis=2, keepdims=True), 1e-300))
+    channels = _damaged(error / size, noise)
+    reads = way.reads(heads, tokens.key.shape[1])
+    for span in tokens_in_question(tokens, rows, differ(error.reshape(num, -1), wanted, noise)):
+        weights = weights_of(tokens, rows, way) * seen_by(tokens, rows, span.covers)[None]
+        part = np.einsum("hrk,khe->rhe", weights, tokens.value[:, reads], optimize=True)
+        share = weights.sum(axis=2).T[:, :, None]
+        seen = Seen(weights / size.transpose(1, 0, 2), reads, part / size, share / size, (part + error) / size)
+        for change in _changes(tokens.value, seen, channels, is_plain=span.sentence in PLAIN):
+            where = f", {span.sentence}" if span.sentence else ""
+            is_told = "column" in change.sentence or len(channels) == width
+            said = "" if is_told else f" in {spans('column', channels)} of each head"
+            text = f"values {change.sentence}{said} as attention reads them in target (KV cache){where}"
+            changed = replace(way, other_value=change.values, where=span.covers)
+            yield text, changed, change.cost + (span.covers is not everything)
+
+
+def _damaged(error: Array, noise: float) -> Array:
+    """Channels of a head, over all heads and rows, that are off."""
+    off = np.sqrt((error**2).mean(axis=(0, 1)))
+    typical = noise / np.sqrt(error.shape[2])
+    found = np.flatnonzero(off > max(_APART * float(off.max(initial=0.0)), 4.0 * typical))
+    return found if 0 < 2 * len(found) <= len(off) else np.arange(len(off))
+
+
+def _changes(values: Array, seen: Seen, channels: Array, *, is_plain: bool) -> Iterator[Change]:
+    """What the ``values`` may have become in some channels."""
+    old, new, mine = seen.part[..., channels], seen.rest[..., channels], values[..., channels]
+    yield Change("are zero", _with(values, channels, 0.0), 1)
+    yield Change("are negated", _with(values, channels, -mine), 1)
+    for name in NARROW:
+        cast = mine.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
+        yield Change(f"are rounded to {dtypes.short(name)}", _with(values, channels, cast), 1)
+    energy = float((old**2).sum())
+    if energy > 0.0:
+        factor = float((old * new).sum()) / energy
+        yield Change(f"are {number(factor)} × baseline's", _with(values, channels, factor * mine), 2)
+    added = np.broadcast_to(seen.share, old.shape)
+    energy = float((added**2).sum())
+    if energy > 0.0:
+        summand = float((added * (new - old)).sum()) / energy
+        text = f"are baseline's {'+' if summand > 0 else '−'} {abs(summand):.4g}"
+        yield Change(text, _with(values, channels, mine + summand), 2)
+    source = _sources(seen.part, new)
+    if (source != channels).any():
+        moved = source != channels
+        is_plain_order, text = said_of(channels[moved], source[moved])
+        verb = "have" if is_plain_order else "hold"
+        yield Change(f"{verb} {text}", _with(values, channels, values[..., source]), 2)
+    if is_plain and mine.any():
+        largest = float(np.abs(mine).max())
+
+        def off(limit: float) -> float:
+            return float(((seen.of(np.clip(mine, -limit, limit)) - new) ** 2).sum())
+
+        limit, _ = searched(off, 0.01 * largest, largest)
+        yield Change(f"are clamped at {limit:.4g}", _with(values, channels, np.clip(mine, -limit, limit)), 2)
+
+
+def number(factor: float) -> str:
+    """Four digits, or as many as tell it from 1."""
+    off = factor - 1.0
+    return f"{factor:.4g}" if abs(off) > 0.01 or not off else f"(1 {'+' if off > 0 else '-'} {abs(off):.2g})"
+
+
+def _with(values: Array, channels: Array, new: Any) -> Array:
+    found = values.copy()
+    found[..., channels] = new
+    return found
+
+
+def _sources(part: Array, new: Array) -> Array:
+    """[channels] the channel that each is nearest to."""
+    one, two = (x.reshape(-1, x.shape[2]) for x in (part, new))
+    distance = (one**2).sum(axis=0)[None, :] - 2.0 * (two.T @ one)
+    found: Array = distance.argmin(axis=1)
+    return found

@@ -1,0 +1,451 @@
+"""Keys: what became of the keys that an attention reads, from the weights that its output shows.
+
+An output is a sum of values, so where no more keys are seen than a head has channels it tells their weights, and their
+logarithms the scores, up to one number a row. A score is linear in the key: what was done to the keys' channels is
+found by least squares, each row weighted by how well its scores are known.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope import dtypes
+from tapscope.comparator.explain.attention import Tokens, Way, applied, attend, weights_of
+from tapscope.comparator.explain.cached import NARROW, differ, number, seen_by, tokens_in_question
+from tapscope.comparator.explain.extent import spans
+from tapscope.comparator.explain.order import said_of
+from tapscope.comparator.explain.proof import FITS
+
+Array = np.ndarray[Any, Any]
+
+MAX_WEIGHTS = 1 << 22
+MAX_EQUATIONS = 1000
+MAX_SEARCHED = 12
+"""Sets of tokens for which the longer searches are made."""
+MAX_PAIRS = 1 << 12
+"""Pairs of channels of which one may stand for the other."""
+PER_NUMBER = 4
+"""Scores that each number must be fitted to, at least."""
+_CLEAR = 5.0
+"""Standard errors from which on a number is not 0."""
+_FAINT = 0.02
+"""Share of the largest one below which a number is 0."""
+_ALIKE = 0.02
+"""Relative scatter of numbers that are meant to be one."""
+MAX_FEW = 120
+"""Scores that are looked at where one run of channels is searched for."""
+MAX_RUN_WIDTH = 128
+MIN_BITS = 40.0
+"""By which the scores must agree with a run: there are thousands of runs."""
+UNIQUE = 4.0
+"""What the second best run leaves over, in energies of what the best one does."""
+_ROUNDS = 2
+_LIMITS = 16
+"""Limits that are tried."""
+
+
+class Scores(NamedTuple):
+    """What the scores of some rows became, each divided by how well it is known; the rows' own numbers are removed."""
+
+    query: Array
+    """[n, d] behind RoPE, times the scale."""
+    key: Array
+    """[n, d] behind RoPE."""
+    change: Array
+    """[n]."""
+    weight: Array
+    """[n]."""
+    row: Array
+    """[n] which row and head it is of, ascending: those of one may all be off by one number."""
+    token: Array
+    """[n] whose key."""
+    reader: Array
+    """[n] index of the row."""
+
+    def centred(self, columns: Array) -> Array:
+        """[n, m] without each row's weighted mean, times the weights."""
+        starts = np.flatnonzero(np.diff(self.row, prepend=-1))
+        energy = (self.weight**2)[:, None]
+        mean = np.add.reduceat(energy * columns, starts, axis=0) / np.add.reduceat(energy, starts, axis=0)
+        found: Array = self.weight[:, None] * (columns - np.repeat(mean, np.diff([*starts, len(columns)]), axis=0))
+        return found
+
+
+class _Change(NamedTuple):
+    """What became of the keys."""
+
+    sentence: str
+    """With ``{}`` for the number."""
+    keys: Array
+    """Where there is a number, what it makes of them is ``keys + number * more``."""
+    cost: int
+    number: float | None = None
+    more: Any = None
+
+
+def keys_of(tokens: Tokens, rows: Array, wanted: Array, way: Way, noise: float) -> Iterator[tuple[str, Way, int]]:
+    """(sentence, way, cost) of what may have become of the keys; ``wanted`` [rows, width] is what the target gave."""
+    if way.cap or len(rows) * tokens.query.shape[1] * len(tokens.request) > MAX_WEIGHTS:
+        return
+    held = applied(tokens, way)
+    scores = scores_of(held, rows, wanted, way, noise)
+    off = attend(tokens, rows, way) - wanted
+    questions = list(tokens_in_question(tokens, rows, differ(off, wanted, noise)))
+    limit = (FITS * noise) ** 2 * float((wanted**2).sum())
+    for search, some in ((_fitted_changes, questions), (_searched_changes, questions[:MAX_SEARCHED])):
+        best = np.inf
+        for span in some:
+            read = seen_by(tokens, rows, span.covers)[scores.reader, scores.token]
+            where = f", {span.sentence}" if span.sentence else ""
+            for change in search(held.key, scores, read):
+                said, other = _refined(change, tokens, rows, wanted, replace(way, where=span.covers))
+                best = min(best, float(np.nansum((attend(tokens, rows, other) - wanted) ** 2)))
+                text = f"keys {said} as attention reads them in target (KV cache){where}"
+                yield text, other, change.cost + bool(span.sentence)
+            if best <= limit and search is _searched_changes:
+                return
+        if best <= limit:
+            return
+
+
+def _of_all(keys: Array) -> Iterator[_Change]:
+    """What needs no search."""
+    yield _Change("are zero", np.zeros_like(keys), 1)
+    yield _Change("are negated", -keys, 1)
+    for name in NARROW:
+        yield _Change(f"are rounded to {dtypes.short(name)}", _cast(name)(keys), 1)
+
+
+def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, way: Way) -> tuple[str, Way]:
+    """(the sentence, the way), the number moved to where the output is nearest to ``wanted`` (Gauss-Newton)."""
+    if change.number is None:
+        return change.sentence, replace(way, other_key=change.keys)
+    value = change.number
+    for _ in range(_ROUNDS):
+        step = 1e-4 * max(abs(value), 1e-3)
+        at, near = (
+            attend(tokens, rows, replace(way, other_key=change.keys + x * change.more)) for x in (value, value + step)
+        )
+        slope = np.nan_to_num((near - at) / step)
+        energy = float((slope**2).sum())
+        value += float((slope * np.nan_to_num(wanted - at)).sum()) / energy if energy > 0 else 0.0
+    is_added = "baseline's {}" in change.sentence
+    said = f"{'+' if value > 0 else '−'} {abs(value):.4g}" if is_added else number(value)
+    return change.sentence.format(said), replace(way, other_key=change.keys + value * change.more)
+
+
+def scores_of(held: Tokens, rows: Array, wanted: Array, way: Way, noise: float) -> Scores:
+    """How the scores of some rows differ from those of their queries and keys, as far as that is known."""
+    heads, width = held.query.shape[1], held.value.shape[2]
+    reads = way.reads(heads, held.key.shape[1])
+    before = weights_of(held, rows, way)
+    parts: list[tuple[Array, ...]] = []
+    for i, row in enumerate(rows):
+        keys = np.flatnonzero(before[0, i] > 0)
+        if not 1 < len(keys) <= width:
+            continue
+        for head in range(heads):
+            value = held.value[keys, reads[head]]
+            given = wanted[i].reshape(heads, width)[head]
+            known = _solved(value, given, noise)
+            if known is None:
+                continue
+            after, error = known
+            old = before[head, i, keys]
+            good = (after > 3.0 * error) & (old > 1e-12)
+            if good.sum() < 2:
+                continue
+            off = np.log(after[good] / old[good])
+            query = np.broadcast_to(way.scale * held.query[row, head], (int(good.sum()), held.query.shape[2]))
+            mine = keys[good]
+            number_of = np.full(len(mine), i * heads + head)
+            reader = np.full(len(mine), i)
+            parts.append((query, held.key[mine, reads[head]], off, (after / error)[good], number_of, mine, reader))
+    if not parts:
+        none, some = np.zeros((0, held.query.shape[2])), np.zeros(0, np.int64)
+        return Scores(none, none, np.zeros(0), np.zeros(0), some, some, some)
+    found = Scores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    if len(found.change) > MAX_EQUATIONS:
+        pick = np.unique(np.linspace(0, len(found.change) - 1, MAX_EQUATIONS).astype(np.int64))
+        found = Scores(*(column[pick] for column in found))
+    return found._replace(row=np.unique(found.row, return_inverse=True)[1])
+
+
+def _solved(value: Array, given: Array, noise: float) -> tuple[Array, Array] | None:
+    """(the weights, which add up to 1, by which values [k, e] give a head's output [e]; their standard errors)."""
+    anchor = value[-1]
+    others = value[:-1] - anchor
+    inverse = np.linalg.pinv(others.T, rcond=1e-9)
+    if np.linalg.matrix_rank(others) < len(others):
+        return None
+    free = inverse @ (given - anchor)
+    size = noise * float(np.sqrt((given**2).mean()))
+    each = size * np.sqrt((inverse**2).sum(axis=1))
+    last = size * float(np.sqrt((inverse.sum(axis=0) ** 2).sum()))
+    return np.append(free, 1.0 - free.sum()), np.maximum(np.append(each, last), 1e-12)
+
+
+def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
+    """What may have become of the ``keys`` [n, heads, d], where ``read`` [n] are the scores of those in question, as
+    least squares tell it."""
+    yield from _of_all(keys)
+    width = keys.shape[2]
+    if not read.any():
+        return
+    wanted = scores.centred(scores.change[:, None])[:, 0]
+    query = np.where(read[:, None], scores.query, 0.0)
+    yield from _of_runs(keys, scores, query, wanted)
+    if int(read.sum()) < PER_NUMBER * width:
+        return
+    for what, by in (("scale", scores.key), ("add", np.ones_like(scores.key))):
+        found = _fitted(scores.centred(query * by), wanted)
+        if found is None:
+            continue
+        columns, numbers = found
+        common = float(np.average(numbers, weights=np.abs(numbers)))
+        if np.abs(numbers - common).max() > _ALIKE * abs(common) + 1e-3:
+            continue
+        where = _where(columns, width)
+        if what == "add":
+            more = _only(keys, columns, np.ones_like(keys))
+            yield _Change(f"are baseline's {{}}{where}", keys, 3, common, more)
+        else:
+            yield from _scaled(keys, columns, 1.0 + common)
+    for name in NARROW:
+        yield from _narrowed(keys, scores, query, wanted, f"are rounded to {dtypes.short(name)}", _cast(name))
+
+
+def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
+    """What takes longer: limits, and channels that hold others."""
+    if not read.any():
+        return
+    wanted = scores.centred(scores.change[:, None])[:, 0]
+    query = np.where(read[:, None], scores.query, 0.0)
+    some, y, enough = _few(keys, scores, query, wanted)
+    yield from _runs_moved(keys, scores, query, some, y, enough)
+    if int(read.sum()) < PER_NUMBER * keys.shape[2]:
+        return
+    largest = float(np.abs(scores.key[read]).max())
+    limits = largest * np.arange(1, _LIMITS + 1) / (_LIMITS + 1)
+    left = [_residual(scores, query, wanted, _clip(float(limit))) for limit in limits]
+    best = int(np.argmin(left))
+    near = np.linspace(limits[max(best - 1, 0)], limits[min(best + 1, _LIMITS - 1)], _LIMITS)
+    limit = float(near[int(np.argmin([_residual(scores, query, wanted, _clip(float(one))) for one in near]))])
+    yield from _narrowed(keys, scores, query, wanted, f"are clamped at {limit:.3g}", _clip(limit))
+    if keys.shape[2] ** 2 <= MAX_PAIRS:
+        yield from _moved(keys, scores, query, wanted)
+
+
+def _scaled(keys: Array, columns: Array, factor: float) -> Iterator[_Change]:
+    where = _where(columns, keys.shape[2])
+    for whole, said in ((0.0, "are zero"), (-1.0, "are negated")):
+        if abs(factor - whole) < _ALIKE:
+            yield _Change(said + where, _with(keys, columns, whole * keys[..., columns]), 1)
+    more = _only(keys, columns, keys)
+    yield _Change(f"are {{}} × baseline's{where}", _with(keys, columns, 0.0), 3, factor, more)
+
+
+def _few(keys: Array, scores: Scores, query: Array, wanted: Array) -> tuple[Array, Array, float]:
+    """(some of the scores, their changes, the energy that a run of channels may leave of it)."""
+    some = np.arange(len(wanted))[:: -(-len(wanted) // MAX_FEW)]
+    y = wanted[some]
+    read = np.abs(query[some]).max(axis=1) > 0
+    told = min(len(some), keys.shape[1] * keys.shape[2] * len(np.unique(scores.token[some][read])))
+    return some, y, float((y**2).sum()) * 2.0 ** (-2.0 * MIN_BITS / max(told, 1))
+
+
+def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator[_Change]:
+    """Few scores tell one thing only: what became of one run of channels, or of every second, third or fourth."""
+    width = keys.shape[2]
+    if width > MAX_RUN_WIDTH:
+        return
+    runs = _runs(width)
+    some, y, enough = _few(keys, scores, query, wanted)
+
+    def best(made: Array, is_fitted: bool) -> tuple[int, float] | None:
+        """(the run, the number it is taken by) where one alone makes ``y``."""
+        size = np.maximum((made**2).sum(axis=0), 1e-300)
+        numbers = (made.T @ y) / size if is_fitted else np.ones(made.shape[1])
+        rest = ((y[:, None] - made * numbers) ** 2).sum(axis=0)
+        order = np.argsort(rest)
+        first = int(order[0])
+        if not rest[first] < enough or (len(order) > 1 and rest[order[1]] < UNIQUE * rest[first]):
+            return None
+        return first, float(numbers[first])
+
+    def summed(columns: Array) -> Array:
+        return _over_runs(scores.centred(columns)[some], runs)
+
+    if (found := best(summed(query * scores.key), is_fitted=True)) is not None:
+        yield from _scaled(keys, runs[found[0]], 1.0 + found[1])
+    if (found := best(summed(query), is_fitted=True)) is not None:
+        columns, more = runs[found[0]], found[1]
+        text = f"are baseline's {{}}{_where(columns, width)}"
+        yield _Change(text, keys, 3, more, _only(keys, columns, np.ones_like(keys)))
+    for name in NARROW:
+        cut = _cast(name)
+        if (found := best(summed(query * (cut(scores.key) - scores.key)), is_fitted=False)) is not None:
+            columns = runs[found[0]]
+            said = f"are rounded to {dtypes.short(name)}{_where(columns, width)}"
+            yield _Change(said, _with(keys, columns, cut(keys[..., columns])), 1)
+    yield from _runs_moved(keys, scores, query, some, y, enough)
+
+
+def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array, enough: float) -> Iterator[_Change]:
+    """Runs of channels that hold another run's, are swapped with it, or are rotated by one."""
+    width = keys.shape[2]
+    if width > MAX_PAIRS**0.5:
+        return
+    runs = _runs(width)
+    inside = np.zeros((width, len(runs)))
+    for i, run in enumerate(runs):
+        inside[run, i] = 1.0
+    # by[o][:, c]: what it adds that channel c holds channel c + o
+    by = [scores.centred(query * (np.roll(scores.key, -o, axis=1) - scores.key))[some] for o in range(width)]
+    best: list[tuple[float, Array, Array]] = []
+    for o in range(1, width):
+        made = by[o] @ inside
+        back = np.roll(by[-o % width], -o, axis=1) @ inside
+        is_apart = (inside * np.roll(inside, -o, axis=0)).sum(axis=0) == 0
+        for is_swap, values in ((False, made), (True, made + back)):
+            rest = np.where(is_apart, ((y[:, None] - values) ** 2).sum(axis=0), np.inf)
+            for i in np.argsort(rest)[:2]:
+                here, there = runs[i], (runs[i] + o) % width
+                if is_swap and o > width // 2:
+                    continue  # the same from the other end
+                pair = (np.concatenate([here, there]), np.concatenate([there, here])) if is_swap else (here, there)
+                best.append((float(rest[i]), *pair))
+    for run in [run for run in runs if len(run) > 2]:
+        source = np.roll(run, 1)
+        values = by[(run[0] - run[1]) % width][:, run[1:]].sum(axis=1) + by[(run[-1] - run[0]) % width][:, run[0]]
+        best.append((float(((y - values) ** 2).sum()), run, source))
+    best.sort(key=lambda one: one[0])
+    if best and best[0][0] < enough and (len(best) < 2 or best[1][0] >= UNIQUE * best[0][0]):
+        _, target, source = best[0]
+        is_order, text = said_of(target, source)
+        yield _Change(f"{'have' if is_order else 'hold'} {text}", _with(keys, target, keys[..., source]), 3)
+
+
+def _runs(width: int) -> list[Array]:
+    """Channels in a row, and every second, third and fourth."""
+    return [
+        start + stride * np.arange(count)
+        for stride in (1, 2, 3, 4)
+        for start in range(width)
+        for count in range(2 if stride > 1 else 1, (width - 1 - start) // stride + 2)
+    ]
+
+
+def _over_runs(columns: Array, runs: list[Array]) -> Array:
+    """[n, runs] the sums of these columns."""
+    inside = np.zeros((columns.shape[1], len(runs)))
+    for i, run in enumerate(runs):
+        inside[run, i] = 1.0
+    found: Array = columns @ inside
+    return found
+
+
+def _where(columns: Array, width: int) -> str:
+    return "" if len(columns) == width else f" in {spans('column', columns)} of each head"
+
+
+def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
+    """(which columns make ``wanted``, their numbers); None where they do not."""
+    size = np.sqrt((columns**2).sum(axis=0))
+    if not size.min() > 0.0:
+        return None
+    unit = columns / size
+    numbers = np.linalg.lstsq(unit, wanted, rcond=1e-10)[0] / size
+    rest = wanted - columns @ numbers
+    error = float(np.sqrt((rest**2).sum() / max(len(wanted) - len(size), 1)))
+    if float((rest**2).sum()) > 0.05 * float((wanted**2).sum()):
+        return None
+    spread = error * np.sqrt(np.maximum(np.diag(np.linalg.pinv(unit.T @ unit)), 0.0)) / size
+    found = np.flatnonzero((np.abs(numbers) > _CLEAR * spread) & (np.abs(numbers) > _FAINT * np.abs(numbers).max()))
+    if not len(found):
+        return None
+    return found, np.linalg.lstsq(unit[:, found], wanted, rcond=None)[0] / size[found]
+
+
+def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, said: str, cut: Any) -> Iterator[_Change]:
+    """Keys that went through a function, in the channels whose difference is there once."""
+    off = cut(scores.key) - scores.key
+    some = np.flatnonzero(np.abs(off).max(axis=0) > 0)
+    if not len(some):
+        return
+    columns = scores.centred(query * off)[:, some]
+    size = np.sqrt((columns**2).sum(axis=0))
+    if not size.min() > 0.0:
+        return
+    numbers = np.linalg.lstsq(columns / size, wanted, rcond=1e-10)[0] / size
+    chosen = some[np.abs(numbers - 1.0) < 0.5]
+    if len(chosen):
+        where = "" if len(chosen) == keys.shape[2] else f" in {spans('column', chosen)} of each head"
+        yield _Change(said + where, _with(keys, chosen, cut(keys[..., chosen])), 2)
+        yield _Change(said, cut(keys), 1)
+
+
+def _residual(scores: Scores, query: Array, wanted: Array, cut: Any) -> float:
+    columns = scores.centred(query * (cut(scores.key) - scores.key))
+    numbers = np.linalg.lstsq(columns, wanted, rcond=1e-10)[0]
+    return float(((wanted - columns @ numbers) ** 2).sum())
+
+
+def _limits(largest: float) -> list[float]:
+    return [largest * (i + 1) / (_LIMITS + 1) for i in range(_LIMITS)]
+
+
+def _cast(name: str) -> Any:
+    return lambda values: values.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
+
+
+def _clip(limit: float) -> Any:
+    return lambda values: np.clip(values, -limit, limit)
+
+
+def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator[_Change]:
+    """Channels that hold other channels', found one after the other (orthogonal matching pursuit, Tropp 2004)."""
+    width = keys.shape[2]
+    pairs = [(c, other) for c in range(width) for other in range(width) if other != c]
+    columns = np.stack([query[:, c] * (scores.key[:, other] - scores.key[:, c]) for c, other in pairs], axis=1)
+    columns = scores.centred(columns)
+    size = np.sqrt((columns**2).sum(axis=0))
+    unit = columns / np.where(size > 0, size, 1.0)
+    found: list[int] = []
+    rest = wanted
+    energy = float((wanted**2).sum())
+    while len(found) < min(width, len(wanted) // PER_NUMBER) and float((rest**2).sum()) > 1e-6 * energy:
+        gains = (unit.T @ rest) ** 2
+        taken = {pairs[i][0] for i in found}
+        gains[[i for i, (c, _) in enumerate(pairs) if c in taken]] = -1.0
+        found.append(int(np.argmax(gains)))
+        numbers = np.linalg.lstsq(columns[:, found], wanted, rcond=None)[0]
+        rest = wanted - columns[:, found] @ numbers
+        if len(found) > 1 and np.abs(numbers - 1.0).max() < _ALIKE and float((rest**2).sum()) < 1e-3 * energy:
+            break
+    kept = [i for i in found if size[i] > 0]
+    if not kept:
+        return
+    numbers = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)[0]
+    holds = {pairs[i][0]: pairs[i][1] for i, n in zip(kept, numbers, strict=True) if abs(n - 1.0) < 0.2}
+    if not holds:
+        return
+    target = np.array(sorted(holds))
+    source = np.array([holds[c] for c in target])
+    is_order, text = said_of(target, source)
+    yield _Change(f"{'have' if is_order else 'hold'} {text}", _with(keys, target, keys[..., source]), 3)
+
+
+def _only(keys: Array, columns: Array, values: Array) -> Array:
+    """The values in these columns, else zeros."""
+    found = np.zeros_like(keys)
+    found[..., columns] = values[..., columns]
+    return found
+
+
+def _with(keys: Array, columns: Array, new: Any) -> Array:
+    found = keys.copy()
+    found[..., columns] = new
+    return found

@@ -1,0 +1,21 @@
+"""Search: the number that fits best, where nothing better than trying is known."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+_COARSE = 49
+"""Numbers that are tried at first."""
+
+
+def searched(off: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """(the number in low..high, above 0, with the smallest error, that error)."""
+    first = (low, high)
+    best, error = low, float("inf")
+    for _ in range(8):
+        tried = np.geomspace(low, high, _COARSE if (low, high) == first else 9)
+        errors = [off(float(number)) for number in tried]
+        at = int(np.argmin(errors))
+        best, error = float(tried[at]), errors[at]
+        low, high = float(tried[max(at - 1, 0)]), float(tried[min(at + 1, len(tried) - 1)])
+    return best, error
