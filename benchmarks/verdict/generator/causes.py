@@ -113,7 +113,8 @@ def _damaged(bug: Bug) -> tuple[str, ...]:
     if damage.op == "add":
         return (*found, r"target = baseline [+−]")
     if damage.op == "zero":
-        return (*found, "target is zero", "missing", "not added up", r"baseline / \d", "left out")
+        lost = (rf"summand of rank {bug.rank} is zero",) if bug.kind == "partial" else ()
+        return (*found, *lost, "target is zero", "missing", "not added up", r"baseline / \d", "left out")
     if damage.op == "negate":
         return (*found, "target = −baseline")
     return (*found, "(scale)")
