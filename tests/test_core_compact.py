@@ -146,7 +146,10 @@ def test_a_table_that_is_gone_damaged_or_short_is_said(tmp_path: Path) -> None:
     assert any("records.parquet: cannot be read, and with it 3 records" in said for said in open_run(path).problems)
     table.unlink()
     assert any("records.parquet: cannot be read" in said for said in open_run(path).problems)
-    write_table(read_table(path / "rank-00000/records.parquet", 1), [], table)
+    others = read_table(path / "rank-00000/records.parquet", 1)
+    with pytest.raises(ValueError, match="have what no column holds"):
+        write_table(others, [], table)
+    write_table(Records(), [(each, record.to_json(each)) for each in others], table)
     assert any("holds 10 records, 3 were compacted" in said for said in open_run(path).problems)
 
 
