@@ -19,6 +19,7 @@ from tapscope.kernels.triton import (
     launch,
     linear,
     matmul,
+    moe,
     norm,
     paged_decode,
     paged_prefill,
@@ -164,7 +165,9 @@ def draws() -> None:
 
 
 def quantised() -> None:
-    """Batch-invariant and quantised matrix products."""
+    """Batch-invariant and quantised matrix products, and what stands around those of experts."""
+    _, places, _ = moe.route(torch.zeros(16, dtype=torch.int64), 0, 8)
+    moe.combine(torch.zeros(16, 2048, dtype=BF16), places, torch.zeros(2, 8))
     matmul.invariant_linear(torch.zeros(5, 4096, dtype=BF16), torch.zeros(4096, 4096, dtype=BF16))
     for dtype in (torch.int8, torch.float8_e4m3fn):
         quantised, scales = quant.quantize_groups(torch.zeros(5, 512, dtype=BF16), dtype)

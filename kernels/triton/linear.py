@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.errors import UsageError
-from tapscope.kernels.triton.launch import check_same_device, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
 
 MOST_ROWS = 16
 """Of more rows torch's library is the faster."""
@@ -80,11 +80,14 @@ def few_rows_linear(
     if not output.numel():
         return output
     chosen = launch or next(LINEAR_LAUNCHES[most] for most in LINEAR_LAUNCHES if rows <= most)
-    _few_rows_kernel[(-(-outs // chosen.outputs),)](
-        input, weight, bias, output, rows, ins, outs, input.stride(0),
-        BLOCK_M=1 if rows == 1 else max(16, next_power(rows)), BLOCK_N=chosen.outputs,
-        BLOCK_K=min(chosen.block, max(16, next_power(ins))), num_warps=chosen.warps, num_stages=chosen.stages,
-    )  # fmt: skip
+    constants = {
+        "BLOCK_M": 1 if rows == 1 else max(16, next_power(rows)),
+        "BLOCK_N": chosen.outputs,
+        "BLOCK_K": min(chosen.block, max(16, next_power(ins))),
+    }
+    args = input, weight, bias, output, rows, ins, outs, input.stride(0)
+    grid = -(-outs // chosen.outputs), 1, 1
+    _launch(input.device, grid, args, constants, num_warps=chosen.warps, num_stages=chosen.stages)
     return output
 
 
@@ -119,3 +122,6 @@ def _few_rows_kernel(
             mixed += tl.load(bias + n, mask=n < outs, other=0.0).to(tl.float32)[:, None]
         to = output + m[None, :] * outs + n[:, None]
         tl.store(to, mixed.to(output.dtype.element_ty), mask=(m < rows) & (n < outs)[:, None])
+
+
+_launch = Launcher(_few_rows_kernel)

@@ -372,13 +372,14 @@ def _in_float16(q, q_rest):
 def attended(scores, by, values, top, total, mixed):
     """The running state after a block of scores [M, N] and values [N, V]; arXiv:2205.14135.
 
-    Scores times ``by`` [M] are powers of 2; ``top`` is in the units of ``scores``. The product is taken together with
-    the difference from the maximum, in one rounding, which leaves compilers no choice.
+    Scores times ``by`` [M] are powers of 2; ``top`` is in the units of ``scores``. A score's product is taken together
+    with the difference from the maximum, in one rounding, which leaves compilers no choice. A block that raises no
+    maximum keeps the state to the bit: both maxima are rounded alike before their difference is taken.
     """
     higher = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher * by)
     weights = tl.exp2(tl.fma(scores, by[:, None], -base[:, None]))
-    kept = tl.exp2(tl.fma(top, by, -base))
+    kept = tl.exp2(top * by - base)  # compiled without fusion to FMA
     mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")
     return higher, total * kept + tl.sum(weights, 1), mixed
 
