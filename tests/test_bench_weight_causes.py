@@ -29,6 +29,7 @@ SWAPPED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="swap", start=0, count
 ROWS = bug("layers.0.mlp.up_proj.weight", (64, 32), axis=-2, start=8, count=8)
 CONV = bug("h.0.attn.c_attn.weight", (32, 96), axis=-2, start=8, count=8)
 SHARD = bug("layers.0.mlp.down_proj", (64, 32), kind="rank_weight", rank=1, start=8, count=8)
+COPIED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="copy", axis=-2, start=8, count=8, other=32)
 GATE = bug("layers.0.mlp.experts.3.gate_proj.weight", (64, 32), axis=-2, start=8, count=8)
 LAST = bug("layers.0.mlp.experts.3.down_proj.weight", (64, 32), axis=-2, start=8, count=8)
 HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
@@ -58,6 +59,10 @@ HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
         (LAST, DOWN.format(3, "rows 8–15"), True),
         (LAST, DOWN.format(3, "rows 7–15"), False),
         (BLOCK, EXPERT.format(3), False),
+        (ROWS, "in columns 8–15 of positions from 1 on: target = −baseline", True),
+        (COPIED, "target's blocks of 8 columns are copies of other ones: 1 holds 4", True),
+        (COPIED, "target's blocks of 8 columns are copies of other ones: 2 holds 4", False),
+        (COPIED, "in columns 8–15: target's blocks of 16 columns are copies of other ones: 0 holds 2", True),
         (HEADS, "in every 32th column from 4 on: target = −baseline", True),
         (HEADS, "in every 32th column from 5 on: target = −baseline", False),
         (BLOCK, "target has the weight of layers.1.input_layernorm, another norm", False),

@@ -33,7 +33,7 @@ BEYOND = 3.0
 """Times what may be left that a complete range may leave: the errors of inputs are not known so well."""
 LEAST = 1e-3
 """Share of the error that may be left anyhow."""
-STEP = 5.0
+STEP = 3.0
 """Where one more column leaves so many times less, a range is complete: rounding may be far below what it may be."""
 NEAR = 3.0
 """Ranges of the same length that leave this many times what may be left are not told apart."""

@@ -14,7 +14,7 @@ _INPUTS = re.compile(
 _EXPERT = re.compile(
     r"(?:weights|down projection) of expert (?P<expert>\d+) differs?(?: in its (?P<rows>rows? [^:]*))?"
 )
-_OUTPUTS = re.compile(r"^in (?P<what>(?:columns? \d|every )[^:(]*)")
+_OUTPUTS = re.compile(r"^in (?P<what>(?:columns? \d|every )[^:(]*?)(?: of | \(|:)")
 _SUMMAND = re.compile(r"the summand of rank (\d+) is zero")
 _COPIES = re.compile(r"(?:blocks of (?P<size>\d+) )?columns are copies of other ones: (?P<block>\d+) holds")
 _CHANNELS = "a factor of its own for each channel + a number"
@@ -38,7 +38,8 @@ def judged(bug: Bug, text: str) -> bool | None:
     if (found := _COPIES.search(text)) is not None and (outputs := changed(bug, outputs=True)) is not None:
         size = int(found["size"] or 1)
         first = int(found["block"]) * size
-        return bug.damage is not None and bug.damage.op in _ORDERED and set(range(first, first + size)) <= outputs
+        is_there = _OUTPUTS.match(text) is not None or set(range(first, first + size)) <= outputs
+        return bug.damage is not None and bug.damage.op in _ORDERED and is_there and not is_elsewhere(bug, text)
     if _CHANNELS in text:
         return len(bug.shape) == 1 and not bug.module.endswith("bias") and not is_elsewhere(bug, text)
     if "the weight counts as zero" in text:
