@@ -1,11 +1,13 @@
 """Values that arrive later than their hook: a device whose copies this test lets go, a real backlog and recorder."""
 
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jobs import wait_until
@@ -23,6 +25,7 @@ from tapscope.dumper.steps.cut import Part
 from tapscope.dumper.taking.taker import Taker
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.transport.ring import Ring
+from tapscope.kernels.native import summary
 from tapscope.run import Run, open_run
 
 N = SMALL // 2
@@ -64,11 +67,62 @@ class SlowDevice:
         held = tensor.nbytes if clone and not ran_out else 0
         return SlowTicket(self, tensor.clone(memory_format=torch.contiguous_format), held, ran_out)
 
+    def summarize(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def close_rows(self) -> None:
+        pass
+
     def pin(self, ring: Ring) -> None:
         self.rings.append(ring)
 
     def unpin(self) -> None:
         self.rings.append(None)
+
+
+class SlowRow:
+    """A row that was computed at the hook and comes once the gate is open and its block closed."""
+
+    held_bytes, ran_out = 0, False
+
+    def __init__(self, device: "RowDevice", tensor: torch.Tensor) -> None:
+        self._device, self.number = device, device.num_rows
+        self._room = np.zeros(summary.ROW_BYTES, np.uint8)
+        found = summary.summarize_array(tensor.detach().numpy())
+        counts, h1, h2 = found.stats, int(found.hash[:16], 16), int(found.hash[16:], 16)
+        self._room[:] = np.frombuffer(
+            struct.pack(
+                "=7q5d3Q",
+                *(counts.count, counts.nan, counts.posinf, counts.neginf, counts.zeros, counts.subnormals),
+                counts.count - counts.nan - counts.posinf - counts.neginf,
+                *(counts.min or 0.0, counts.max or 0.0, counts.absmax or 0.0, counts.sum, counts.sumsq),
+                *(h1, h2, int(found.bag or "0", 16)),
+            ),
+            np.uint8,
+        )
+        self.address = self._room.ctypes.data
+
+    @property
+    def is_last(self) -> bool:
+        return self.number % 3 == 2
+
+    def wait(self) -> None:
+        self._device.gate.wait()
+        assert self.number < self._device.num_closed, "nobody may wait for a block that is open"
+
+
+class RowDevice(SlowDevice):
+    """A device that computes statistics itself, in blocks of three rows."""
+
+    num_rows = num_closed = 0
+
+    def summarize(self, tensor: torch.Tensor) -> SlowRow:
+        row = SlowRow(self, tensor)
+        self.num_rows += 1
+        return row
+
+    def close_rows(self) -> None:
+        self.num_closed = self.num_rows
 
 
 class Far(Taker):
@@ -171,6 +225,57 @@ def test_statistics_leave_no_bytes_and_give_their_memory_back(tmp_path: Path) ->
     run = open_run(tmp_path / "run")
     assert [(r.stats.max, r.entry) for r in run.records if r.stats] == [(4095.0, None)] * 2
     assert run.ledger().complete
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_statistics_computed_on_the_device_move_no_values(
+    tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(summary.library, "functions", lambda: None)
+    device, x = RowDevice(), torch.tensor([1.5, -2.0, torch.inf, 0.0, torch.nan]).repeat(N)
+    with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="stats") as (dumper, collector, _):
+        for step in range(3):
+            with dumper.step():
+                _call(dumper, x + step)
+            assert device.num_closed == 4 * (step + 1)  # the step's end lets them come
+            assert collector._backlog.in_flight_bytes < x.nbytes
+    with torch.no_grad(), Dumper(Writes(), tmp_path / "plain", keep="stats") as dumper:
+        for step in range(3):
+            with dumper.step():
+                _call(dumper, x + step)
+    found, plain = open_run(tmp_path / "run"), open_run(tmp_path / "plain")
+    assert found.ledger().complete, found.ledger().sentences()
+    assert [(r.key, r.seq, r.stats, r.hash, r.bag) for r in found.records] == [
+        (r.key, r.seq, r.stats, r.hash, r.bag) for r in plain.records
+    ]
+
+
+def test_rows_come_before_a_value_that_is_kept_whole_and_at_the_end(tmp_path: Path) -> None:
+    device = RowDevice()
+    rules = ["inner:*=full"]
+    with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="stats", rules=rules) as (dumper, _, _):
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+            assert device.num_closed == 1  # the model's input, before the first whole value
+        device.gate.set()
+        _call(dumper, torch.ones(8))
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert [r.seq for r in run.records] == list(range(len(run.records)))
+    assert {r.key.site for r in run.records if r.entry} == {"inner:in[input]", "inner:out"}
+
+
+def test_rows_that_a_device_does_not_hand_over_are_counted(tmp_path: Path) -> None:
+    device = RowDevice()
+    outer = dumper_of(nn.Identity(), tmp_path / "run", device, keep="stats", time_limit_s=0.3)
+    with torch.no_grad(), outer as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+        wait_until(lambda: collector.account.num_failed == 2, "both are given up")
+    run = open_run(tmp_path / "run")
+    assert run.ledger().failed == 2
+    assert not list(run.records)
 
 
 def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(

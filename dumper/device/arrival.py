@@ -54,18 +54,19 @@ class Copy:
         self,
         drain: "Drain",
         layout: "Layout",
-        slot: Slot,
+        slot: Slot | None,
         free: Callable[[Slot], None] | None,
         ask: Callable[[bytes], bool] | None,
     ) -> None:
         self._drain = drain
         self.layout = layout
         self.slot = slot
+        """Where the bytes go; None for a row, of which the device has computed the statistics."""
         self.free = free
         """Who gets the slot back when it is done; None while a record holds it."""
         self.ask = ask
         """Asked in the drain's thread with the text: whether the bytes are wanted after all."""
-        self.is_wanted = free is None and ask is None
+        self.is_wanted = slot is not None and free is None and ask is None
         """Whether the bytes are kept, not only their statistics."""
         self.is_given_up = False
         self.ticket: Ticket | None = None
@@ -74,6 +75,11 @@ class Copy:
         self.problem: str | None = None
         """Why it did not come."""
         self.is_done = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that come from the device, but for rows."""
+        return 0 if self.slot is None else self.slot.nbytes
 
     @property
     def is_here(self) -> bool:

@@ -11,10 +11,12 @@ import functools
 import logging
 import math
 import time
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 
+from tapscope.dumper.device.rows import BLOCK, Block, Row, kernel_for
 from tapscope.dumper.records import capture
 from tapscope.dumper.records.capture import Unsupported
 from tapscope.dumper.records.slot import Slot
@@ -55,6 +57,17 @@ class Device(Protocol):
 
         Raises Unsupported while a graph is being captured, RuntimeError when the device failed.
         """
+        ...
+
+    def summarize(self, tensor: torch.Tensor) -> "Row | None":
+        """Begin to compute a tensor's statistics on the device; None where that cannot be, and nothing has begun.
+
+        Raises as :meth:`start`. The row comes after :meth:`close_rows`.
+        """
+        ...
+
+    def close_rows(self) -> None:
+        """Let the rows begun so far come to the host."""
         ...
 
     def pin(self, ring: Ring) -> None:
@@ -107,6 +120,8 @@ class Cuda:
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._slack: dict[int, Slack] = {}
         self._learned: set[bool] = set()  # kinds of plain tensors that are known to be
+        self._unserved: set[torch.dtype] = set()
+        self._blocks: dict[tuple[int, int], Block] = {}
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same as elements
 
     def enter(self) -> None:
@@ -154,6 +169,38 @@ class Cuda:
             torch.cuda.set_stream(current)
         event.record(side)
         return CudaTicket(index, event, host, snapshot, ran_out)
+
+    def summarize(self, tensor: torch.Tensor) -> Row | None:
+        """As :meth:`Device.summarize`."""
+        kernel = kernel_for(tensor.device, tensor.dtype)
+        if kernel is None or tensor.dtype in self._unserved:
+            return None
+        self._index = tensor.get_device()
+        if torch.cuda.is_current_stream_capturing():
+            raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
+        if (kind := tensor.is_inference()) not in self._learned:
+            self._learned.add(kind)
+            capture.learn_plain(tensor)
+        stream = torch.cuda.current_stream(self._index)
+        with nullcontext() if self._index == torch.cuda.current_device() else torch.cuda.device(self._index):
+            place = self._index, stream.cuda_stream
+            block = self._blocks.get(place)
+            if block is None or block.num_rows == BLOCK:
+                block = self._blocks[place] = Block(tensor.device, stream)
+            row, ticket = block.next_row()
+            try:
+                kernel(tensor.detach(), row)
+            except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and values can still be copied
+                self._unserved.add(tensor.dtype)
+                _log.warning("tapscope: no statistics of %s on the device, values are copied: %s", tensor.dtype, error)
+                return None
+        return ticket
+
+    def close_rows(self) -> None:
+        """As :meth:`Device.close_rows`."""
+        blocks, self._blocks = self._blocks, {}
+        for block in blocks.values():
+            block.close()
 
     def _side(self, index: int) -> torch.cuda.Stream:
         return self._sides.setdefault(index, torch.cuda.Stream(index))  # type: ignore[no-untyped-call]

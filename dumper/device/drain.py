@@ -62,6 +62,9 @@ class Drain:
         self._thread: threading.Thread | None = None
         self._ring: Ring | None = None
         self._sharing = Sharing()
+        self._filling = threading.Lock()
+        """Guards the rows that are not on their way yet."""
+        self._rows: list[Copy] = []
 
     # ---- the forward's thread
 
@@ -85,6 +88,7 @@ class Drain:
             raise NotArrived("the capture has ended")
         if self._thread is None:
             self._start_thread()
+        self._close_rows()
         copy, nbytes = Copy(self, layout, slot, free, ask), slot.nbytes
         clone = self.clones.begin(nbytes)
         try:
@@ -97,6 +101,34 @@ class Drain:
             self._is_hurried = True
         self._copies.put(copy)
         return copy
+
+    def summarize(self, tensor: torch.Tensor, layout: "Layout") -> Copy | None:
+        """Begin to compute statistics on the device; None where it cannot. Raises as :meth:`start`."""
+        if self._is_closing:
+            raise NotArrived("the capture has ended")
+        with self._filling:
+            row = self._device.summarize(tensor)
+            if row is None:
+                return None
+            copy = Copy(self, layout, None, None, None)
+            copy.ticket = row
+            self._rows.append(copy)
+        if row.is_last:
+            self._close_rows()
+        return copy
+
+    def _close_rows(self) -> None:
+        """What was summarised so far may come."""
+        if not self._rows:
+            return
+        if self._thread is None:
+            self._start_thread()
+        with self._filling:
+            rows, self._rows = self._rows, []
+            self._device.close_rows()
+        for copy in rows:
+            self.clones.begin(0)
+            self._copies.put(copy)
 
     def prepare(self) -> None:
         """Let the ring be page-locked before the first value comes; to be called outside the model's forward."""
@@ -115,6 +147,7 @@ class Drain:
 
     def hurry(self) -> None:
         """A step ended: the processor has time now."""
+        self._close_rows()
         self._is_hurried = True
 
     def count_direct(self) -> int:
@@ -152,6 +185,7 @@ class Drain:
 
     def close(self) -> bool:
         """Wait for what is under way and end the thread; False when that did not happen in time."""
+        self._close_rows()
         with self._starting:
             thread, self._is_closing = self._thread, True
         self._copies.put(None)
@@ -178,7 +212,7 @@ class Drain:
             if copy is None:
                 break
             self._complete(copy)
-            num_records, nbytes = num_records + 1, nbytes + copy.slot.nbytes
+            num_records, nbytes = num_records + 1, nbytes + copy.nbytes
             if self._copies.empty() or num_records >= _CHEER_RECORDS or nbytes >= _CHEER_BYTES:
                 num_records = nbytes = 0
                 if self._wake is not None:
@@ -219,13 +253,16 @@ class Drain:
             copy.is_done = True
             # Wanted after all: who was asked has the slot now. But whoever gave the record up must free it.
             free = copy.free if copy.is_given_up or not copy.is_wanted else None
-        if free is not None:
+        if free is not None and copy.slot is not None:
             free(copy.slot)
-        self.clones.done(copy.slot.nbytes, held)
+        self.clones.done(copy.nbytes, held)
 
     def _read(self, copy: Copy, address: int) -> None:
         """Statistics and hash of what came; bytes that came elsewhere go to the slot in the same pass."""
         slot, layout = copy.slot, copy.layout
+        if slot is None:
+            copy.text, copy.digest = summary.tell(address)
+            return
         keeps = copy.free is None or copy.ask is not None
         target = slot.address if keeps and address != slot.address else 0
         copy.text, copy.digest = summary.take(address, layout.count, layout.dtype, target)

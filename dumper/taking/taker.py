@@ -207,6 +207,8 @@ class Taker:
     def _await(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, keep: str) -> None:
         """A tensor on a device: its statistics and bytes come later, and are filled in by the drain."""
         sink, memo = self._account.sink, self.memo
+        if keep == "stats" and port.choice.sentinel is None and self._await_row(port, stamp, tensor, layout):
+            return
         slot = sink.reserve(layout.nbytes)
         if slot is None:
             if keep != "off":
@@ -227,6 +229,16 @@ class Taker:
             pending = Pending(port, stamp, next(self._seq), layout, b"", generation, payload, slot if holds else None)
             pending.arrival = copy
             self._put(pending)
+
+    def _await_row(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout) -> bool:
+        """Whether the device itself computes the statistics; they come later, and are filled in by the drain."""
+        row = self.arrivals.drain().summarize(tensor, layout)
+        if row is None:
+            return False
+        pending = Pending(port, stamp, next(self._seq), layout, b"", self.memo.generation)
+        pending.arrival = row
+        self._put(pending)
+        return True
 
     def _question(
         self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Layout, slot: Slot, keep: str

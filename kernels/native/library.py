@@ -56,6 +56,8 @@ class Functions(NamedTuple):
     number of the autograd engine's task, ContextVar of tags, its value where there are none) -> Pen"""
     fast_path: Callable[[Any], Any]
     """Pen -> FastPath, see fastpath.cpp"""
+    tell: Callable[[int], tuple[bytes, bytes]] | None
+    """(struct Summary) -> (text, digest)"""
     linear: Callable[..., bool] | None
     """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
     processors cannot; None as above, and torch serves."""
@@ -150,6 +152,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         stencil=module.Stencil,
         pen=module.Pen,
         fast_path=module.FastPath,
+        tell=getattr(module, "tell", None),
         linear=getattr(module, "linear", None),
         paged=getattr(module, "paged", None),
     )

@@ -43,6 +43,15 @@ PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
 }
 
+// (struct Summary) -> (text, digest)
+PyObject* tell(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t address;
+    if (!read(args, count, &address, 1)) return nullptr;
+    ts::Taken found;
+    const int64_t size = ts_tell(at<ts::Summary>(address), &found);
+    return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
+}
+
 // (data, number of bytes) -> digest
 PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[2];
@@ -197,15 +206,11 @@ PyObject* find_channel(PyObject*, PyObject* given) {
 }
 
 PyMethodDef kMethods[] = {
-    {"take", fast<take>(), METH_FASTCALL, nullptr},
-    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
-    {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
-    {"linear", fast<linear>(), METH_FASTCALL, nullptr},
-    {"paged", fast<paged>(), METH_FASTCALL, nullptr},
-    {"compare", fast<compare>(), METH_FASTCALL, nullptr},
-    {"channel_sums", channel_sums, METH_VARARGS, nullptr},
-    {"find_channel", find_channel, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    {"take", fast<take>(), METH_FASTCALL, nullptr},           {"tell", fast<tell>(), METH_FASTCALL, nullptr},
+    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr}, {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
+    {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
+    {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"channel_sums", channel_sums, METH_VARARGS, nullptr},
+    {"find_channel", find_channel, METH_O, nullptr},          {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods, nullptr, nullptr, nullptr, nullptr};

@@ -169,6 +169,11 @@ int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* targe
     return ts::write_text(result->summary, bag != 0, result->text);
 }
 
+int64_t ts_tell(const ts::Summary* summary, ts::Taken* result) {
+    ts::write_digest(summary->hash, result->digest);
+    return ts::write_text(*summary, true, result->text);
+}
+
 void ts_hash(const void* data, int64_t nbytes, uint8_t* digest) {
     ts::Hash hash;
     ts::hash_bytes(static_cast<const uint8_t*>(data), nbytes, 0, &hash);

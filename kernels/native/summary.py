@@ -19,6 +19,9 @@ BRIEF = 1 << 20
 
 _LAYOUT = struct.Struct("=7q5d3Q")  # struct Summary in summary.h
 
+ROW_BYTES = _LAYOUT.size
+"""Of a summary as it is in memory: seven counts, five floats, the hash's two words and the bag."""
+
 _PLANS = {name: (code, 1, dtypes.itemsize(name)) for name, code in library.CODES.items()} | {
     name: (library.CODES[part], 2, dtypes.itemsize(part)) for name, part in dtypes.COMPLEX.items()
 }
@@ -46,6 +49,15 @@ def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True
         return _take_reference(address, count, dtype, target, bag)
     code, parts, width = plan
     return functions.take(address, count * parts, code, bag, target, width)
+
+
+def tell(address: int) -> tuple[bytes, bytes]:
+    """As :func:`take`, from the row of :data:`ROW_BYTES` at ``address`` that a device has computed (struct Summary)."""
+    functions = library.functions()
+    if functions is not None and functions.tell is not None:
+        return functions.tell(address)
+    found = _unpack(ctypes.string_at(address, ROW_BYTES))
+    return text_of(found), bytes.fromhex(found.hash)
 
 
 def digest_of(address: int, nbytes: int) -> bytes:

@@ -16,4 +16,6 @@ struct Taken {
 
 // Returns the length of the text; `target` may be null.
 TS_EXPORT int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* target, ts::Taken* result);
+// Of a summary that was made elsewhere. Returns the length of the text.
+TS_EXPORT int64_t ts_tell(const ts::Summary* summary, ts::Taken* result);
 TS_EXPORT void ts_hash(const void* data, int64_t nbytes, uint8_t* digest);
