@@ -240,10 +240,11 @@ def test_statistics_computed_on_the_device_move_no_values(
                 _call(dumper, x + step)
             assert device.num_closed == 4 * (step + 1)  # the step's end lets them come
             assert collector._backlog.in_flight_bytes < x.nbytes
-    with torch.no_grad(), Dumper(Writes(), tmp_path / "plain", keep="stats") as dumper:
+    model = Writes()
+    with torch.no_grad(), Dumper(model, tmp_path / "plain", keep="stats") as dumper:
         for step in range(3):
             with dumper.step():
-                _call(dumper, x + step)
+                model(x + step)
     found, plain = open_run(tmp_path / "run"), open_run(tmp_path / "plain")
     assert found.ledger().complete, found.ledger().sentences()
     assert [(r.key, r.seq, r.stats, r.hash, r.bag) for r in found.records] == [
