@@ -185,7 +185,12 @@ class Engine:
     def abort(self, request_id: str) -> Output | None:
         """Drop a live request between two steps; its last output, or None when no such request is live."""
         request = self.scheduler.abort(request_id)
-        return None if request is None else self._output(request)
+        if request is None:
+            return None
+        output = self._output(request)
+        if not self.scheduler.has_work:  # nobody will call step() for what is under way
+            self._untold += self._settle()
+        return output
 
     def update_weights(self, folder: Path, *, partial: bool = False) -> None:
         """Replace the weights on every rank by ``folder``'s, with ``partial`` only those that it has.

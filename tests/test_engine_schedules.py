@@ -180,6 +180,21 @@ def test_steps_are_planned_ahead_and_a_row_too_many_is_dropped(path: Path, expec
     assert rows == [3, 3, 3, 3, 3, 2, *[1] * 14]  # the stop is known one step late
 
 
+def test_an_abort_of_the_last_request_leaves_no_step_open(path: Path) -> None:
+    with LLM(path, observer=Memory, check=True) as llm:
+        llm.engine._is_async = True
+        llm.observer.armed = False
+        name = llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+        for _ in range(4):
+            llm.step()
+        assert llm.engine._flights
+        assert llm.abort(name) is not None
+        assert not llm.engine._flights
+        assert not llm.has_work
+        assert len(llm.observer.metrics) == len(llm.observer.steps)
+        assert _run(llm, PROMPTS[:1], 4)
+
+
 def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
     answers = []
