@@ -408,7 +408,7 @@ def of_one_rank(change: Callable[[Array], Array], rank: int) -> Callable[[Array]
         (lambda x: 1.5 * x, "in the summand of rank 1: target = 1.5 × baseline"),
         (
             lambda x: np.where(np.arange(64) % 64 == 7, 0.0, x).astype(np.float32),
-            "in column 7 of the summand of rank 1: target is zero",
+            "in column 7: the summand of rank 1 is zero",
         ),
         (lambda x: x * np.random.default_rng(3).lognormal(0, 1, x.shape).astype(np.float32), ""),
     ],
