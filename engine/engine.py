@@ -123,7 +123,9 @@ class Engine:
         self._job.require_usable()
         outputs, self._untold = self._untold, []
         outputs += [self._output(request) for request in self.scheduler.expire()]
-        if outputs or not (self.scheduler.has_work or self._flights):
+        if not self.scheduler.has_work:
+            return outputs + self._settle()
+        if outputs:
             return outputs
         if not self._flights:
             observer = self.runner.observer

@@ -89,6 +89,7 @@ class Runner:
         self._has_experts = model_config.moe is not None
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
+        self._has_said_eager = False
         if self._can_record(config):
             self._record_graphs(config.max_running)
         self._started = 0.0
@@ -310,6 +311,9 @@ class Runner:
             hidden = self._graphs.run(plan)
             if hidden is not None:
                 return self.model.head(hidden)
+        if self._graphs is not None and mode is StepMode.EAGER and not self._has_said_eager:
+            self._has_said_eager = True
+            _log.warning("a forward hook that is not the observer's is on a module: steps run kernel by kernel")
         inputs = self._buffers.load(plan, self._padded_size(plan) if mode is StepMode.TAPPED else None)
         with without_plans(), BatchInvariant() if self._batch_invariant else nullcontext():
             output = self.model(

@@ -90,6 +90,23 @@ def test_a_padded_step_is_recorded_as_the_same_step_without_padding(tmp_path: Pa
     assert [plain.steps[n][0].info for n in plain.steps] == [padded.steps[n][0].info for n in padded.steps]
 
 
+def test_a_hook_that_keeps_graphs_from_running_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class NoGraphs:
+        def run(self, plan: StepPlan) -> None:
+            return None
+
+    with LLM(make_llama(tmp_path / "model")) as llm:
+        runner: Any = llm.engine.runner
+        runner._graphs = NoGraphs()
+        llm.generate(PROMPTS, max_new_tokens=2)
+        assert "kernel by kernel" not in caplog.text
+        llm.model.model.register_forward_hook(lambda *_: None)
+        llm.generate(PROMPTS, max_new_tokens=3)
+    assert (
+        caplog.text.count("a forward hook that is not the observer's is on a module: steps run kernel by kernel") == 1
+    )
+
+
 def test_steps_through_experts_are_not_padded(tmp_path: Path) -> None:
     model = make_moe(tmp_path / "model", "mixtral")
     with LLM(model) as llm:

@@ -195,6 +195,21 @@ def test_an_abort_of_the_last_request_leaves_no_step_open(path: Path) -> None:
         assert _run(llm, PROMPTS[:1], 4)
 
 
+def test_a_timeout_of_the_last_request_leaves_no_step_open(path: Path) -> None:
+    with LLM(path, check=True, running_timeout_s=60.0) as llm:
+        llm.engine._is_async = True
+        clock = [0.0]
+        llm.engine.scheduler._clock = lambda: clock[0]
+        llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+        for _ in range(4):
+            llm.step()
+        assert llm.engine._flights
+        clock[0] = 100.0
+        (generation,) = llm.step()
+        assert generation.finish_reason == "abort"
+        assert not llm.engine._flights
+
+
 def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
     answers = []
